@@ -1,0 +1,1 @@
+"""From tar shards to batches: each sample exactly once per epoch."""

@@ -1,0 +1,38 @@
+"""The ranks of a run as one group that gathers and broadcasts bytes, whatever backend moves the tensors."""
+
+from typing import cast
+
+import torch.distributed as dist
+
+from store.transport import Alone, Transport
+
+
+class GlooTransport:
+    """All ranks of the initialised process group, over a gloo group of its own: bytes live on the host."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        # None is the default group.
+        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._group = cast(dist.ProcessGroup | None, group)
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Everyone's payload in rank order on rank 0, None elsewhere."""
+        payloads: list[bytes] | None = [b""] * self.world_size if self.rank == 0 else None
+        dist.gather_object(payload, payloads, dst=0, group=self._group)
+        return payloads
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload, on every rank."""
+        box = [payload]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        assert box[0] is not None
+        return box[0]
+
+
+def transport() -> Transport:
+    """The group this process belongs to: all ranks of torch.distributed, or this process alone."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GlooTransport()
+    return Alone()

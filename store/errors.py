@@ -1,0 +1,49 @@
+"""Errors sorted by what a handler would do; every message says what was found, expected, and what to do."""
+
+
+class StoreError(Exception):
+    """Anything a user can meet and act on; a bug is an AssertionError instead."""
+
+
+class NotAStore(StoreError):
+    """Nothing here, something else, or a store whose creation was interrupted: point elsewhere or create."""
+
+
+class AlreadyExists(StoreError):
+    """A store, or other data, is where one was to be created."""
+
+
+class NewerFormat(StoreError):
+    """Written by a newer bigscl: upgrade."""
+
+
+class IndexMismatch(StoreError):
+    """The store belongs to other data: use another path, or the shards it was made from."""
+
+
+class SnapshotMissing(StoreError):
+    """The snapshot asked for is not, or is no longer, retained."""
+
+
+class CommitConflict(StoreError):
+    """Another process committed in between: two runs share one store."""
+
+
+class LeaseHeld(StoreError):
+    """Another run holds the store: wait for it, or break the lease if its holder is dead."""
+
+
+class ChunkCorrupt(StoreError):
+    """A chunk a snapshot names is missing or fails its checksum: roll back, or make its samples anew."""
+
+
+class BadValues(StoreError, ValueError):
+    """NaN or out-of-range values were handed in; nothing of them was stored."""
+
+
+class NoFreeSlot(StoreError):
+    """Every slot of a shard is named by a retained snapshot: drop one, or create with more slots."""
+
+
+class ReadOnly(StoreError):
+    """A write was asked of a store opened for reading."""

@@ -1,0 +1,1 @@
+"""Offline commands: one file per verb behind `bigscl <verb>`."""
