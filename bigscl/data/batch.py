@@ -1,0 +1,56 @@
+"""The batch a training step gets: ids, images, labels and views of some samples, as tensors."""
+
+# Shapes: B samples of the batch, L classes, S side of the images.
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Some samples, ready for a step; all tensors have the same samples in the same order."""
+
+    ids: Tensor
+    """int64 [B]: sample ids."""
+    images: Tensor
+    """uint8 [B,3,S,S], channels last in memory; `normalize` makes them the network's input."""
+    labels: Tensor
+    """int8 [B,L]: 1 positive, 0 negative, -1 unknown."""
+    views: Tensor
+    """float32 [B,5]: left, top, width, height in fractions of the image, and 1 where mirrored."""
+    erased: Tensor | None = None
+    """float32 [B,4]: left, top, width, height of the erased box in fractions of the view; None: no erasing."""
+    skipped: Tensor
+    """int64: ids that were planned for this batch but could not be read."""
+    reasons: tuple[str, ...] = ()
+    """Why, one for each skipped id."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """The same batch with its tensors on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
+
+
+def normalize(
+    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
+    # One multiplication and one addition per pixel.
+    factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=images.device))
+    offset = -255 * torch.tensor(mean, dtype=torch.float32, device=images.device) * factor
+    return (images * factor[:, None, None] + offset[:, None, None]).to(dtype)

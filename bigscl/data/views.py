@@ -1,0 +1,143 @@
+"""Views: where each look at an image falls, as a pure function of (seed, epoch, sample id)."""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_TRIES = 10
+
+
+class Purpose(IntEnum):
+    """What random numbers are drawn for; the numbers of one purpose say nothing about another's."""
+
+    VIEW = 0
+    COLOR = 1
+    ERASE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A pixel box of an image, and whether it is seen mirrored."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    flip: bool
+    image_width: int
+    image_height: int
+
+    def fractions(self) -> tuple[float, float, float, float, float]:
+        """(left, top, width, height, flip), the box in fractions of the image: a row of a batch's views."""
+        return (
+            self.left / self.image_width,
+            self.top / self.image_height,
+            self.width / self.image_width,
+            self.height / self.image_height,
+            float(self.flip),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomCrop:
+    """How training crops are drawn: torchvision's RandomResizedCrop distribution, and a random mirroring."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Least and largest share of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Least and largest width / height."""
+    flip: float = 0.5
+    """Share of the views that are mirrored."""
+    squash: bool = False
+    """Draw the box on the image squashed to a square, as if it were resized so before the crop."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
+            if not 0 < low <= high:
+                raise ValueError(f"{name}: ({low}, {high}), expected 0 < least <= largest")
+        if self.scale[1] > 1:
+            raise ValueError(f"scale: a crop of {self.scale[1]} of the image's area, expected at most 1")
+        if not 0 <= self.flip <= 1:
+            raise ValueError(f"flip: {self.flip}, expected a share between 0 and 1")
+
+    def view(self, *, seed: int, epoch: int, sample_id: int, width: int, height: int) -> View:
+        """The view of one image in one epoch: the same whatever the rank, the worker, or the restart."""
+        random = uniforms(seed, epoch, sample_id, Purpose.VIEW, 2 * NUM_TRIES + 3)
+        flip = random[0] < self.flip
+        if self.squash:
+            side = max(width, height)
+            left, top, box_width, box_height = _box(random[1:], side, side, self.scale, self.ratio)
+            left, box_width = _stretch(left, box_width, width / side)
+            top, box_height = _stretch(top, box_height, height / side)
+        else:
+            left, top, box_width, box_height = _box(random[1:], width, height, self.scale, self.ratio)
+        return View(
+            left=left,
+            top=top,
+            width=box_width,
+            height=box_height,
+            flip=flip,
+            image_width=width,
+            image_height=height,
+        )
+
+
+def whole(width: int, height: int) -> View:
+    """All of an image, not mirrored."""
+    return View(left=0, top=0, width=width, height=height, flip=False, image_width=width, image_height=height)
+
+
+def uniforms(seed: int, epoch: int, sample_id: int, purpose: Purpose, count: int) -> list[float]:
+    """`count` numbers in [0, 1) that depend on the arguments alone.
+
+    Philox is counter-based: any sample's numbers are had at once, without those of the samples before it.
+    Its raw output is fixed by definition, so views stay the same over versions of numpy.
+    """
+    key: NDArray[np.uint64] = np.array([seed, epoch], dtype=np.uint64)
+    # The first word counts the blocks drawn from this position on.
+    counter: NDArray[np.uint64] = np.array([0, purpose, sample_id, 0], dtype=np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw(count)
+    uniform: list[float] = ((raw >> np.uint64(11)) * 2.0**-53).tolist()
+    return uniform
+
+
+def _box(
+    random: list[float], width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """(left, top, width, height) of a random crop, or of the central one where no try fits the image."""
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    for attempt in range(NUM_TRIES):
+        area = width * height * _between(random[2 + 2 * attempt], *scale)
+        aspect = math.exp(_between(random[3 + 2 * attempt], low, high))
+        box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left = int(random[0] * (width - box_width + 1))
+            top = int(random[1] * (height - box_height + 1))
+            return left, top, box_width, box_height
+    return central_box(width, height, ratio)
+
+
+def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
+    """(left, top, width, height) of the largest central box whose aspect lies in `ratio`."""
+    box_width, box_height = width, height
+    if width / height < ratio[0]:
+        box_height = max(1, round(width / ratio[0]))
+    elif width / height > ratio[1]:
+        box_width = max(1, round(height * ratio[1]))
+    return (width - box_width) // 2, (height - box_height) // 2, box_width, box_height
+
+
+def _between(uniform: float, low: float, high: float) -> float:
+    return low + uniform * (high - low)
+
+
+def _stretch(start: int, length: int, factor: float) -> tuple[int, int]:
+    """(start, length) of an interval scaled to other pixels, at least one of them."""
+    first, end = round(start * factor), round((start + length) * factor)
+    if end == first:
+        first = min(first, max(0, math.ceil(factor * (start + length)) - 1))
+        end = first + 1
+    return first, end - first

@@ -1,0 +1,178 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigscl.data.plan import Plan, evaluation_plan, training_plan
+
+
+@st.composite
+def topologies(draw):
+    """Shards of uneven sizes, and the ranks and workers that share them."""
+    num_shards = draw(st.integers(1, 40))
+    size = draw(st.sampled_from([3, 100, 5000]))
+    sizes = np.array(draw(st.lists(st.integers(1, size), min_size=num_shards, max_size=num_shards)))
+    return {
+        "shard_sizes": sizes,
+        "rows_per_shard": int(sizes.max()) + draw(st.integers(0, 3)),
+        "batch_size": draw(st.sampled_from([1, 7, 64, 1000])) if sizes.sum() < 20000 else 64,
+        "world_size": draw(st.integers(1, 16)),
+        "workers": draw(st.integers(0, 8)),
+    }
+
+
+def all_ids(topology):
+    rows = topology["rows_per_shard"]
+    return np.concatenate([shard * rows + np.arange(n) for shard, n in enumerate(topology["shard_sizes"])])
+
+
+def yielded(plan: Plan) -> list[list[np.ndarray]]:
+    return [list(plan.batches(rank)) for rank in range(plan.world_size)]
+
+
+def same(left, right) -> bool:
+    return len(left) == len(right) and all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@given(topologies(), st.integers(0, 5), st.integers(0, 2**40))
+@settings(max_examples=150, deadline=None)
+def test_every_sample_is_in_exactly_one_batch_of_one_rank(topology, epoch, seed):
+    plan = training_plan(**topology, seed=seed, epoch=epoch)
+    batches = yielded(plan)
+    ids = np.concatenate([ids for rank in batches for ids in rank])
+    assert np.array_equal(np.sort(ids), all_ids(topology))
+
+
+@given(topologies(), st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_counts_agree_with_what_the_ranks_yield(topology, epoch):
+    plan = training_plan(**topology, seed=1, epoch=epoch)
+    batches = yielded(plan)
+    for rank, mine in enumerate(batches):
+        assert len(mine) == plan.num_batches(rank)
+        assert sum(map(len, mine)) == plan.num_samples(rank)
+        assert all(0 < len(ids) <= topology["batch_size"] for ids in mine)
+    assert plan.num_steps == max(map(len, batches))
+    per_rank = [plan.num_samples(rank) for rank in range(plan.world_size)]
+    assert max(per_rank) - min(per_rank) <= topology["shard_sizes"].max()
+
+
+@given(topologies())
+@settings(max_examples=50, deadline=None)
+def test_a_shard_goes_whole_to_one_stream(topology):
+    plan = training_plan(**topology, seed=3, epoch=1)
+    owners: dict[int, int] = {}
+    for number, stream in enumerate(stream for rank in plan.streams for stream in rank):
+        of_ids = set((stream.ids // topology["rows_per_shard"]).tolist())
+        assert of_ids == set(stream.shards.tolist())
+        assert not of_ids & owners.keys()
+        owners |= dict.fromkeys(of_ids, number)
+    assert len(owners) == len(topology["shard_sizes"])
+
+
+@given(topologies(), st.integers(1, 300))
+@settings(max_examples=50, deadline=None)
+def test_a_reader_holds_at_most_the_buffer(topology, buffer):
+    """A slow reader: it reads the shards from front to back and keeps what is not due yet."""
+    topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 200)
+    plan = training_plan(**topology, seed=3, epoch=1, shuffle_buffer=buffer)
+    for stream in (stream for rank in plan.streams for stream in rank):
+        source = iter(
+            shard * topology["rows_per_shard"] + position
+            for shard in stream.shards
+            for position in range(topology["shard_sizes"][shard])
+        )
+        held = set()
+        for sample in stream.ids.tolist():
+            while sample not in held:
+                held.add(next(source))
+            assert len(held) <= buffer + 1
+            held.remove(sample)
+
+
+@given(topologies(), st.integers(0, 200))
+@settings(max_examples=150, deadline=None)
+def test_interrupted_epoch_goes_on_with_the_same_batches_in_the_same_order(topology, steps):
+    topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 300)
+    whole = yielded(training_plan(**topology, seed=5, epoch=2))
+    visited = np.zeros(len(topology["shard_sizes"]) * topology["rows_per_shard"], dtype=bool)
+    for batches in whole:
+        for ids in batches[:steps]:
+            visited[ids] = True
+    rest = yielded(training_plan(**topology, seed=5, epoch=2, visited=visited))
+    assert all(same(left, batches[steps:]) for left, batches in zip(rest, whole, strict=True))
+
+
+@given(topologies(), topologies(), st.integers(1, 50))
+@settings(max_examples=80, deadline=None)
+def test_after_a_change_of_topology_the_rest_comes_exactly_once(topology, other, steps):
+    other |= {name: topology[name] for name in ("shard_sizes", "rows_per_shard")}
+    visited = np.zeros(len(topology["shard_sizes"]) * topology["rows_per_shard"], dtype=bool)
+    plan = training_plan(**topology, seed=5, epoch=2)
+    for rank in range(plan.world_size):
+        for _, ids in zip(range(steps), plan.batches(rank), strict=False):
+            visited[ids] = True
+    rest = [
+        ids
+        for batches in yielded(training_plan(**other, seed=5, epoch=2, visited=visited))
+        for ids in batches
+    ]
+    left = all_ids(topology)
+    left = left[~visited[left]]
+    assert np.array_equal(np.sort(np.concatenate([np.empty(0, int), *rest])), left)
+
+
+def test_epochs_and_seeds_give_other_orders_and_equal_ones_the_same():
+    def order(seed, epoch):
+        plan = training_plan(np.full(20, 50), 50, seed=seed, epoch=epoch, batch_size=10, world_size=2)
+        return np.concatenate(list(plan.batches(0)))
+
+    assert np.array_equal(order(1, 2), order(1, 2))
+    for other in (order(1, 3), order(2, 2)):
+        assert set(other // 50) != set(order(1, 2) // 50)
+
+
+def test_the_buffer_mixes_samples_over_its_length():
+    ids = (
+        training_plan(np.array([5000]), 5000, seed=1, epoch=1, batch_size=64, shuffle_buffer=500)
+        .streams[0][0]
+        .ids
+    )
+    moved = np.abs(ids - np.arange(5000))
+    assert moved.max() < 500
+    assert moved.mean() > 100
+
+
+def test_fewer_shards_than_ranks_leaves_ranks_idle():
+    plan = training_plan(np.array([5, 3]), 5, seed=1, epoch=1, batch_size=2, world_size=4, workers=2)
+    assert sorted(plan.num_samples(rank) for rank in range(4)) == [0, 0, 3, 5]
+    assert sorted(plan.num_batches(rank) for rank in range(4)) == [0, 0, 2, 3]
+    assert plan.num_steps == 3
+
+
+@given(topologies())
+@settings(max_examples=80, deadline=None)
+def test_evaluation_has_every_sample_once_in_even_parts(topology):
+    plan = evaluation_plan(**topology)
+    ids = np.concatenate([ids for rank in yielded(plan) for ids in rank])
+    assert np.array_equal(np.sort(ids), all_ids(topology))
+    lengths = [len(stream.ids) for rank in plan.streams for stream in rank]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"world_size": 0}, {"workers": -1}, {"shuffle_buffer": 0}]
+)
+def test_impossible_numbers_are_refused_by_name(wrong):
+    arguments = {"seed": 0, "epoch": 0, "batch_size": 2} | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        training_plan(np.array([5]), 5, **arguments)
+
+
+def test_an_imagenet_epoch_is_planned_in_about_a_second():
+    started = time.perf_counter()
+    training_plan(np.full(1281, 1000), 1000, seed=1, epoch=1, batch_size=64, world_size=8, workers=8)
+    # 0.1 s on a quiet core.
+    assert time.perf_counter() - started < 3
