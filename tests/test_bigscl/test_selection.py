@@ -1,0 +1,156 @@
+"""The selection against a brute-force sort, with ties, any order of chunks, and classes at the extremes."""
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigscl.selection import Selection, expected_counts, select
+from store.transport import Alone
+
+
+def brute_force(ids, scores, num_expected):
+    """Expected positives bool [N,L]: each class sorted by falling score, then rising id, and cut."""
+    expected = np.zeros(scores.shape, dtype=bool)
+    for i, count in enumerate(num_expected):
+        order = sorted(range(len(ids)), key=lambda n: (-float(scores[n, i]), ids[n]))
+        expected[order[:count], i] = True
+    return expected
+
+
+def in_chunks(ids, scores, size):
+    return [(ids[start : start + size], scores[start : start + size]) for start in range(0, len(ids), size)]
+
+
+def selected(selection, ids, scores):
+    return selection.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+
+
+@st.composite
+def samples(draw):
+    """Up to 60 samples in any order, ids with gaps, 1 to 5 classes, scores with many ties or none."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    num_samples, num_classes = draw(st.integers(0, 60)), draw(st.integers(1, 5))
+    ids = rng.permutation(3 * num_samples)[:num_samples]
+    levels = draw(st.sampled_from([1, 2, 3, 10, 10_000]))
+    scores = rng.integers(0, levels, (num_samples, num_classes)) / max(1, levels - 1)
+    num_expected = rng.integers(0, num_samples + 5, num_classes)
+    return ids, scores.astype(np.float16), num_expected, draw(st.integers(1, 70))
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn=samples())
+def test_selection_equals_a_brute_force_sort(drawn):
+    ids, scores, num_expected, chunk = drawn
+    selection = select(in_chunks(ids, scores, chunk), num_expected, Alone())
+    assert np.array_equal(selected(selection, ids, scores), brute_force(ids, scores, num_expected))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "shuffled"])
+@pytest.mark.parametrize("kind", ["all equal", "all zero", "two values", "rising", "random"])
+def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order):
+    num_samples, num_classes = 20_000, 80
+    rng = np.random.default_rng(7)
+    scores = {
+        "all equal": np.full((num_samples, num_classes), 0.7),
+        "all zero": np.zeros((num_samples, num_classes)),
+        "two values": rng.integers(0, 2, (num_samples, num_classes)) * 0.5,
+        "rising": np.repeat(np.linspace(0, 1, num_samples)[:, None], num_classes, 1),
+        "random": rng.random((num_samples, num_classes)) ** 4,
+    }[kind].astype(np.float16)
+    ids = np.arange(num_samples) * 3 + 1
+    visits = {
+        "rising": np.arange(num_samples),
+        "falling": np.arange(num_samples)[::-1],
+        "shuffled": rng.permutation(num_samples),
+    }[order]
+    num_expected = np.resize([0, 1, 17, 300, num_samples - 1, num_samples, 2 * num_samples], num_classes)
+    selection = select(in_chunks(ids[visits], scores[visits], 700), num_expected, Alone())
+    # Rank by sorting: equal scores keep the order of their ids.
+    ranks = np.argsort(np.argsort(-scores.astype(np.float32), axis=0, kind="stable"), axis=0)
+    assert np.array_equal(selected(selection, ids, scores), ranks < num_expected)
+
+
+def test_rows_never_visited_rank_by_their_initial_scores():
+    scores = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.float16)
+    selection = select([(np.arange(4), scores)], np.array([2, 3]), Alone())
+    expected = [[True, True], [True, True], [False, True], [False, False]]
+    assert np.array_equal(selected(selection, np.arange(4), scores), expected)
+
+
+def test_without_samples_or_positives_nothing_is_decided():
+    empty = select([], np.array([0, 3]), Alone())
+    scores = torch.tensor([[1.0, 0.0]], dtype=torch.float16)
+    assert empty.expected(scores, torch.tensor([0])).tolist() == [[False, True]]
+    assert not Selection.none(2).expected(scores, torch.tensor([0])).any()
+
+
+def test_negative_zero_ranks_as_zero():
+    scores = np.array([[0.0], [-0.0], [0.0]], np.float16)
+    selection = select([(np.arange(3), scores)], np.array([2]), Alone())
+    assert selected(selection, np.arange(3), scores)[:, 0].tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("value", [np.nan, -0.5, 1.001, np.inf])
+def test_a_score_that_is_no_probability_is_refused_by_name(value):
+    scores = np.full((3, 2), 0.5, np.float16)
+    scores[1, 1] = value
+    with pytest.raises(ValueError, match=r"sample 41 has .*expected 0 to 1"):
+        select([(np.arange(40, 43), scores)], np.array([1, 1]), Alone())
+
+
+@pytest.mark.parametrize(
+    ("ids", "scores"),
+    [
+        (np.arange(2), np.zeros((2, 3), np.float16)),
+        (np.arange(2), np.zeros((2, 2), np.float32)),
+        (np.array([-1, 0]), np.zeros((2, 2), np.float16)),
+        (np.array([0, 2**60]), np.zeros((2, 2), np.float16)),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(ids, scores):
+    with pytest.raises(ValueError, match="expected"):
+        select([(ids, scores)], np.array([1, 1]), Alone())
+
+
+def test_selection_survives_json_bit_for_bit():
+    rng = np.random.default_rng(3)
+    scores = rng.random((500, 40)).astype(np.float16)
+    selection = select([(np.arange(500), scores)], np.resize([0, 1, 30, 900], 40), Alone())
+    again = Selection.from_json(json.loads(json.dumps(selection.to_json(), allow_nan=False)))
+    assert torch.equal(again.tau, selection.tau)
+    assert torch.equal(again.last_id, selection.last_id)
+    assert (again.tau.dtype, again.last_id.dtype) == (torch.float16, torch.int64)
+    with pytest.raises(ValueError, match="1 values of tau but 2"):
+        Selection.from_json({"tau": [0.5], "last_id": [1, 2]})
+
+
+def test_expected_counts_round_k_times_the_annotated():
+    assert expected_counts(np.array([0, 1, 3, 1000]), 1.2).tolist() == [0, 1, 4, 1200]
+
+
+def peak_memory(num_samples, num_classes=200, chunk=1000):
+    """Bytes at the peak of a selection of 50 samples per class, beyond what was held before."""
+
+    def chunks():
+        for start in range(0, num_samples, chunk):
+            rng = np.random.default_rng(start)
+            yield (
+                np.arange(start, start + chunk),
+                rng.random((chunk, num_classes), np.float32).astype(np.float16),
+            )
+
+    tracemalloc.start()
+    select(chunks(), np.full(num_classes, 50), Alone())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_samples():
+    assert peak_memory(90_000) < 1.1 * peak_memory(30_000)
