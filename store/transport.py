@@ -1,6 +1,9 @@
 """How ranks talk when they commit: anything that gathers and broadcasts bytes will do."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+from store.errors import StoreError
 
 
 class Transport(Protocol):
@@ -32,3 +35,18 @@ class Alone:
         """The payload itself."""
         assert payload is not None
         return payload
+
+
+def on_rank_zero(transport: Transport, action: Callable[[], bytes]) -> bytes:
+    """What the action gave on rank 0, on every rank; its failure too, so that nobody waits for it."""
+    if transport.rank == 0:
+        try:
+            answer = b"+" + action()
+        except Exception as error:
+            transport.broadcast(b"-" + str(error).encode())
+            raise
+        return transport.broadcast(answer)[1:]
+    answer = transport.broadcast(None)
+    if answer[:1] == b"-":
+        raise StoreError(f"rank 0 failed: {answer[1:].decode()}")
+    return answer[1:]

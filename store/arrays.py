@@ -1,0 +1,158 @@
+"""The Zarr arrays of one group: whole versions of shards in, whole versions out."""
+
+import errno
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
+
+from store.backends import Backend
+from store.errors import ChunkCorrupt, StoreError
+from store.layout import ArrayPlan, array_plans
+from store.spec import Array, GroupSpec, Rows, StoreSpec
+
+# Nested chunk folders make deletes slow.
+CHUNK_KEYS: Any = {"name": "default", "separator": "."}
+
+
+def codecs(group: GroupSpec) -> list[Any] | None:
+    """The Zarr codecs behind the plain bytes of a chunk."""
+    compression: dict[str, list[Any]] = {
+        "none": [],
+        "blosc": [BloscCodec(cname="lz4", clevel=5, shuffle=BloscShuffle.bitshuffle, typesize=2)],
+        "zstd": [ZstdCodec(level=1)],
+    }
+    return compression[group.codec] + ([Crc32cCodec()] if group.checksum else []) or None
+
+
+def create_array(
+    backend: Backend,
+    path: str,
+    plan: ArrayPlan,
+    compressors: list[Any] | None,
+) -> None:
+    """An empty Zarr array: metadata only."""
+    zarr.create_array(
+        backend.zarr_store(read_only=False),
+        name=path,
+        shape=plan.shape,
+        chunks=plan.chunks,
+        dtype=plan.dtype,
+        fill_value=plan.fill,
+        compressors=compressors,
+        chunk_key_encoding=CHUNK_KEYS,
+    )
+
+
+class ArrayGroup:
+    """One array group, opened."""
+
+    def __init__(self, backend: Backend, spec: StoreSpec, group: GroupSpec, *, read_only: bool) -> None:
+        self.spec = group
+        self._store_spec = spec
+        self._backend = backend
+        self.plans = array_plans(spec, group)
+        store = backend.zarr_store(read_only=read_only)
+        # Chunks are written even where all values equal the fill: what is missing must be a fault.
+        self._arrays = {
+            plan.name: zarr.open_array(
+                store, path=f"{group.name}/{plan.name}", mode="r" if read_only else "r+"
+            ).with_config({"write_empty_chunks": True})
+            for plan in self.plans
+        }
+
+    @classmethod
+    def create(cls, backend: Backend, spec: StoreSpec, group: GroupSpec) -> Self:
+        """A new group without any version in it."""
+        store = backend.zarr_store(read_only=False)
+        zarr.create_group(store, path=group.name, attributes={"bigscl": group.to_json()})
+        for plan in array_plans(spec, group):
+            create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
+        return cls(backend, spec, group, read_only=False)
+
+    @classmethod
+    def open(cls, backend: Backend, spec: StoreSpec, name: str, *, read_only: bool) -> Self:
+        """A group that a snapshot names."""
+        try:
+            attributes = zarr.open_group(
+                backend.zarr_store(read_only=True), path=name, mode="r"
+            ).attrs.asdict()
+            described: Any = attributes["bigscl"]
+            return cls(backend, spec, GroupSpec.from_json(described), read_only=read_only)
+        except (FileNotFoundError, KeyError) as error:
+            raise ChunkCorrupt(
+                f"{backend.url}: array group {name!r}, which a snapshot names, cannot be read ({error!r}). "
+                f"Restore it from a copy, or create the store anew."
+            ) from error
+
+    def read(self, shard: int, slot: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        """The arrays of one version (or only those named); ChunkCorrupt names what is broken."""
+        wanted = [plan for plan in self.plans if names is None or plan.name in names]
+        return {plan.name: self._read_one(plan, shard, slot) for plan in wanted}
+
+    def read_rows(self, shard: int, slot: int) -> Rows:
+        """One version, whole."""
+        return Rows(**self.read(shard, slot))
+
+    def unreadable(self, plan: ArrayPlan, shard: int, slot: int) -> Array:
+        """Which rows of a version lie in chunks that cannot be read."""
+        step = plan.chunks[2]
+        bad = np.zeros(plan.shape[2], dtype=bool)
+        for first in range(0, len(bad), step):
+            try:
+                self._read_one(plan, shard, slot, slice(first, first + step))
+            except ChunkCorrupt:
+                bad[first : first + step] = True
+        return bad
+
+    def _read_one(self, plan: ArrayPlan, shard: int, slot: int, rows: slice = slice(None)) -> Array:
+        try:
+            values: Array = np.asarray(self._arrays[plan.name][slot, shard, rows])
+        except (ValueError, RuntimeError, OSError) as error:
+            # zarr and its codecs raise these for a wrong checksum, wrong length, or undecodable bytes.
+            raise self.corrupt(plan.name, shard, slot, str(error)) from error
+        if self._shows_fill(plan, values):
+            raise self.corrupt(plan.name, shard, slot, "a chunk file is missing")
+        if not values.flags.writeable:
+            values = values.copy()
+        return values
+
+    def _shows_fill(self, plan: ArrayPlan, values: Array) -> bool:
+        """Whether a chunk was not there: it then reads as its fill value, which is no valid value."""
+        firsts = values.reshape(len(values), -1)[:: plan.chunks[2], 0]
+        return bool(np.isnan(firsts).any() if plan.dtype.kind == "f" else (firsts == plan.fill).any())
+
+    def corrupt(self, name: str, shard: int, slot: int, reason: str) -> ChunkCorrupt:
+        """An error that names the chunk, the samples in it, and the way out."""
+        ids = self._store_spec.sample_ids(shard)
+        samples = f"samples {ids[0]} to {ids[-1]}" if len(ids) else "no samples"
+        return ChunkCorrupt(
+            f"{self._backend.url}/{self.spec.name}/{name}: shard {shard}, slot {slot} ({samples}): {reason}. "
+            f"Run `bigscl verify` to see all damage; roll back to an older snapshot, or restore from a copy."
+        )
+
+    def write(self, shard: int, slot: int, rows: Rows) -> None:
+        """Put one version into a slot."""
+        for name, values in rows.arrays():
+            try:
+                self._arrays[name][slot, shard] = values
+            except OSError as error:
+                raise self._not_written(name, shard, error) from error
+
+    def _not_written(self, name: str, shard: int, error: OSError) -> StoreError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "Free some space" if full else "Mend the storage"
+        return StoreError(
+            f"{self._backend.url}/{self.spec.name}/{name}: shard {shard} could not be written: {error}. "
+            f"{hint}, then resume: the last commit is intact."
+        )
+
+    def keys(self, shard: int, slot: int) -> Iterator[str]:
+        """The files of one version, relative to the store."""
+        for plan in self.plans:
+            parts = -(-plan.shape[2] // plan.chunks[2])
+            for part in range(parts):
+                tail = ".0" * (len(plan.shape) - 3)
+                yield f"{self.spec.name}/{plan.name}/c.{slot}.{shard}.{part}{tail}"

@@ -1,0 +1,344 @@
+"""Where a store's bytes live: a file system, an S3-compatible object store, or memory.
+
+Zarr moves the chunks. What Zarr lacks is here: files created whole and exclusively, syncing, listing, sizes.
+"""
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import zarr.abc.store
+from zarr.storage import LocalStore, MemoryStore, ObjectStore
+
+from store.errors import AlreadyExists, StoreError
+
+SYNC_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How to reach an object store; credentials come from the environment and are never written down."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    anonymous: bool = False
+
+
+class Backend(Protocol):
+    """Small files and a Zarr store under one prefix. Keys use '/' and are relative to the prefix."""
+
+    url: str
+
+    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
+        """The same place as Zarr sees it."""
+        ...
+
+    def read(self, key: str) -> bytes | None:
+        """The file's bytes, or None if there is none."""
+        ...
+
+    def create(self, key: str, data: bytes) -> None:
+        """Make a new file, whole and durable, or raise AlreadyExists."""
+        ...
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Make or overwrite a file; readers see the old or the new bytes, never a mixture."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove a file if it is there."""
+        ...
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below a prefix."""
+        ...
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names directly below a prefix, files and folders alike."""
+        ...
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of every file below a prefix."""
+        ...
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Return when these files will survive a power cut."""
+        ...
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left behind."""
+        ...
+
+
+class LocalBackend:
+    """A directory, on a local disk or a shared file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.url = str(self.root)
+
+    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
+        """Zarr's LocalStore, which writes to a temporary name and renames."""
+        return LocalStore(self.root, read_only=read_only)
+
+    def read(self, key: str) -> bytes | None:
+        """The file's bytes, or None if there is none."""
+        try:
+            return (self.root / key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def create(self, key: str, data: bytes) -> None:
+        """Temporary name, sync, link: the link fails if the name is taken."""
+        path = self.root / key
+        with self._written(path, data) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise AlreadyExists(f"{path}: exists already") from None
+        self._sync_one(path.parent)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Temporary name, sync, rename."""
+        path = self.root / key
+        with self._written(path, data) as temporary:
+            temporary.replace(path)
+
+    @contextlib.contextmanager
+    def _written(self, path: Path, data: bytes) -> Iterator[Path]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def delete(self, key: str) -> None:
+        """Remove a file if it is there, for good."""
+        path = self.root / key
+        path.unlink(missing_ok=True)
+        if path.parent.exists():
+            self._sync_one(path.parent)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove a folder, or the whole store for an empty prefix."""
+        path = self.root / prefix
+        if path.exists():
+            shutil.rmtree(path)
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names in a folder; nothing if there is none."""
+        try:
+            return sorted(os.listdir(self.root / prefix))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of every file below a folder."""
+        for folder, _, names in os.walk(self.root / prefix):
+            for name in names:
+                path = Path(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    yield str(path.relative_to(self.root)), path.stat().st_size
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Files first, then the folders that name them."""
+        paths = [self.root / key for key in keys]
+        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="store-sync") as pool:
+            list(pool.map(self._sync_one, paths))
+            list(pool.map(self._sync_one, {path.parent for path in paths}))
+
+    def sweep(self) -> None:
+        """Remove temporary names of writes that a crash cut short."""
+        for path in list(self.root.rglob("*.partial")):
+            path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _sync_one(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class ObjectBackend:
+    """A prefix of a bucket; a PUT is durable and whole when it returns."""
+
+    def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
+        from obstore.store import S3Store
+
+        settings: dict[str, Any] = {"region": options.region or os.environ.get("AWS_REGION", "us-east-1")}
+        if options.endpoint:
+            settings["endpoint"] = options.endpoint
+        if options.anonymous:
+            settings["skip_signature"] = True
+        plain_http = (options.endpoint or "").startswith("http://")
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._store = S3Store(
+            bucket, prefix=prefix or None, client_options={"allow_http": plain_http}, **settings
+        )
+
+    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
+        """Zarr over the same client."""
+        return ObjectStore(self._store, read_only=read_only)
+
+    def read(self, key: str) -> bytes | None:
+        """The object's bytes, or None if there is none."""
+        import obstore
+
+        try:
+            return bytes(obstore.get(self._store, key).bytes())
+        except FileNotFoundError:
+            return None
+
+    def create(self, key: str, data: bytes) -> None:
+        """A conditional PUT: of two writers, one fails."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._store, key, data, mode="create")
+        except AlreadyExistsError:
+            raise AlreadyExists(f"{self.url}/{key}: exists already") from None
+
+    def replace(self, key: str, data: bytes) -> None:
+        """A plain PUT."""
+        import obstore
+
+        obstore.put(self._store, key, data)
+
+    def delete(self, key: str) -> None:
+        """Remove an object if it is there."""
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, key)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove all objects below a prefix."""
+        import obstore
+
+        for batch in obstore.list(self._store, prefix=prefix or None):
+            obstore.delete(self._store, [entry["path"] for entry in batch])
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names directly below a prefix."""
+        import obstore
+
+        found = obstore.list_with_delimiter(self._store, prefix=prefix or None)
+        paths = [entry["path"] for entry in found["objects"]] + list(found["common_prefixes"])
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of every object below a prefix."""
+        import obstore
+
+        for batch in obstore.list(self._store, prefix=prefix or None):
+            for entry in batch:
+                yield entry["path"], entry["size"]
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Nothing to do."""
+
+    def sweep(self) -> None:
+        """Nothing to do."""
+
+
+class MemoryBackend:
+    """A store that lives and dies with this process."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._chunks: dict[str, Any] = {}
+        self._files: dict[str, bytes] = {}
+
+    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
+        """Zarr's MemoryStore over one dict."""
+        return MemoryStore(self._chunks, read_only=read_only)
+
+    def read(self, key: str) -> bytes | None:
+        """The file's bytes, or None if there is none."""
+        if key in self._files:
+            return self._files[key]
+        chunk = self._chunks.get(key)
+        return None if chunk is None else bytes(chunk.to_bytes())
+
+    def create(self, key: str, data: bytes) -> None:
+        """Exclusive: setdefault is atomic."""
+        if self._files.setdefault(key, data) is not data:
+            raise AlreadyExists(f"{self.url}/{key}: exists already")
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Overwrite."""
+        self._files[key] = data
+
+    def delete(self, key: str) -> None:
+        """Remove a file if it is there."""
+        self._files.pop(key, None)
+        self._chunks.pop(key, None)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below a prefix."""
+        for held in (self._files, self._chunks):
+            for key in self._below(prefix, held):
+                del held[key]
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names directly below a prefix."""
+        keys = self._below(prefix, self._files) + self._below(prefix, self._chunks)
+        skip = len(prefix) + 1 if prefix else 0
+        return sorted({key[skip:].split("/")[0] for key in keys})
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of everything below a prefix."""
+        for held in (self._files, self._chunks):
+            for key in self._below(prefix, held):
+                yield key, len(held[key])
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Nothing to do."""
+
+    def sweep(self) -> None:
+        """Nothing to do."""
+
+    @staticmethod
+    def _below(prefix: str, held: dict[str, Any]) -> list[str]:
+        return [key for key in held if not prefix or key.startswith(f"{prefix}/")]
+
+
+# Named memory stores can be opened again by the same process, like the others.
+_memories: dict[str, MemoryBackend] = {}
+
+
+def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = None) -> Backend:
+    """The place a URL names: a path, file://, s3://bucket/prefix, or memory://name."""
+    text = os.fspath(url)
+    parsed = urlparse(text)
+    if "://" not in text:
+        return LocalBackend(Path(text))
+    if parsed.scheme == "file":
+        return LocalBackend(Path(parsed.netloc + parsed.path))
+    if parsed.scheme == "memory":
+        return _memories.setdefault(text, MemoryBackend(text))
+    if parsed.scheme == "s3":
+        return ObjectBackend(parsed.netloc, parsed.path.strip("/"), options or StorageOptions())
+    raise StoreError(
+        f"{text}: unknown scheme {parsed.scheme!r}. Use a path, file://, s3://bucket/prefix or memory://name."
+    )
+
+
+def forget_memory(url: str) -> None:
+    """Let go of a named memory store."""
+    _memories.pop(url, None)

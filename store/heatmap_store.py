@@ -1,0 +1,455 @@
+"""The heatmap store: versions of shards, committed as snapshots."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store import history
+from store.annotations import Annotations
+from store.arrays import ArrayGroup
+from store.backends import Backend, StorageOptions, open_backend
+from store.compact import check_top, compact_rows
+from store.errors import ReadOnly, StoreError
+from store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
+from store.lease import Lease
+from store.opening import (
+    FIRST_GROUP,
+    check_fingerprint,
+    create_store,
+    delete_unnamed_groups,
+    prepare_writing,
+    read_spec,
+)
+from store.snapshots import Snapshot, SnapshotLog, merge_reports
+from store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
+from store.transport import Alone, Transport, on_rank_zero
+
+Location = str | os.PathLike[str]
+
+
+class HeatmapStore:
+    """Scores and heatmaps of every sample, at one snapshot plus what this process has written since.
+
+    Every rank opens the same store. `open` for writing, `commit`, `rollback`, `drop_snapshots` and `compact`
+    are collective: all ranks call them together. Reading and `save_shard` are each rank's own.
+    """
+
+    # Always: what a retained snapshot names is never written to. `_pending` holds the slots this process
+    # wrote since the last commit; no retained snapshot names them. `_lock` guards the fields that change.
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: StoreSpec,
+        snapshot: Snapshot,
+        annotations: Annotations | None,
+        *,
+        transport: Transport | None = None,
+        lease: Lease | None = None,
+        writable: bool,
+        run: str = "",
+    ) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.annotations = annotations
+        self._transport = transport or Alone()
+        self._writable = writable
+        self._lease = lease
+        self._run = run
+        self._log = SnapshotLog(backend)
+        self._retained = self._log.read_all() if writable else {}
+        self._pending: dict[int, int] = {}
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._go_to(snapshot)
+
+    def _go_to(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._arrays = ArrayGroup.open(self.backend, self.spec, snapshot.group, read_only=not self._writable)
+
+    # Creating and opening
+
+    @staticmethod
+    def create(
+        url: Location,
+        annotations: Annotations,
+        *,
+        heatmap_size: int,
+        layout: Layout = "dense",
+        top: int | None = None,
+        slots: int = 3,
+        codec: Codec = "none",
+        checksum: bool = True,
+        counts: bool = False,
+        tracked: int | Collection[int] = 64,
+        options: StorageOptions | None = None,
+    ) -> None:
+        """Make an empty store: every row has its initial value. A half-created one is made anew."""
+        group = GroupSpec(
+            name=FIRST_GROUP,
+            layout=layout,
+            top=top,
+            slots=slots,
+            codec=codec,
+            checksum=checksum,
+            counts=counts,
+        )
+        create_store(open_backend(url, options), annotations, heatmap_size, group, tracked)
+
+    @classmethod
+    def open(
+        cls,
+        url: Location,
+        *,
+        annotations: Annotations | None = None,
+        mode: Literal["r", "w"] = "r",
+        snapshot: int | None = None,
+        run: str = "unnamed",
+        transport: Transport | None = None,
+        options: StorageOptions | None = None,
+        patience_seconds: float | None = None,
+    ) -> Self:
+        """The store at its newest snapshot, or at the one asked for.
+
+        Writing takes annotations and the lease; opening an older snapshot for writing rolls back to it.
+        """
+        backend = open_backend(url, options)
+        spec = read_spec(backend)
+        if annotations is not None:
+            check_fingerprint(backend, spec, annotations)
+        if mode == "r":
+            log = SnapshotLog(backend)
+            wanted = log.read(log.ids()[-1] if snapshot is None else snapshot)
+            return cls(backend, spec, wanted, annotations, transport=transport, writable=False)
+        if annotations is None:
+            raise ValueError(f"{backend.url}: writing needs the annotations the store was made for")
+        group = transport or Alone()
+        leases: list[Lease] = []
+
+        def prepare() -> bytes:
+            patience = {} if patience_seconds is None else {"patience_seconds": patience_seconds}
+            leases.append(Lease.acquire(backend, run, **patience))
+            try:
+                return prepare_writing(backend, snapshot).to_bytes()
+            except BaseException:
+                leases.pop().release()
+                raise
+
+        current = Snapshot.from_bytes(on_rank_zero(group, prepare))
+        lease = leases[0] if leases else None
+        return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
+
+    def close(self) -> None:
+        """Give the lease back. What was not committed is gone."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+        self._writable = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What it is
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The committed state this store is at."""
+        return self._snapshot
+
+    @property
+    def group(self) -> GroupSpec:
+        """How the memory is laid out at this snapshot."""
+        return self._arrays.spec
+
+    @property
+    def arrays(self) -> ArrayGroup:
+        """The array group of this snapshot."""
+        return self._arrays
+
+    def snapshots(self) -> list[Snapshot]:
+        """All retained snapshots, oldest first."""
+        return list(self._log.read_all().values())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes on the storage by array, as `group/array`, and of everything else by its folder or file."""
+        totals: dict[str, int] = {}
+        for key, size in self.backend.sizes(""):
+            name = "/".join(key.split("/")[: 2 if key.startswith("arrays-") else 1])
+            totals[name] = totals.get(name, 0) + size
+        return totals
+
+    # Reading
+
+    def load_shard(self, shard: int) -> Rows:
+        """All rows of a shard as last saved or committed; initial values if it never was."""
+        return Rows(**self._load(shard))
+
+    def _load(self, shard: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        with self._lock:
+            slot = self._pending.get(shard, self._snapshot.slots[shard])
+            arrays = self._arrays
+        if slot >= 0:
+            return arrays.read(shard, slot, names)
+        if self.annotations is None:
+            raise StoreError(
+                f"{self.backend.url}: shard {shard} was never visited; its initial values come from the "
+                f"annotations. Pass the index of the shards this store was made from."
+            )
+        initial = initial_shard(self.spec, arrays.spec, self.annotations, shard)
+        return {name: array for name, array in initial.arrays() if names is None or name in names}
+
+    def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
+        """The rows of these samples, in their order. For looking around: reads whole shards each time."""
+        wanted = np.asarray(ids, dtype=np.int64)
+        self._check_ids(wanted)
+        gathered: dict[str, Array] = {}
+        for shard, positions, places in split_by_shard(wanted, self.spec.rows_per_shard):
+            for name, array in self._load(shard).items():
+                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
+                out[places] = array[positions]
+        self._check_still_retained()
+        if not gathered:
+            return self.load_shard(0).take(slice(0, 0))
+        return Rows(**gathered)
+
+    def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
+        """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
+        for shard in shards:
+            ids = self.spec.sample_ids(shard)
+            yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
+
+    def visited(self) -> NDArray[np.int32]:
+        """For every row the last epoch that updated it, -1 for none."""
+        stamps = np.full((self.spec.num_shards, self.spec.rows_per_shard), -1, np.int32)
+        for shard, slot in enumerate(self._snapshot.slots):
+            if slot >= 0 or shard in self._pending:
+                stamps[shard] = self._load(shard, ("visited",))["visited"]
+        self._check_still_retained()
+        return stamps.reshape(-1)
+
+    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+        sizes = np.asarray(self.spec.shard_sizes)
+        known = (ids >= 0) & (ids < self.spec.num_rows)
+        known[known] = ids[known] % self.spec.rows_per_shard < sizes[ids[known] // self.spec.rows_per_shard]
+        if not known.all():
+            raise ValueError(
+                f"{self.backend.url}: no sample {ids[~known][0]}; "
+                f"there are {self.spec.num_samples} samples in {self.spec.num_shards} shards"
+            )
+
+    def _check_still_retained(self) -> None:
+        """A reader's snapshot may have been dropped, and its slots reused, while it was being read."""
+        if not self._writable and not self._log.exists(self._snapshot.id):
+            self._log.read(self._snapshot.id)
+
+    # Writing
+
+    def save_shard(self, shard: int, rows: Rows) -> None:
+        """Write a version of a shard to a free slot. It counts from the next commit on."""
+        self._check_writable()
+        with self._lock:
+            arrays = self._arrays
+            named = [kept.slots for kept in self._retained.values() if kept.group == arrays.spec.name]
+            slot = self._pending.get(shard)
+            if slot is None:
+                slot = free_slot(shard, named, arrays.spec.slots)
+        try:
+            arrays.write(shard, slot, rows)
+        except Exception as error:
+            # A version that was pending may now be half overwritten: nothing may be committed on top.
+            self._failure = error
+            raise
+        with self._lock:
+            self._pending[shard] = slot
+
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise ReadOnly(f"{self.backend.url}: opened for reading (or closed). Open it with mode='w'.")
+
+    def commit(self, *, epoch: int, step: int = 0, attributes: Mapping[str, Any] | None = None) -> Snapshot:
+        """Make everything the ranks saved since the last commit the next snapshot: all of it, or nothing."""
+        return self._commit(self._arrays, epoch, step, attributes or {})
+
+    def _commit(self, arrays: ArrayGroup, epoch: int, step: int, attributes: Mapping[str, Any]) -> Snapshot:
+        self._check_writable()
+        failure = self._sync(arrays)
+        mine = {"shards": self._pending, "error": None if failure is None else str(failure)}
+        reports = self._transport.gather(json.dumps(mine).encode())
+
+        def create() -> bytes:
+            assert reports is not None
+            assert self._lease is not None
+            written = merge_reports([json.loads(report) for report in reports])
+            same_group = arrays.spec.name == self._snapshot.group
+            slots = list(self._snapshot.slots) if same_group else [-1] * self.spec.num_shards
+            for shard, slot in written.items():
+                slots[shard] = slot
+            self._lease.check()
+            snapshot = Snapshot(
+                id=self._snapshot.id + 1,
+                parent=self._snapshot.id,
+                time=time.time(),
+                run=self._run,
+                epoch=epoch,
+                step=step,
+                group=arrays.spec.name,
+                slots=tuple(slots),
+                attributes=attributes,
+            )
+            self._log.create(snapshot)
+            return snapshot.to_bytes()
+
+        try:
+            snapshot = Snapshot.from_bytes(on_rank_zero(self._transport, create))
+        except StoreError as error:
+            raise (failure or error) from None
+        except OSError as error:
+            raise StoreError(
+                f"{self.backend.url}: could not commit: {error}. Mend the storage, then resume: "
+                f"the last commit is intact."
+            ) from error
+        with self._lock:
+            self._retained[snapshot.id] = snapshot
+            self._snapshot = snapshot
+            self._arrays = arrays
+            self._pending = {}
+        return snapshot
+
+    def _sync(self, arrays: ArrayGroup) -> Exception | None:
+        """Make pending versions durable; gives back what went wrong, so that the other ranks hear of it."""
+        if self._failure is not None:
+            return self._failure
+        try:
+            keys = [key for shard, slot in self._pending.items() for key in arrays.keys(shard, slot)]
+            self.backend.sync(keys)
+        except OSError as error:
+            return error
+        return None
+
+    def rollback(self, snapshot: int) -> Snapshot:
+        """Return to a retained snapshot: newer ones, and what was not committed, are gone."""
+        self._check_writable()
+
+        def go_back() -> bytes:
+            return self._log.roll_back(snapshot).to_bytes()
+
+        current = Snapshot.from_bytes(on_rank_zero(self._transport, go_back))
+        with self._lock:
+            self._retained = self._log.read_all()
+            self._pending = {}
+            self._failure = None
+            self._go_to(current)
+        return current
+
+    def drop_snapshots(self, keep: Iterable[int] = ()) -> None:
+        """Keep only these snapshots and the current one; delete array groups that none of them names."""
+        self._check_writable()
+        kept = {*keep, self._snapshot.id}
+
+        def drop() -> bytes:
+            for number in self._log.ids():
+                if number not in kept:
+                    self._log.drop(number)
+            delete_unnamed_groups(self.backend, self._log)
+            return b""
+
+        # The slots are reused by any rank only after rank 0 has removed the snapshots that name them.
+        on_rank_zero(self._transport, drop)
+        with self._lock:
+            self._retained = {number: held for number, held in self._retained.items() if number in kept}
+
+    def compact(
+        self,
+        top: int,
+        *,
+        slots: int | None = None,
+        codec: Codec | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Snapshot:
+        """Keep heatmaps of each image's `top` highest-scoring classes only, as one new snapshot.
+
+        Ranks share the shards. Until the commit the store is as it was; `drop_snapshots` then deletes the
+        old arrays.
+        """
+        self._check_writable()
+        assert self.annotations is not None
+        check_top(self.annotations, top)
+        if self._pending:
+            raise StoreError(
+                f"{self.backend.url}: commit before compacting: {len(self._pending)} shards pending"
+            )
+        old = self._arrays
+        if old.spec.top is not None and top > old.spec.top:
+            raise ValueError(f"top: {top}, but only {old.spec.top} classes per image are there")
+        new_spec = replace(
+            old.spec,
+            name=f"arrays-{int(old.spec.name.split('-')[1]) + 1:03d}",
+            layout="topk",
+            top=top,
+            slots=slots or old.spec.slots,
+            codec=codec or old.spec.codec,
+        )
+        new = self._create_group(new_spec)
+        wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
+        share = wanted[self._transport.rank :: self._transport.world_size]
+        try:
+            for done, shard in enumerate(share):
+                new.write(shard, 0, self._compacted(new, shard, top))
+                self._pending[shard] = 0
+                progress(done + 1)
+        except Exception as error:
+            self._failure = error
+        try:
+            return self._commit(new, self._snapshot.epoch, self._snapshot.step, self._snapshot.attributes)
+        except BaseException:
+            self._pending = {}
+            self._failure = None
+            raise
+
+    def _create_group(self, group: GroupSpec) -> ArrayGroup:
+        def make() -> bytes:
+            self.backend.delete_tree(group.name)
+            ArrayGroup.create(self.backend, self.spec, group)
+            return b""
+
+        on_rank_zero(self._transport, make)
+        return ArrayGroup.open(self.backend, self.spec, group.name, read_only=False)
+
+    def _compacted(self, new: ArrayGroup, shard: int, top: int) -> Rows:
+        assert self.annotations is not None
+        rows = self._arrays.read_rows(shard, self._snapshot.slots[shard])
+        annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
+        compacted = compact_rows(rows, annotated, top, self.spec.heatmap_size)
+        return compacted if new.spec.counts else replace(compacted, counts=None)
+
+    # Tracked samples
+
+    def record_history(self, epoch: int) -> None:
+        """Append the tracked samples' rows to their history; call it on one rank, after the commit."""
+        if not self.spec.tracked:
+            return
+        assert self.annotations is not None
+        ids = np.asarray(self.spec.tracked, dtype=np.int64)
+        rows = self.read(ids)
+        offsets = self.annotations.offsets
+        places = np.repeat(np.arange(len(ids)), offsets[ids + 1] - offsets[ids])
+        classes = [self.annotations.classes[offsets[n] : offsets[n + 1]] for n in ids]
+        annotated = annotated_mask(rows.scores.shape, places, np.concatenate(classes))
+        history.record(self.backend, self.spec, epoch, rows, annotated)
+
+    def history(self, sample: int) -> dict[int, Rows]:
+        """How a tracked sample looked after each epoch; empty for samples that are not tracked."""
+        return history.read_history(self.backend, sample, self.spec)

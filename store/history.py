@@ -1,0 +1,100 @@
+"""How a few tracked samples evolve: each epoch's scores and strongest heatmaps, outside the snapshots."""
+
+from typing import Any, cast
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from store.arrays import create_array
+from store.backends import Backend
+from store.layout import ArrayPlan, choose_classes, class_dtype
+from store.spec import Rows, StoreSpec
+
+FOLDER = "history"
+# Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.
+MAX_EPOCHS = 100_000
+TOP = 10
+
+
+def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
+    """Evenly spaced samples."""
+    ids = np.concatenate([spec.sample_ids(shard) for shard in range(spec.num_shards)])
+    places = np.linspace(0, len(ids) - 1, min(count, len(ids))).astype(np.int64)
+    return tuple(ids[places].tolist())
+
+
+def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
+    top = min(TOP, spec.num_classes)
+    classes = class_dtype(spec.num_classes)
+    tails: dict[str, tuple[tuple[int, ...], Any, float]] = {
+        "scores": ((spec.num_classes,), np.float16, float("nan")),
+        "classes": ((top,), classes, int(np.iinfo(classes).max)),
+        "heatmaps": ((top, spec.heatmap_size, spec.heatmap_size), np.float16, float("nan")),
+    }
+    count = len(spec.tracked)
+    return tuple(
+        ArrayPlan(
+            name=name,
+            shape=(MAX_EPOCHS, count, *tail),
+            chunks=(1, count, *tail),
+            dtype=np.dtype(dtype),
+            fill=fill,
+        )
+        for name, (tail, dtype, fill) in tails.items()
+    )
+
+
+def create_history(backend: Backend, spec: StoreSpec) -> None:
+    """Empty arrays with room for every epoch."""
+    if not spec.tracked:
+        return
+    zarr.create_group(
+        backend.zarr_store(read_only=False), path=FOLDER, attributes={"tracked": list(spec.tracked)}
+    )
+    for plan in _plans(spec):
+        create_array(backend, f"{FOLDER}/{plan.name}", plan, None)
+
+
+def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated: NDArray[np.bool_]) -> None:
+    """Keep this epoch's rows of the tracked samples."""
+    store = backend.zarr_store(read_only=False)
+    values: dict[str, NDArray[Any]] = {"scores": rows.scores}
+    if rows.heatmaps is not None:
+        values["classes"], values["heatmaps"] = _strongest(rows, rows.heatmaps, annotated)
+    for name, value in values.items():
+        zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
+
+
+def _strongest(
+    rows: Rows, heatmaps: NDArray[Any], annotated: NDArray[np.bool_]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The strongest classes of each row and their heatmaps; classes that have no heatmap get zeros."""
+    chosen = choose_classes(rows.scores, annotated, TOP)
+    if rows.classes is None:
+        places, found = chosen, np.ones_like(chosen, dtype=bool)
+    else:
+        equal = rows.classes[:, None, :] == chosen[:, :, None]
+        places, found = equal.argmax(axis=2), equal.any(axis=2)
+    maps = np.take_along_axis(heatmaps, places[:, :, None, None], axis=1)
+    return chosen, np.where(found[:, :, None, None], maps, np.float16(0))
+
+
+def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
+    """What was kept of one tracked sample, by epoch; nothing for a sample that is not tracked."""
+    if sample not in spec.tracked:
+        return {}
+    place = spec.tracked.index(sample)
+    store = backend.zarr_store(read_only=True)
+    arrays = {
+        plan.name: zarr.open_array(store, path=f"{FOLDER}/{plan.name}", mode="r") for plan in _plans(spec)
+    }
+    names = (name for name in backend.names(f"{FOLDER}/scores") if name.startswith("c."))
+    epochs = sorted(int(name.split(".")[1]) for name in names if not name.endswith(".partial"))
+    history = {}
+    for epoch in epochs:
+        values = {name: cast(NDArray[Any], array[epoch, place])[None] for name, array in arrays.items()}
+        if np.isnan(values["heatmaps"]).all():
+            values = {"scores": values["scores"]}
+        history[epoch] = Rows(visited=np.full(1, epoch, np.int32), **values)
+    return history

@@ -1,0 +1,114 @@
+"""Rows that arrive before the step asks: a thread runs ahead of training and fetches what comes next."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.residents import Allocate, Residents
+from store.spec import Rows
+
+Batch = TypeVar("Batch")
+STOP_POLL_SECONDS = 0.1
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds the training step stood still, by what it waited for."""
+
+    data: float = 0.0
+    heatmaps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item(Generic[Batch]):
+    batch: Batch
+    rows: Rows
+    data_ready: float
+    """When the batch itself was there; what came after was waiting for its rows."""
+
+
+class Prefetcher:
+    """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
+
+    def __init__(self, residents: Residents, *, depth: int = 4, allocate: Allocate = np.empty) -> None:
+        self.waits = Waits()
+        self._residents = residents
+        self._allocate = allocate
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def pair(
+        self, batches: Iterable[Batch], ids: Callable[[Batch], NDArray[np.int64]]
+    ) -> Iterator[tuple[Batch, Rows]]:
+        """Each batch with the rows of its samples, in order."""
+        assert self._thread is None, "one prefetcher serves one pass over the batches"
+        # Here, not in the thread: loader workers are forked by the thread that asks for the iterator.
+        iterator = iter(batches)
+        self._thread = threading.Thread(
+            target=self._run, args=(iterator, ids), name="store-prefetch", daemon=True
+        )
+        self._thread.start()
+        while True:
+            asked = time.perf_counter()
+            item = self._next()
+            if item is None:
+                return
+            self._account(asked, item)
+            yield item.batch, item.rows
+
+    def _next(self) -> _Item[Any] | None:
+        while True:
+            self._residents.check()
+            try:
+                item: _Item[Any] | None = self._queue.get(timeout=STOP_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            self._residents.check()
+            return item
+
+    def _account(self, asked: float, item: _Item[Any]) -> None:
+        got = time.perf_counter()
+        for_data = min(max(item.data_ready - asked, 0.0), got - asked)
+        self.waits.data += for_data
+        self.waits.heatmaps += got - asked - for_data
+
+    def _run(self, batches: Iterator[Any], ids: Callable[[Any], NDArray[np.int64]]) -> None:
+        try:
+            for batch in batches:
+                data_ready = time.perf_counter()
+                rows = self._residents.gather(ids(batch), self._allocate)
+                self._put(_Item(batch, rows, data_ready))
+                if self._stop.is_set():
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._residents.fail(error)
+
+    def _put(self, item: _Item[Any] | None) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=STOP_POLL_SECONDS)
+                return
+
+    def close(self) -> None:
+        """Stop after the batch at hand and end the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

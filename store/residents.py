@@ -1,0 +1,233 @@
+"""Shards held in RAM during an epoch: from the first touch of a sample to the last update of one."""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.errors import BadValues
+from store.heatmap_store import HeatmapStore
+from store.layout import MAX_COUNT, array_plans, check_values, shard_bytes, split_by_shard
+from store.spec import Array, Rows
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+
+class Resident:
+    """One shard in RAM. Its lock is held while rows are copied in or out, and while it is written."""
+
+    def __init__(self, rows: Rows, remaining: int) -> None:
+        self.rows = rows
+        self.remaining = remaining
+        """Samples that this epoch has not updated yet."""
+        self.dirty = False
+        self.lock = threading.Lock()
+
+
+class Residents:
+    """The resident shards of one rank in one epoch.
+
+    A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
+    make room: beyond `limit_bytes`, shards with no sample in flight are let go, least recently used first.
+    """
+
+    # Always: a shard leaves only when it is clean, nobody has it pinned and none of its samples is in flight.
+    # `_lock` guards `_shards`, `_pins` and `_in_flight`, and is never held while anything is read or written.
+
+    def __init__(
+        self, store: HeatmapStore, epoch: int, *, limit_bytes: int | None = None, io_threads: int = 2
+    ) -> None:
+        self.store = store
+        self.epoch = epoch
+        self.peak_shards = 0
+        self.shard_bytes = shard_bytes(store.spec, store.group)
+        self._plans = array_plans(store.spec, store.group)
+        self._limit_shards = None if limit_bytes is None else max(1, limit_bytes // self.shard_bytes)
+        self._shards: OrderedDict[int, Future[Resident]] = OrderedDict()
+        self._pins: Counter[int] = Counter()
+        self._in_flight: Counter[int] = Counter()
+        self._skipped: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="store-io")
+        # Finished shards wait for a writer in RAM: on slow storage, more of them would be without bound.
+        self._finishing = threading.Semaphore(2 * io_threads)
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the error that a background thread met, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error; the next step stops with it."""
+        if self._failure is None:
+            self._failure = error
+
+    # Rows out
+
+    def gather(self, ids: NDArray[np.int64], allocate: Allocate = np.empty) -> Rows:
+        """The rows of these samples in their order, in buffers from `allocate`; they are in flight now."""
+        parts = list(split_by_shard(ids, self.store.spec.rows_per_shard))
+        loading = [self._touch(shard, len(places)) for shard, _, places in parts]
+        out = {plan.name: allocate((len(ids), *plan.shape[3:]), plan.dtype) for plan in self._plans}
+        for (_, positions, places), future in zip(parts, loading, strict=True):
+            resident = future.result()
+            with resident.lock:
+                for name, array in resident.rows.arrays():
+                    out[name][places] = array[positions]
+        self._make_room()
+        return Rows(**out)
+
+    def _touch(self, shard: int, taken: int = 0) -> Future[Resident]:
+        """The shard, being loaded if it was not here; `taken` of its samples go into flight."""
+        with self._lock:
+            if shard not in self._shards:
+                self._shards[shard] = self._pool.submit(self._load, shard)
+                self.peak_shards = max(self.peak_shards, len(self._shards))
+            self._shards.move_to_end(shard)
+            self._in_flight[shard] += taken
+            return self._shards[shard]
+
+    def _load(self, shard: int) -> Resident:
+        rows = self.store.load_shard(shard)
+        size = self.store.spec.shard_sizes[shard]
+        return Resident(rows, int((rows.visited[:size] != self.epoch).sum()))
+
+    # Rows in
+
+    def scatter(
+        self,
+        ids: NDArray[np.int64],
+        *,
+        scores: Array,
+        heatmaps: Array | None = None,
+        counts: Array | None = None,
+    ) -> None:
+        """Put updated rows in and stamp them with the epoch; a shard whose last one it was is written."""
+        update = {"scores": scores, "heatmaps": heatmaps, "counts": counts}
+        values = {name: array for name, array in update.items() if array is not None}
+        self._check(ids, values)
+        for shard, positions, places in split_by_shard(ids, self.store.spec.rows_per_shard):
+            with self._pinned(shard) as resident:
+                with resident.lock:
+                    for name, array in resident.rows.arrays():
+                        if name in values:
+                            array[positions] = values[name][places]
+                    resident.remaining -= int((resident.rows.visited[positions] != self.epoch).sum())
+                    resident.rows.visited[positions] = self.epoch
+                    resident.dirty = True
+                with self._lock:
+                    self._in_flight[shard] = max(0, self._in_flight[shard] - len(places))
+            self._finish_if_complete(shard, resident)
+
+    def skip(self, ids: NDArray[np.int64]) -> None:
+        """These samples get no update this epoch (unreadable): no shard need wait for them."""
+        for shard, _, places in split_by_shard(ids, self.store.spec.rows_per_shard):
+            with self._lock:
+                self._skipped[shard] += len(places)
+                future = self._shards.get(shard)
+            if future is not None:
+                self._finish_if_complete(shard, future.result())
+
+    def _check(self, ids: NDArray[np.int64], values: dict[str, Array]) -> None:
+        tails = {plan.name: plan.shape[3:] for plan in self._plans}
+        wanted = tails.keys() & {"scores", "heatmaps", "counts"}
+        if values.keys() != wanted:
+            layout = self.store.group.layout
+            raise BadValues(f"update of a {layout} store: expected {sorted(wanted)}, found {sorted(values)}")
+        for name in wanted - {"counts"}:
+            check_values(ids, name, values[name], tails[name])
+        if "counts" in values:
+            values["counts"] = np.minimum(values["counts"], MAX_COUNT)
+
+    @contextmanager
+    def _pinned(self, shard: int) -> Iterator[Resident]:
+        """The shard, loaded, and sure to stay until the block ends."""
+        with self._lock:
+            self._pins[shard] += 1
+        try:
+            yield self._touch(shard).result()
+        finally:
+            with self._lock:
+                self._pins[shard] -= 1
+
+    # Writing and letting go
+
+    def _finish_if_complete(self, shard: int, resident: Resident) -> None:
+        if resident.remaining <= self._skipped[shard]:
+            self._finishing.acquire()
+            self._pool.submit(self._finish, shard, resident)
+
+    def _finish(self, shard: int, resident: Resident) -> None:
+        try:
+            self._write(shard, resident)
+            self._let_go(shard, resident)
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self._finishing.release()
+
+    def _write(self, shard: int, resident: Resident) -> None:
+        with resident.lock:
+            if resident.dirty:
+                self.store.save_shard(shard, resident.rows)
+                resident.dirty = False
+
+    def _let_go(self, shard: int, resident: Resident) -> None:
+        with self._lock:
+            # Only a pinned shard can become dirty, and pinning takes the lock we hold.
+            if not (self._pins[shard] or self._in_flight[shard] or resident.dirty):
+                self._shards.pop(shard, None)
+
+    def _make_room(self) -> None:
+        if self._limit_shards is None:
+            return
+        with self._lock:
+            idle = [(n, held) for n, held in self._shards.items() if held.done() and not self._in_flight[n]]
+            surplus = len(self._shards) - self._limit_shards
+        for shard, future in idle[: max(0, surplus)]:
+            self._write(shard, future.result())
+            self._let_go(shard, future.result())
+
+    def flush(self) -> None:
+        """Write every shard that has changed; what is resident stays so."""
+        with self._lock:
+            held = list(self._shards.items())
+        writes = [self._pool.submit(self._write, shard, future.result()) for shard, future in held]
+        for write in writes:
+            write.result()
+        self.check()
+
+    def close(self) -> None:
+        """Let everything go; what was not flushed is lost. No thread outlives this."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._shards.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def update(
+    store: HeatmapStore,
+    epoch: int,
+    ids: NDArray[np.int64],
+    *,
+    scores: Array,
+    heatmaps: Array | None = None,
+    counts: Array | None = None,
+) -> None:
+    """Update rows at once, without the threads of prefetch and writeback; a commit makes it last."""
+    with Residents(store, epoch) as residents:
+        residents.scatter(ids, scores=scores, heatmaps=heatmaps, counts=counts)
+        residents.flush()

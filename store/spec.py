@@ -1,0 +1,125 @@
+"""What a store is made of: values that are written once and never change."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = 1
+
+Layout = Literal["dense", "topk", "scores"]
+Codec = Literal["none", "blosc", "zstd"]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpec:
+    """What stays the same for the whole life of a store."""
+
+    fingerprint: str
+    num_classes: int
+    heatmap_size: int
+    rows_per_shard: int
+    shard_sizes: tuple[int, ...]
+    tracked: tuple[int, ...] = ()
+
+    @property
+    def num_shards(self) -> int:
+        """Tar shards, and so versions that a snapshot names."""
+        return len(self.shard_sizes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the arrays, those past the end of smaller shards included."""
+        return self.num_shards * self.rows_per_shard
+
+    @property
+    def num_samples(self) -> int:
+        """Rows that are real samples."""
+        return sum(self.shard_sizes)
+
+    def sample_ids(self, shard: int) -> NDArray[np.int64]:
+        """The rows of a shard that are real samples."""
+        first = shard * self.rows_per_shard
+        return np.arange(first, first + self.shard_sizes[shard], dtype=np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the root group's attributes."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The spec that `to_json` wrote; fields of later versions are ignored."""
+        known = {name: values[name] for name in cls.__slots__}
+        known["shard_sizes"] = tuple(known["shard_sizes"])
+        known["tracked"] = tuple(known["tracked"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """How one array group holds the memory."""
+
+    name: str
+    layout: Layout
+    top: int | None = None
+    """Classes kept per row; only for `topk`."""
+    slots: int = 3
+    codec: Codec = "none"
+    checksum: bool = True
+    counts: bool = False
+    """Whether visits are counted per heatmap cell, for the debiased EMA."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise ValueError(f"layout: {self.layout!r}, expected one of {', '.join(get_args(Layout))}")
+        if self.codec not in get_args(Codec):
+            raise ValueError(f"codec: {self.codec!r}, expected one of {', '.join(get_args(Codec))}")
+        if (self.layout == "topk") != (self.top is not None):
+            raise ValueError(
+                f"top: {self.top!r} with layout {self.layout!r}; set it for topk, and only there"
+            )
+        if self.top is not None and self.top < 1:
+            raise ValueError(f"top: {self.top}, expected at least 1")
+        if self.slots < 2:
+            raise ValueError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for the group's attributes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The spec that `to_json` wrote; fields of later versions are ignored."""
+        return cls(**{name: values[name] for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The memory of some samples, in the order they were asked for; arrays a layout lacks are None."""
+
+    scores: Array
+    visited: Array
+    heatmaps: Array | None = None
+    classes: Array | None = None
+    counts: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """(name, array) of what is present."""
+        for name in self.__slots__:
+            if (array := getattr(self, name)) is not None:
+                yield name, array
+
+    def take(self, positions: Array | slice) -> "Rows":
+        """Copies of the rows at these positions."""
+        return Rows(**{name: np.ascontiguousarray(array[positions]) for name, array in self.arrays()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return sum(array.nbytes for _, array in self.arrays())

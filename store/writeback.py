@@ -1,0 +1,104 @@
+"""Updated rows on their way back to disk, behind the training step."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.residents import Residents
+from store.spec import Array
+
+FULL_POLL_SECONDS = 0.1
+
+
+def _already() -> None:
+    """The bytes are valid now."""
+
+
+class Writeback:
+    """Takes updated rows from the step and scatters them into their shards, in order. One thread.
+
+    At most `depth` updates wait; then `put` waits, and counts the seconds in `wait_seconds`.
+    """
+
+    # Always: written <= scattered <= put. drain() returns when all three are equal.
+
+    def __init__(self, residents: Residents, *, depth: int = 4) -> None:
+        self.wait_seconds = 0.0
+        self._residents = residents
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        ids: NDArray[np.int64],
+        *,
+        scores: Array,
+        heatmaps: Array | None = None,
+        counts: Array | None = None,
+        ready: Callable[[], object] = _already,
+    ) -> None:
+        """Hand rows back. `ready` blocks until their bytes are valid, such as a CUDA event's synchronize."""
+
+        def scatter() -> None:
+            ready()
+            self._residents.scatter(ids, scores=scores, heatmaps=heatmaps, counts=counts)
+
+        self._enqueue(scatter)
+
+    def skip(self, ids: NDArray[np.int64]) -> None:
+        """These samples get no update this epoch."""
+        if len(ids):
+            self._enqueue(lambda: self._residents.skip(ids))
+
+    def _enqueue(self, action: Callable[[], None]) -> None:
+        asked = time.perf_counter()
+        while True:
+            self._residents.check()
+            try:
+                self._queue.put(action, timeout=FULL_POLL_SECONDS)
+                break
+            except queue.Full:
+                continue
+        self.wait_seconds += time.perf_counter() - asked
+
+    def drain(self) -> None:
+        """Return when everything put so far is written, or raise what went wrong."""
+        self._queue.join()
+        self._residents.check()
+        self._residents.flush()
+
+    def _run(self) -> None:
+        failed = False
+        while (action := self._queue.get()) is not None:
+            try:
+                # After a failure the rest is let through unseen, so that nobody waits for room.
+                if not failed and not self._closed.is_set():
+                    action()
+            except BaseException as error:
+                failed = True
+                self._residents.fail(error)
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def close(self) -> None:
+        """End the thread; what was not drained is lost."""
+        self._closed.set()
+        self._queue.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,98 @@
+"""Small stores of every kind, on every backend."""
+
+import os
+import uuid
+
+import numpy as np
+import pytest
+
+from store import Annotations, HeatmapStore, StorageOptions
+from store.backends import forget_memory
+
+
+def make_annotations(shard_sizes=(5, 3, 4), num_classes=7, seed=0, fingerprint="data-1"):
+    """One to three positives per sample; rows past a shard's size have none."""
+    rng = np.random.default_rng(seed)
+    rows = max(shard_sizes)
+    positives = [
+        np.sort(rng.choice(num_classes, rng.integers(1, min(3, num_classes) + 1), replace=False))
+        if position < size
+        else np.empty(0, np.int64)
+        for size in shard_sizes
+        for position in range(rows)
+    ]
+    return Annotations(
+        fingerprint=fingerprint,
+        num_classes=num_classes,
+        rows_per_shard=rows,
+        shard_sizes=np.array(shard_sizes, np.int64),
+        offsets=np.concatenate([[0], np.cumsum([len(p) for p in positives])]).astype(np.int64),
+        classes=np.concatenate(positives).astype(np.int64),
+    )
+
+
+def all_ids(annotations):
+    """Every real sample."""
+    rows = annotations.rows_per_shard
+    return np.concatenate([np.arange(s * rows, s * rows + n) for s, n in enumerate(annotations.shard_sizes)])
+
+
+def random_update(store, count, seed):
+    """Values in [0, 1] of the shapes the store's layout takes."""
+    rng = np.random.default_rng(seed)
+    size, group = store.spec.heatmap_size, store.group
+    update = {"scores": rng.random((count, store.spec.num_classes)).astype(np.float16)}
+    if group.layout != "scores":
+        maps = store.spec.num_classes if group.layout == "dense" else group.top
+        update["heatmaps"] = rng.random((count, maps, size, size)).astype(np.float16)
+        if group.counts:
+            update["counts"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
+    return update
+
+
+def assert_same_rows(found, expected):
+    """Bit for bit, array by array."""
+    assert dict(found.arrays()).keys() == dict(expected.arrays()).keys()
+    for name, array in expected.arrays():
+        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+
+
+@pytest.fixture(scope="session")
+def s3_options():
+    """An S3-compatible server on loopback with a bucket of its own."""
+    server = pytest.importorskip("moto.server")
+    import boto3
+
+    os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_REGION="us-east-1")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="bucket")
+    yield StorageOptions(endpoint=endpoint, region="us-east-1")
+    running.stop()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def place(request, tmp_path):
+    """(url, options) of an empty place of each kind."""
+    if request.param == "file":
+        return str(tmp_path / "store"), None
+    if request.param == "s3":
+        return f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3_options")
+    url = f"memory://{uuid.uuid4().hex}"
+    request.addfinalizer(lambda: forget_memory(url))
+    return url, None
+
+
+@pytest.fixture
+def annotations():
+    return make_annotations()
+
+
+@pytest.fixture
+def store(tmp_path, annotations):
+    """A dense store on disk, open for writing."""
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4)
+    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="test") as opened:
+        yield opened
