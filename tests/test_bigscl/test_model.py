@@ -1,0 +1,412 @@
+"""The spatial head on many networks: same logits as the network itself, and its own state dict back."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torchvision import models
+
+from bigscl.model import build_model, pool
+from tests import lite0
+
+FITTING = [
+    "resnet18",
+    "resnext50_32x4d",
+    "regnet_y_400mf",
+    "efficientnet_b0",
+    "mobilenet_v2",
+    "convnext_tiny",
+    "densenet121",
+    "shufflenet_v2_x0_5",
+    "mnasnet0_5",
+    "googlenet",
+    "swin_t",
+    "timm:resnet18",
+    "timm:convnext_atto",
+    "timm:efficientnet_lite0",
+]
+PLAIN_OPTIONS = {"googlenet": {"aux_logits": False, "init_weights": False}}
+
+
+class Digits(nn.Module):
+    """A user's own network: pooling by `mean`, two dropouts, names of its own."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 3, stride=4, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(4, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+            nn.Dropout2d(0.5),
+        )
+        self.drop = nn.Dropout(0.5)
+        self.scores = nn.Linear(8, num_classes)
+
+    def forward(self, images):
+        return self.scores(self.drop(self.trunk(images).mean((2, 3))))
+
+
+def not_a_network(num_classes):
+    return num_classes
+
+
+DIGITS = "tests.test_bigscl.test_model:Digits"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def images(batch=2, height=96, width=128):
+    return torch.rand(batch, 3, height, width)
+
+
+def plain_network(backbone, num_classes):
+    """The library's own network, made without us."""
+    if backbone.startswith("timm:"):
+        import timm
+
+        return timm.create_model(backbone.removeprefix("timm:"), num_classes=num_classes)
+    return models.get_model(backbone, num_classes=num_classes, **PLAIN_OPTIONS.get(backbone, {}))
+
+
+def settle_batch_norm(network):
+    """Statistics under which an untrained network neither vanishes nor explodes in eval mode."""
+    network.train()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        network(images(8))
+    network.eval()
+
+
+@pytest.mark.parametrize("backbone", FITTING)
+def test_pooled_map_and_export_give_the_logits_of_the_network(backbone):
+    model = build_model(backbone, 7)
+    settle_batch_norm(model)
+    plain = plain_network(backbone, 7).eval()
+    plain.load_state_dict(model.export(), strict=True)
+    batch = images()
+    with torch.no_grad():
+        expected = plain(batch)
+        torch.testing.assert_close(model(batch).logits, expected, rtol=0, atol=0)
+        logit_map, logits = model(batch, maps=True)
+    assert logit_map.shape[:2] == (2, 7)
+    assert logit_map.shape[2] < logit_map.shape[3], "a wide image has a wide map"
+    assert logit_map.std((2, 3)).min() > 0
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logit_map.mean((2, 3)), expected, rtol=0, atol=1e-5 * max(scale, 1))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * max(scale, 1))
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "convnext_tiny", "densenet121"])
+def test_gradients_through_the_map_equal_those_of_the_network(backbone):
+    model = build_model(backbone, 5).double()
+    settle_batch_norm(model.float())
+    model.double()
+    batch = images().double()
+    gradients = []
+    for maps in (False, True):
+        model.zero_grad()
+        model(batch, maps=maps).logits.square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for pooled, spatial in zip(*gradients, strict=True):
+        torch.testing.assert_close(spatial, pooled, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "reason"),
+    [
+        ("vgg11", "last layer 'classifier.6' is not the average of a feature map"),
+        ("alexnet", "is not the average of a feature map"),
+        ("mobilenet_v3_small", "a hidden layer"),
+        ("squeezenet1_0", "does not end in a linear layer"),
+        ("vit_b_16", "does not run on an image of 128 x 96"),
+    ],
+)
+def test_networks_whose_head_does_not_allow_maps_are_refused_with_the_reason(backbone, reason):
+    with pytest.raises(ValueError, match=reason) as raised:
+        build_model(backbone, 3)
+    assert "ResNet" in str(raised.value), "says which networks do"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": "resnet51"}, "torchvision has no classification network 'resnet51'"),
+        ({"backbone": "timm:resnet51x"}, "timm has no network 'resnet51x'"),
+        ({"backbone": "no.such:thing"}, "cannot import 'no.such:thing'"),
+        ({"backbone": "math:pi"}, "math:pi is float, expected a callable"),
+        ({"backbone": "tests.test_bigscl.test_model:not_a_network"}, "returned int"),
+        ({"weights": "IMAGENET22K"}, r"resnet18 has no weights 'IMAGENET22K'.*IMAGENET1K_V1"),
+        ({"backbone": DIGITS, "weights": "DEFAULT"}, "expected a file"),
+        ({"backbone": "timm:resnet18", "weights": "IMAGENET1K_V1"}, "expected DEFAULT or a file"),
+        ({"pooling": "max"}, "pooling: found 'max'"),
+        ({"num_classes": 0}, "num_classes: found 0"),
+    ],
+)
+def test_wrong_requests_say_what_was_found_and_expected(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(**{"backbone": "resnet18", "num_classes": 3, **options})
+
+
+def test_real_pretrained_network_keeps_its_logits_and_exports():
+    weights = lite0.imagenet_weights()
+    original = lite0.efficientnet_lite0(1000).eval()
+    original.load_state_dict(torch.load(weights, weights_only=True))
+    model = build_model("tests.lite0:efficientnet_lite0", 1000, weights=weights).eval()
+    batch = 2 * images(2, 224, 224) - 1
+    with torch.no_grad():
+        expected = original(batch)
+        assert torch.equal(model(batch).logits, expected)
+        logit_map = model.maps(batch)
+        assert logit_map.shape == (2, 1000, 7, 7)
+        torch.testing.assert_close(logit_map.mean((2, 3)), expected, rtol=0, atol=1e-5)
+        again = lite0.efficientnet_lite0(1000).eval()
+        again.load_state_dict(model.export(), strict=True)
+        torch.testing.assert_close(again(batch), expected, rtol=0, atol=1e-5)
+
+
+def test_head_of_another_number_of_classes_starts_fresh_and_says_so(caplog):
+    caplog.set_level(logging.INFO)
+    weights = lite0.imagenet_weights()
+    model = build_model("tests.lite0:efficientnet_lite0", 20, weights=weights)
+    assert model.network._fc.out_features == 20
+    state = torch.load(weights, weights_only=True)
+    assert torch.equal(model.network._conv_stem.weight, state["_conv_stem.weight"])
+    assert "head _fc has 1000 classes, not 20: freshly initialised" in caplog.text
+
+
+def test_published_weights_come_by_name(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    # Where torch.hub keeps downloads: a file that is there is not downloaded.
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    published = models.ResNet18_Weights.IMAGENET1K_V1
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    state = models.resnet18().state_dict()
+    torch.save(state, folder / published.url.rsplit("/", 1)[1])
+    model = build_model("resnet18", 1000, weights="IMAGENET1K_V1")
+    assert all(torch.equal(value, state[name]) for name, value in model.export().items())
+    assert "freshly initialised" not in caplog.text
+    model = build_model("resnet18", 20, weights="DEFAULT")
+    assert model.network.fc.weight.shape == (20, 512)
+    assert "head fc has 1000 classes, not 20: freshly initialised" in caplog.text
+    models.resnet18(num_classes=20).load_state_dict(model.export(), strict=True)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "wrapped.pth", "weights.safetensors"])
+def test_weights_come_from_files(tmp_path, name):
+    file = str(tmp_path / name)
+    state = build_model(DIGITS, 4).export()
+    if name.endswith("safetensors"):
+        save_file(state, file)
+    else:
+        torch.save({"model": state, "epoch": 3} if "wrapped" in name else state, file)
+    loaded = build_model(DIGITS, 4, weights=file).export()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    file = str(tmp_path / "weights.pt")
+    torch.save(models.resnet18(num_classes=4).state_dict(), file)
+    with pytest.raises(
+        ValueError, match=r"does not fit Digits.*Only the head \(scores\) may differ"
+    ) as raised:
+        build_model(DIGITS, 4, weights=file)
+    assert "16 missing (trunk.0.0.weight, trunk.0.0.bias, trunk.0.1.weight, ...)" in str(raised.value)
+    assert "122 unexpected (conv1.weight, bn1.weight" in str(raised.value)
+    with pytest.raises(ValueError, match=r"1 of another shape \(conv1.weight\)"):
+        build_model("resnet18", 4, weights=str(_save_with_other_stem(tmp_path)))
+
+
+def _save_with_other_stem(folder):
+    state = models.resnet18(num_classes=4).state_dict()
+    state["conv1.weight"] = torch.zeros(64, 1, 7, 7)
+    torch.save(state, folder / "grey.pt")
+    return folder / "grey.pt"
+
+
+def test_files_that_hold_no_weights_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file .*missing\.pt"):
+        build_model(DIGITS, 4, weights=str(tmp_path / "missing.pt"))
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        build_model(DIGITS, 4, weights=str(tmp_path / "list.pt"))
+
+
+def test_maps_come_in_training_and_on_request_only():
+    model = build_model(DIGITS, 4)
+    assert model.train()(images()).logit_map.shape == (2, 4, 6, 8)
+    assert model(images(), maps=False).logit_map is None
+    assert model.eval()(images()).logit_map is None
+    assert model.maps(images()).shape == (2, 4, 6, 8)
+
+
+def test_dropout_drops_whole_channels_of_the_map():
+    model = build_model(DIGITS, 4).eval()
+    batch = images(1)
+    # A head that passes channels through shows which were dropped: all cells or none, the rest doubled.
+    model.network.scores = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.network.scores.weight.copy_(torch.eye(8))
+        model.network.scores.bias.zero_()
+        kept = model.maps(batch)
+        model.training = True
+        cells = torch.cat([model.maps(batch) for _ in range(50)])
+    dropped = (cells == 0).flatten(2).all(2)
+    alive = (kept != 0).any((2, 3))[0]
+    assert 0.3 < dropped[:, alive].float().mean() < 0.7
+    expected = torch.where(dropped[:, :, None, None], 0, 2 * kept)
+    torch.testing.assert_close(cells, expected)
+
+
+def test_pooled_probabilities_are_the_mean_of_the_scores_of_all_cells():
+    model = build_model(DIGITS, 4, pooling="probabilities").eval()
+    logit_map, logits = model(images())
+    torch.testing.assert_close(logits.sigmoid(), logit_map.sigmoid().mean((2, 3)))
+    with pytest.raises(ValueError, match="pooling: probabilities"):
+        model.export()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pooling_probabilities_is_stable_for_large_logits(dtype):
+    logit_map = torch.tensor([[-100.0, -100.0], [100.0, 100.0], [-100.0, 100.0], [-40.0, -90.0]])
+    logits = pool(logit_map.view(1, 4, 1, 2).to(dtype), "probabilities")
+    assert logits.dtype == torch.float32
+    exact = [-100.0, 100.0, 0.0, -40.0 - torch.log(torch.tensor(2.0)).item()]
+    torch.testing.assert_close(logits[0], torch.tensor(exact), rtol=1e-5, atol=1e-5)
+
+
+def test_head_and_backbone_parameters_are_all_parameters_once():
+    model = build_model("resnet18", 4)
+    parts = [*model.head_parameters(), *model.backbone_parameters()]
+    assert {id(part) for part in parts} == {id(parameter) for parameter in model.parameters()}
+    assert len(parts) == len(list(model.parameters()))
+    assert [tuple(part.shape) for part in model.head_parameters()] == [(4, 512), (4,)]
+
+
+def test_state_dict_has_the_network_s_own_names():
+    names = build_model("resnet18", 4).state_dict().keys()
+    assert names == {f"network.{name}" for name in models.resnet18(num_classes=4).state_dict()}
+
+
+def train_step(model):
+    model.zero_grad()
+    model(images(4)).logits.square().sum().backward()
+
+
+def test_frozen_backbone_stays_in_eval_mode_and_gets_no_gradient():
+    model = build_model("efficientnet_b0", 4)
+    model.freeze_backbone()
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    train_step(model)
+    assert all(parameter.grad is not None for parameter in model.head_parameters())
+    assert all(parameter.grad is None for parameter in model.backbone_parameters())
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before), "batch norm did not move"
+    assert model.network.classifier[0].training, "the head's dropout trains"
+    model.freeze_backbone(False)
+    train_step(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not torch.equal(
+        before["network.features.0.1.running_mean"], model.network.features[0][1].running_mean
+    )
+
+
+def test_nothing_is_recorded_for_backward_in_a_frozen_backbone():
+    model = build_model("resnet18", 4)
+    model.freeze_backbone()
+    seen = []
+    model.network.layer4.register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    train_step(model)
+    assert seen == [False]
+
+
+def test_frozen_stages_keep_still_while_the_others_train():
+    model = build_model("resnet18", 4)
+    assert [stage[0] for stage in model.stages[1:]] == [
+        getattr(model.network, f"layer{i}") for i in range(1, 5)
+    ]
+    assert model.stages[0] == [model.network.conv1, model.network.bn1]
+    model.freeze_stages(3)
+    model.train()
+    train_step(model)
+    moved = {name for name, parameter in model.network.named_parameters() if parameter.grad is not None}
+    assert {name.split(".")[0] for name in moved} == {"layer3", "layer4", "fc"}
+    assert not model.network.layer2.training
+    assert model.network.layer3.training
+    assert model.network.bn1.num_batches_tracked == 0
+    model.freeze_stages(0)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.network.bn1.training
+    with pytest.raises(ValueError, match="freeze_stages: found 6, this network has 5 stages"):
+        model.freeze_stages(6)
+
+
+@pytest.mark.parametrize("backbone", FITTING)
+def test_stages_cover_the_backbone_in_order(backbone):
+    model = build_model(backbone, 3)
+    staged = [id(p) for stage in model.stages for module in stage for p in module.parameters()]
+    backbone_parameters = [id(parameter) for parameter in model.backbone_parameters()]
+    if model.head.norm is not None:
+        norm = {id(parameter) for parameter in model.network.get_submodule(model.head.norm).parameters()}
+        backbone_parameters = [parameter for parameter in backbone_parameters if parameter not in norm]
+    assert staged == backbone_parameters
+    assert len(model.stages) >= 5
+
+
+def test_a_deep_copy_has_a_head_of_its_own():
+    model = build_model(DIGITS, 4).eval()
+    train_step(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.network.trunk[0][0].weight.zero_()
+    batch = images()
+    first, second = model.maps(batch), other.maps(batch)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first.mean((2, 3)), model(batch).logits)
+    torch.testing.assert_close(second.mean((2, 3)), other(batch).logits)
+
+
+def test_channels_last_gives_the_same_maps_and_a_contiguous_export():
+    model = build_model("resnet18", 4).eval()
+    batch = images()
+    expected = model.maps(batch)
+    model = model.to(memory_format=torch.channels_last)
+    maps = model.maps(batch.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(maps, expected, rtol=1e-4, atol=1e-4)
+    assert all(value.is_contiguous() for value in model.export().values())
+
+
+def test_torch_compile_captures_the_whole_training_forward():
+    model = build_model(DIGITS, 4).train()
+    batch = images()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.manual_seed(1)
+    expected = model(batch)
+    torch.manual_seed(1)
+    logit_map, logits = compiled(batch)
+    torch.testing.assert_close(logit_map, expected.logit_map)
+    torch.testing.assert_close(logits, expected.logits)
+
+
+def test_distributed_training_has_no_unused_parameters(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = build_model(DIGITS, 4).train()
+        for freeze in (model.freeze_backbone, lambda: model.freeze_backbone(False)):
+            freeze()
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            for _ in range(2):
+                wrapped(images()).logits.sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
