@@ -1,0 +1,240 @@
+"""Tar shards from lists of samples: the same bytes every time, and resumed where a run stopped."""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+MANIFEST = "shards.json"
+CLASSES = "classes.txt"
+
+
+class Picture(Protocol):
+    """Where an image comes from; it is read or drawn only when its shard is written."""
+
+    def encoded(self) -> tuple[str, bytes]:
+        """(extension, file content)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiLabel:
+    """All that is known of an image, and the part of it that training may see."""
+
+    labels: tuple[int, ...]
+    """Every class in the image."""
+    observed: tuple[int, ...]
+    """The positives kept by the protocol."""
+    negatives: tuple[int, ...] = ()
+    """Known absent classes kept by the protocol."""
+    boxes: tuple[tuple[int, float, float, float, float], ...] = ()
+    """(class, x0, y0, x1, y1), in 0..1 of the image."""
+
+    def encoded(self) -> bytes:
+        """The `json` member; empty optional fields are left out."""
+        fields: dict[str, Any] = {"labels": self.labels, "observed": self.observed}
+        if self.negatives:
+            fields["negatives"] = self.negatives
+        if self.boxes:
+            fields["boxes"] = self.boxes
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One image and its label: a class number (member `cls`) or several labels (member `json`)."""
+
+    key: str
+    image: Picture
+    label: int | MultiLabel
+
+    def members(self) -> list[tuple[str, bytes]]:
+        """(name, content) of the tar members of this sample."""
+        extension, content = self.image.encoded()
+        return [(f"{self.key}.{extension}", content), self.label_member()]
+
+    def label_member(self) -> tuple[str, bytes]:
+        """(name, content) of the label alone."""
+        if isinstance(self.label, MultiLabel):
+            return f"{self.key}.json", self.label.encoded()
+        return f"{self.key}.cls", str(self.label).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Everything `write` needs: the parts in writing order, and the settings that made them."""
+
+    kind: str
+    classes: Sequence[str]
+    parts: Mapping[str, Sequence[Sample]]
+    """Samples by part (`train`, `val`, ...), in the order in which they go to the shards."""
+    settings: dict[str, Any]
+    """What the samples depend on; a run with other settings does not continue this one."""
+    samples_per_shard: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.samples_per_shard < 1:
+            raise ValueError(f"samples_per_shard: {self.samples_per_shard}, expected at least 1")
+        for part, samples in self.parts.items():
+            _check_keys(part, samples)
+
+    def names(self, part: str) -> list[str]:
+        """File names of the shards of a part."""
+        count = -(-len(self.parts[part]) // self.samples_per_shard)
+        return [f"{part}-{shard:06d}.tar" for shard in range(count)]
+
+    def chunk(self, part: str, shard: int) -> Sequence[Sample]:
+        """The samples of one shard."""
+        first = shard * self.samples_per_shard
+        return self.parts[part][first : first + self.samples_per_shard]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A finished shard."""
+
+    name: str
+    num_samples: int
+    skipped: bool
+    """It was there already, from a run before."""
+
+
+def write(shards: Shards, out: Path, workers: int = 0) -> Iterator[Written]:
+    """Write what is missing in `out`, and yield every shard as it is finished.
+
+    Shards already there are yielded first and kept: a shard gets its name only when it is whole. `workers`
+    processes write different shards at the same time; the bytes do not depend on it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    _claim(shards, out)
+    todo: list[tuple[Path, Sequence[Sample]]] = []
+    for part in shards.parts:
+        for shard, name in enumerate(shards.names(part)):
+            samples = shards.chunk(part, shard)
+            if (out / name).exists():
+                yield Written(name=name, num_samples=len(samples), skipped=True)
+            else:
+                todo.append((out / name, samples))
+    yield from _write_all(todo, workers)
+
+
+def _write_all(todo: list[tuple[Path, Sequence[Sample]]], workers: int) -> Iterator[Written]:
+    if workers == 0:
+        for path, samples in todo:
+            yield write_tar(path, samples)
+        return
+    # Not forked: the caller may have threads (a progress bar has).
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        try:
+            for future in as_completed([pool.submit(write_tar, path, samples) for path, samples in todo]):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def write_tar(path: Path, samples: Sequence[Sample]) -> Written:
+    """Write one shard under a temporary name, sync it, and only then give it its own."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                for sample in samples:
+                    for name, content in sample.members():
+                        _add(tar, name, content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Written(name=path.name, num_samples=len(samples), skipped=False)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    # A fresh TarInfo has time, owner and group 0: nothing of this machine or moment gets in.
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def _check_keys(part: str, samples: Sequence[Sample]) -> None:
+    keys = [sample.key for sample in samples]
+    if not keys:
+        raise ValueError(f"{part}: no samples. Check the source folder and the split.")
+    # WebDataset cuts a member's name at the first dot.
+    if dotted := next((key for key in keys if "." in key), None):
+        raise ValueError(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
+    if len(set(keys)) < len(keys):
+        seen: set[str] = set()
+        twice = sorted({key for key in keys if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
+        raise ValueError(
+            f"{part}: {len(twice)} keys occur more than once, e.g. {', '.join(twice[:3])}. "
+            f"Keys come from file names: rename the files, or remove the copies."
+        )
+
+
+def _claim(shards: Shards, out: Path) -> None:
+    """Note in `out` what is written there, or refuse where that differs from what is there."""
+    path = out / MANIFEST
+    wanted = _manifest(shards)
+    found = json.loads(path.read_text()) if path.exists() else None
+    if found is None and any(out.glob("*.tar")):
+        raise ValueError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
+    if found is not None:
+        if differences := _differences(found, wanted):
+            raise ValueError(
+                f"{path}: these shards were made otherwise: {'; '.join(differences)}. "
+                f"Use another folder, or delete this one to make them anew."
+            )
+        wanted["parts"] = {**found["parts"], **wanted["parts"]}
+    _replace(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
+    _replace(path, json.dumps(wanted, indent=2) + "\n")
+
+
+def _manifest(shards: Shards) -> dict[str, Any]:
+    return {
+        "kind": shards.kind,
+        "samples_per_shard": shards.samples_per_shard,
+        "settings": shards.settings,
+        "classes": _digest(name.encode() for name in shards.classes),
+        "parts": {
+            part: {
+                "samples": len(samples),
+                "shards": len(shards.names(part)),
+                "digest": _digest(
+                    b"\0".join((sample.key.encode(), sample.label_member()[1])) for sample in samples
+                ),
+            }
+            for part, samples in shards.parts.items()
+        },
+    }
+
+
+def _digest(lines: Iterator[bytes]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """`name was A, is B` for all that differs; parts that only one side has are no difference."""
+    general = [name for name in wanted if name not in ("settings", "parts")]
+    pairs = [(name, found.get(name), wanted[name]) for name in general]
+    for name in sorted(found["settings"].keys() | wanted["settings"].keys()):
+        pairs.append((name, found["settings"].get(name), wanted["settings"].get(name)))
+    if all(before == now for _, before, now in pairs):  # else other samples are no wonder
+        common = found["parts"].keys() & wanted["parts"].keys()
+        pairs += [(f"part {part}", found["parts"][part], wanted["parts"][part]) for part in sorted(common)]
+    return [f"{name} was {before}, is {now}" for name, before, now in pairs if before != now]
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
