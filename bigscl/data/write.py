@@ -226,12 +226,12 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """`name was A, is B` for all that differs; parts that only one side has are no difference."""
     general = [name for name in wanted if name not in ("settings", "parts")]
     pairs = [(name, found.get(name), wanted[name]) for name in general]
-    for name in sorted(found["settings"].keys() | wanted["settings"].keys()):
-        pairs.append((name, found["settings"].get(name), wanted["settings"].get(name)))
-    if all(before == now for _, before, now in pairs):  # else other samples are no wonder
+    before, now = found["settings"], wanted["settings"]
+    pairs += [(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
+    if all(was == now_is for _, was, now_is in pairs):  # else it is no wonder that the samples differ
         common = found["parts"].keys() & wanted["parts"].keys()
         pairs += [(f"part {part}", found["parts"][part], wanted["parts"][part]) for part in sorted(common)]
-    return [f"{name} was {before}, is {now}" for name, before, now in pairs if before != now]
+    return [f"{name} was {was}, is {now_is}" for name, was, now_is in pairs if was != now_is]
 
 
 def _replace(path: Path, text: str) -> None:
