@@ -1,0 +1,73 @@
+"""COCO: a folder of images and an instances file as samples."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bigscl.data.datasets import Annotated, Box, Protocol, existing, fraction, multi_label_shards
+from bigscl.data.write import Shards
+
+
+def coco(
+    source: Path, *, year: int, protocol: Protocol, resize: int | None, samples_per_shard: int
+) -> Shards:
+    """The shards of COCO: official `train` gives train and val, official `val` is the test part."""
+    existing(source, "a folder with annotations/ and the images")
+    classes, official_train = _official(source, f"train{year}")
+    val_classes, official_val = _official(source, f"val{year}")
+    if classes != val_classes:
+        raise ValueError(
+            f"{source}: the categories of train{year} and val{year} differ, expected the same list"
+        )
+    return multi_label_shards(
+        "coco",
+        classes=classes,
+        official_train=official_train,
+        official_val=official_val,
+        protocol=protocol,
+        resize=resize,
+        samples_per_shard=samples_per_shard,
+    )
+
+
+def _official(source: Path, name: str) -> tuple[list[str], list[Annotated]]:
+    """(class names, annotated images): ids sorted as strings, images without annotation left out."""
+    file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
+    folder = existing(source / name, "the folder of its images")
+    # Outlines are most of the file, and not needed: dropped as they are read, not after.
+    content = json.loads(file.read_bytes(), object_hook=_without_outline)
+    classes, boxes = [category["name"] for category in content["categories"]], _boxes(content)
+    images = {str(image["id"]): image for image in content["images"] if image["id"] in boxes}
+    return classes, [
+        Annotated(
+            path=existing(folder / images[key]["file_name"], f"an image named in {file.name}"),
+            boxes=boxes[images[key]["id"]],
+        )
+        for key in sorted(images)
+    ]
+
+
+def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
+    """The boxes of each annotated image, crowds among them; classes count in the file's order."""
+    numbers = {category["id"]: number for number, category in enumerate(content["categories"])}
+    sides = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for item in content["annotations"]:
+        image = item["image_id"]
+        (width, height), (left, top, box_width, box_height) = sides[image], item["bbox"]
+        boxes[image].append(
+            (
+                numbers[item["category_id"]],
+                fraction(left, width),
+                fraction(top, height),
+                fraction(left + box_width, width),
+                fraction(top + box_height, height),
+            )
+        )
+    return {image: tuple(found) for image, found in boxes.items()}
+
+
+def _without_outline(item: dict[str, Any]) -> dict[str, Any]:
+    item.pop("segmentation", None)
+    return item

@@ -1,0 +1,85 @@
+"""An image file on its way into a shard: its own bytes, or shrunk."""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+
+# What a training pipeline reads from shards, by the first bytes of the file. Names are no guide: one of
+# ImageNet's .JPEG files is a PNG.
+SIGNATURES = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n\x1a\n": "png"}
+# torchvision's list of what an image folder may hold.
+SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+QUALITY = 95
+
+
+def key_of(path: Path) -> str:
+    """The key of an image in its shard: its path without slashes and dots, which would end the key."""
+    stem = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
+    return "_".join(stem.parts).replace(".", "_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """How to shrink an image: `square` squashes it to size x size, `short` keeps its aspect."""
+
+    size: int
+    mode: Literal["square", "short"]
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"resize: {self.size}, expected at least 1 pixel")
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) after it; `short` never enlarges."""
+        if self.mode == "square":
+            return self.size, self.size
+        scale = min(1.0, self.size / min(width, height))
+        return round(width * scale), round(height * scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """A file, read when its shard is written."""
+
+    path: str
+    resize: Resize | None = None
+
+    def encoded(self) -> tuple[str, bytes]:
+        """(extension by content, bytes): the file's own bytes wherever nothing has to change.
+
+        A file that cannot be decoded stays as it is, so that the shards hold every sample of the source: the
+        training pipeline skips, counts and names it.
+        """
+        with open(self.path, "rb") as file:
+            content = file.read()
+        extension = _extension(content)
+        if extension is not None and self.resize is None:
+            return extension, content
+        try:
+            return _reencoded(content, self.resize)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            return extension or "jpg", content
+
+
+def _extension(content: bytes) -> str | None:
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "webp"
+    return next((name for start, name in SIGNATURES.items() if content.startswith(start)), None)
+
+
+def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
+    """A resized JPEG, or a PNG of a kind of file that shards do not hold (BMP, TIFF, ...)."""
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(content)) as image:
+        if resize is None:
+            image.convert("RGB").save(buffer, format="PNG")
+            return "png", buffer.getvalue()
+        # The orientation tag stays: whether to follow it is the reader's choice, as for unchanged files.
+        exif = image.info.get("exif", b"")
+        target = resize.target(image.width, image.height)
+        small = image.convert("RGB").resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
+        small.save(buffer, format="JPEG", quality=QUALITY, subsampling=0, exif=exif)
+    return "jpg", buffer.getvalue()
