@@ -6,9 +6,10 @@ from typing import Any
 
 import typer
 
-# Each verb is a function `command` in the file tools/<verb>.py. Only the verb that is called is imported,
-# and a verb imports torch only inside the function that needs it, so that `bigscl show` answers at once.
-VERBS: tuple[str, ...] = ()
+# Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb that
+# is called is imported, and a verb imports torch only inside the function that needs it, so that `bigscl show`
+# answers at once.
+VERBS: tuple[str, ...] = ("index", "shards")
 
 
 class Verbs(typer.core.TyperGroup):
@@ -21,6 +22,8 @@ class Verbs(typer.core.TyperGroup):
         if cmd_name not in VERBS:
             return None
         module = importlib.import_module(f"tools.{cmd_name}")
+        if hasattr(module, "app"):
+            return typer.main.get_command(module.app)
         verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         verb.command(name=cmd_name)(module.command)
         return typer.main.get_command(verb)
