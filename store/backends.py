@@ -4,6 +4,7 @@ Zarr moves the chunks. What Zarr lacks is here: files created whole and exclusiv
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -113,16 +114,22 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _written(self, path: Path, data: bytes) -> Iterator[Path]:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                hint = "Use another place, or ask for the right to write there."
+                raise StoreError(f"{self.root}: cannot be written to ({error.strerror}). {hint}") from error
+            raise
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there, for good."""

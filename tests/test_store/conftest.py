@@ -76,13 +76,14 @@ def s3_options():
 @pytest.fixture(params=["file", "memory", "s3"])
 def place(request, tmp_path):
     """(url, options) of an empty place of each kind."""
+    name = uuid.uuid4().hex
     if request.param == "file":
-        return str(tmp_path / "store"), None
-    if request.param == "s3":
-        return f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3_options")
-    url = f"memory://{uuid.uuid4().hex}"
-    request.addfinalizer(lambda: forget_memory(url))
-    return url, None
+        yield str(tmp_path / name), None
+    elif request.param == "s3":
+        yield f"s3://bucket/{name}", request.getfixturevalue("s3_options")
+    else:
+        yield f"memory://{name}", None
+        forget_memory(f"memory://{name}")
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""What tests of a store need: ranks as real processes, without torch."""
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class PipeTransport:
+    """Ranks joined by pipes to rank 0."""
+
+    def __init__(self, rank: int, world_size: int, pipes: list[Connection]) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._pipes = pipes
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Everyone's payload in rank order on rank 0, None elsewhere."""
+        if self.rank:
+            self._pipes[0].send_bytes(payload)
+            return None
+        return [payload, *(pipe.recv_bytes() for pipe in self._pipes)]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload, on every rank."""
+        if self.rank:
+            return self._pipes[0].recv_bytes()
+        assert payload is not None
+        for pipe in self._pipes:
+            pipe.send_bytes(payload)
+        return payload
+
+
+def _run_rank(function: Callable[..., Any], transport: PipeTransport, args: tuple[Any, ...]) -> None:
+    try:
+        function(transport, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[int]:
+    """Exit codes of `function(transport, *args)` in as many spawned processes as there are ranks."""
+    context = mp.get_context("spawn")
+    ends = [context.Pipe() for _ in range(world_size - 1)]
+    transports = [PipeTransport(0, world_size, [ours for ours, _ in ends])]
+    transports += [PipeTransport(rank + 1, world_size, [theirs]) for rank, (_, theirs) in enumerate(ends)]
+    processes = [context.Process(target=_run_rank, args=(function, each, args)) for each in transports]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode or 0 for process in processes]

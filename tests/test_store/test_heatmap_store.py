@@ -1,0 +1,364 @@
+"""The contract of the store, the same on a file system, in memory and on an S3-compatible server."""
+
+import json
+
+import numpy as np
+import pytest
+import zarr
+
+from store import Annotations, HeatmapStore, update
+from store.errors import (
+    AlreadyExists,
+    CommitConflict,
+    IndexMismatch,
+    NewerFormat,
+    NoFreeSlot,
+    NotAStore,
+    ReadOnly,
+    SnapshotMissing,
+    StoreError,
+)
+from store.layout import initial_shard
+from store.opening import spec_for
+from store.snapshots import SnapshotLog
+from store.spec import GroupSpec
+from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
+
+LAYOUTS = [
+    {"layout": "dense"},
+    {"layout": "dense", "counts": True},
+    {"layout": "topk", "top": 3},
+    {"layout": "topk", "top": 3, "counts": True, "codec": "blosc"},
+    {"layout": "scores", "codec": "zstd"},
+    {"layout": "topk", "top": 7, "checksum": False},
+]
+
+
+def make(place, annotations, **settings):
+    url, options = place
+    settings = {"heatmap_size": 4, "tracked": 4} | settings
+    HeatmapStore.create(url, annotations, options=options, **settings)
+
+
+def open_for_writing(place, annotations, **settings):
+    url, options = place
+    return HeatmapStore.open(url, annotations=annotations, mode="w", run="test", options=options, **settings)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=str)
+def test_updates_come_back_bit_for_bit_after_a_commit(place, annotations, settings):
+    make(place, annotations, **settings)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        before = store.read(ids)
+        values = random_update(store, len(ids), seed=1)
+        update(store, 0, ids[::2], **{name: array[::2] for name, array in values.items()})
+        store.commit(epoch=0, step=7, attributes={"cut": [1, 2]})
+    url, options = place
+    store = HeatmapStore.open(url, annotations=annotations, options=options)
+    assert (store.snapshot.epoch, store.snapshot.step, store.snapshot.attributes) == (0, 7, {"cut": [1, 2]})
+    after = store.read(ids)
+    for name, array in values.items():
+        np.testing.assert_array_equal(getattr(after, name)[::2], array[::2])
+        np.testing.assert_array_equal(getattr(after, name)[1::2], getattr(before, name)[1::2])
+    assert after.visited.tolist() == [0, -1] * (len(ids) // 2)
+    np.testing.assert_array_equal(store.visited()[ids], after.visited)
+
+
+def test_rows_never_visited_start_at_the_annotations_and_cost_no_disk(place, annotations):
+    make(place, annotations)
+    with open_for_writing(place, annotations) as store:
+        rows = store.read(all_ids(annotations))
+        for place_in_batch, n in enumerate(all_ids(annotations)):
+            positives = annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]]
+            expected = np.isin(np.arange(annotations.num_classes), positives)
+            np.testing.assert_array_equal(rows.scores[place_in_batch], expected)
+            assert (rows.heatmaps[place_in_batch] == expected[:, None, None]).all()
+        assert sum(store.sizes().values()) < 10_000
+
+
+def test_top_k_starts_with_the_annotated_classes_and_then_the_lowest(annotations):
+    spec = spec_for(annotations, 2, 0)
+    rows = initial_shard(spec, GroupSpec(name="g", layout="topk", top=4), annotations, 0)
+    positives = annotations.classes[: annotations.offsets[1]]
+    rest = [c for c in range(7) if c not in positives][: 4 - len(positives)]
+    assert rows.classes[0].tolist() == sorted([*positives, *rest])
+    np.testing.assert_array_equal(rows.heatmaps[0, :, 0, 0], np.isin(rows.classes[0], positives))
+
+
+def test_what_was_not_committed_is_gone_and_the_last_commit_stays(place, annotations):
+    make(place, annotations)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        store.commit(epoch=0)
+        kept = store.read(ids)
+        update(store, 1, ids, **random_update(store, len(ids), seed=2))
+        assert (store.read(ids).scores != kept.scores).any()
+    with open_for_writing(place, annotations) as store:
+        assert_same_rows(store.read(ids), kept)
+
+
+def test_every_retained_snapshot_can_be_opened_and_rolled_back_to(place, annotations):
+    make(place, annotations, slots=4)
+    ids = all_ids(annotations)
+    url, options = place
+    states = {}
+    with open_for_writing(place, annotations) as store:
+        for epoch in range(3):
+            update(store, epoch, ids[epoch:], **random_update(store, len(ids) - epoch, seed=epoch))
+            states[store.commit(epoch=epoch).id] = store.read(ids)
+        for number, state in states.items():
+            old = HeatmapStore.open(url, annotations=annotations, snapshot=number, options=options)
+            assert_same_rows(old.read(ids), state)
+        store.rollback(1)
+        assert_same_rows(store.read(ids), states[1])
+        assert [kept.id for kept in store.snapshots()] == [0, 1, 4]
+        update(store, 1, ids, **random_update(store, len(ids), seed=9))
+        assert store.commit(epoch=1).id == 5
+    with open_for_writing(place, annotations, snapshot=1) as store:
+        assert_same_rows(store.read(ids), states[1])
+
+
+def test_dropped_snapshots_free_their_slots(place, annotations):
+    make(place, annotations, slots=2)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        sizes = []
+        for epoch in range(4):
+            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            store.commit(epoch=epoch)
+            store.drop_snapshots()
+            sizes.append(sum(size for name, size in store.sizes().items() if name.startswith("arrays")))
+        assert sizes[1] == sizes[2] == sizes[3]
+        assert [kept.id for kept in store.snapshots()] == [4]
+    url, options = place
+    with pytest.raises(SnapshotMissing, match=r"no snapshot 2; retained are \[4\]"):
+        HeatmapStore.open(url, snapshot=2, options=options)
+
+
+def test_a_shard_without_a_free_slot_says_what_to_do(place, annotations):
+    make(place, annotations, slots=2)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        for epoch in range(2):
+            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            store.commit(epoch=epoch)
+        with pytest.raises(NoFreeSlot, match="Drop a snapshot"):
+            update(store, 2, ids, **random_update(store, len(ids), seed=2))
+
+
+def test_reader_notices_that_its_snapshot_was_dropped(place, annotations):
+    make(place, annotations)
+    ids = all_ids(annotations)
+    url, options = place
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids, **random_update(store, len(ids), seed=0))
+        store.commit(epoch=0)
+        reader = HeatmapStore.open(url, options=options)
+        update(store, 1, ids, **random_update(store, len(ids), seed=1))
+        store.commit(epoch=1)
+        reader.read(ids)
+        store.drop_snapshots()
+        with pytest.raises(SnapshotMissing):
+            reader.read(ids)
+
+
+@pytest.mark.parametrize("layout", ["dense", "scores"])
+def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotations, layout):
+    make(place, annotations, layout=layout, counts=layout == "dense")
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids[:6], **random_update(store, 6, seed=1))
+        store.commit(epoch=0)
+        dense = store.read(ids)
+        store.compact(4)
+        store.drop_snapshots()
+        compacted = store.read(ids)
+        assert not any(name.startswith("arrays-000") for name in store.sizes())
+    np.testing.assert_array_equal(compacted.scores, dense.scores)
+    np.testing.assert_array_equal(compacted.visited, dense.visited)
+    for place_in_batch, n in enumerate(ids):
+        positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
+        scores = dense.scores[place_in_batch]
+        order = sorted(range(7), key=lambda c: (c not in positives, -scores[c], c))
+        kept = sorted(order[:4])
+        assert compacted.classes[place_in_batch].tolist() == kept
+        maps = compacted.heatmaps[place_in_batch]
+        if layout == "dense":
+            np.testing.assert_array_equal(maps, dense.heatmaps[place_in_batch][kept])
+            np.testing.assert_array_equal(compacted.counts, dense.counts)
+        else:
+            start = [1 if c in positives else scores[c] for c in kept]
+            np.testing.assert_array_equal(maps, np.broadcast_to(np.array(start)[:, None, None], maps.shape))
+
+
+def test_compaction_to_fewer_classes_keeps_the_strongest_that_have_heatmaps(place, annotations):
+    make(place, annotations, layout="topk", top=5)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        store.commit(epoch=0)
+        five = store.read(ids)
+        store.compact(3)
+        three = store.read(ids)
+        for row in range(len(ids)):
+            assert set(three.classes[row]) <= set(five.classes[row])
+            for j, held in enumerate(three.classes[row]):
+                where = five.classes[row].tolist().index(held)
+                np.testing.assert_array_equal(three.heatmaps[row, j], five.heatmaps[row, where])
+        with pytest.raises(ValueError, match="only 3 classes"):
+            store.compact(4)
+
+
+def test_rollback_undoes_a_compaction(place, annotations):
+    make(place, annotations)
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        number = store.commit(epoch=0).id
+        dense = store.read(ids)
+        store.compact(3)
+        store.rollback(number)
+        assert store.group.layout == "dense"
+        assert_same_rows(store.read(ids), dense)
+        store.compact(4)
+        assert store.group.top == 4
+
+
+def test_compaction_refuses_a_top_that_would_lose_annotated_positives(place, annotations):
+    make(place, annotations)
+    with open_for_writing(place, annotations) as store:
+        with pytest.raises(ValueError, match=r"would lose annotated positives: sample \d+ has 3"):
+            store.compact(2)
+        with pytest.raises(ValueError, match="expected 1 to 7"):
+            store.compact(8)
+
+
+def test_history_shows_how_tracked_samples_moved(place, annotations):
+    make(place, annotations, tracked=[0, 6])
+    ids = all_ids(annotations)
+    with open_for_writing(place, annotations) as store:
+        seen = []
+        for epoch in range(2):
+            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            store.commit(epoch=epoch)
+            store.drop_snapshots()
+            store.record_history(epoch)
+            seen.append(store.read([6]))
+        history = store.history(6)
+        assert sorted(history) == [0, 1]
+        for epoch, rows in history.items():
+            np.testing.assert_array_equal(rows.scores, seen[epoch].scores)
+            np.testing.assert_array_equal(rows.heatmaps, seen[epoch].heatmaps)
+        store.compact(3)
+        store.record_history(2)
+        maps = store.history(6)[2]
+        kept = store.read([6])
+        for c in range(7):
+            held = kept.classes[0].tolist()
+            expected = kept.heatmaps[0, held.index(c)] if c in held else 0
+            assert (maps.heatmaps[0, maps.classes[0].tolist().index(c)] == expected).all()
+        assert store.history(1) == {}
+
+
+def test_a_second_committer_fails_loudly(place, annotations):
+    make(place, annotations)
+    with open_for_writing(place, annotations) as store:
+        store.commit(epoch=0)
+        rival = SnapshotLog(store.backend)
+        with pytest.raises(CommitConflict, match="Two runs write one store"):
+            rival.create(store.snapshot)
+
+
+def test_reading_asks_for_annotations_only_where_nothing_was_written(place, annotations):
+    make(place, annotations)
+    ids = all_ids(annotations)
+    url, options = place
+    with open_for_writing(place, annotations) as store:
+        update(store, 0, ids[:2], **random_update(store, 2, seed=0))
+        store.commit(epoch=0)
+    reader = HeatmapStore.open(url, options=options)
+    assert len(reader.read(ids[:5])) == 5
+    with pytest.raises(StoreError, match="Pass the index"):
+        reader.read(ids[-1:])
+    with pytest.raises(ValueError, match="no sample 8"):
+        reader.read([8])
+    with pytest.raises(ReadOnly):
+        reader.commit(epoch=1)
+    assert len(HeatmapStore.open(url, annotations=annotations, options=options).read([])) == 0
+
+
+def test_opening_something_else_says_what_was_found(place, annotations):
+    url, options = place
+    with pytest.raises(NotAStore, match="nothing there"):
+        HeatmapStore.open(url, options=options)
+    make(place, annotations)
+    with pytest.raises(IndexMismatch, match=r"made for data data-1, these shards are data-2"):
+        HeatmapStore.open(url, annotations=make_annotations(fingerprint="data-2"), options=options)
+    with pytest.raises(AlreadyExists, match="there is a store already"):
+        make(place, annotations)
+    with pytest.raises(StoreError, match="unknown scheme 'gopher'"):
+        HeatmapStore.open("gopher://hole")
+
+
+def test_foreign_and_newer_hierarchies_are_refused(tmp_path, annotations):
+    foreign = tmp_path / "foreign"
+    zarr.create_group(str(foreign)).create_array("x", shape=(1,), dtype="u1")
+    with pytest.raises(NotAStore, match="a Zarr hierarchy, but not a heatmap store"):
+        HeatmapStore.open(foreign)
+    with pytest.raises(AlreadyExists, match="not empty"):
+        HeatmapStore.create(foreign, annotations, heatmap_size=4)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("")
+    with pytest.raises(NotAStore, match=r"found thesis\.tex"):
+        HeatmapStore.open(folder)
+    HeatmapStore.create(tmp_path / "new", annotations, heatmap_size=4)
+    root = tmp_path / "new" / "zarr.json"
+    described = json.loads(root.read_text())
+    described["attributes"]["bigscl"]["format"] = 99
+    root.write_text(json.dumps(described))
+    with pytest.raises(NewerFormat, match="format 99, this version reads up to 1"):
+        HeatmapStore.open(tmp_path / "new")
+
+
+def test_half_created_store_is_recognised_and_created_again(tmp_path, annotations):
+    path = tmp_path / "store"
+    HeatmapStore.create(path, annotations, heatmap_size=4)
+    for snapshot in (path / "snapshots").iterdir():
+        snapshot.unlink()
+    with pytest.raises(NotAStore, match=r"interrupted\. Create it again"):
+        HeatmapStore.open(path)
+    HeatmapStore.create(path, annotations, heatmap_size=5)
+    assert HeatmapStore.open(path).spec.heatmap_size == 5
+
+
+def test_a_store_for_imagenet_is_created_small(tmp_path):
+    shards = 1281
+    annotations = Annotations(
+        fingerprint="imagenet",
+        num_classes=1000,
+        rows_per_shard=1000,
+        shard_sizes=np.full(shards, 1000),
+        offsets=np.arange(shards * 1000 + 1),
+        classes=np.zeros(shards * 1000, np.int64),
+    )
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=14, layout="topk", top=10)
+    assert sum(HeatmapStore.open(tmp_path / "store").sizes().values()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"layout": "wide"}, "layout: 'wide', expected one of dense, topk, scores"),
+        ({"codec": "zip"}, "codec: 'zip'"),
+        ({"layout": "topk"}, "top: None with layout 'topk'"),
+        ({"layout": "topk", "top": 2}, "would lose annotated positives"),
+        ({"slots": 1}, "slots: 1, expected at least 2"),
+        ({"heatmap_size": 0}, "heatmap_size: 0"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path, annotations, settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        HeatmapStore.create(tmp_path / "store", annotations, **({"heatmap_size": 4} | settings))
