@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
-# Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb that
-# is called is imported, and a verb imports torch only inside the function that needs it, so that `bigscl show`
-# answers at once.
+# Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
+# that is called is imported, and a verb imports torch only inside the function that needs it, so that
+# `bigscl show` answers at once.
 VERBS: tuple[str, ...] = ("index", "shards")
 
 

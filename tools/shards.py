@@ -107,7 +107,7 @@ def coco(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """COCO: SOURCE holds annotations/, train2014/, val2014/. Official train becomes train and val, val: test."""
+    """COCO: SOURCE holds annotations/, train2014/ and val2014/. Splits as for VOC."""
     from bigscl.data.coco import coco as read
 
     protocol = _protocol(positives, negatives, seed)

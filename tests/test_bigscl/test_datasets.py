@@ -1,6 +1,8 @@
 """Datasets as they are downloaded, and what their shards hold."""
 
 import io
+import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bigscl.data.coco import coco
-from bigscl.data.datasets import Protocol
+from bigscl.data.datasets import Annotated, Protocol, multi_label_shards
 from bigscl.data.folder import FlatLabels, folder
 from bigscl.data.groundtruth import read_synsets
 from bigscl.data.imagefile import ImageFile, Resize, key_of
@@ -16,6 +18,7 @@ from bigscl.data.protocol import observe, split
 from bigscl.data.voc import CLASSES, voc
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
 
+REAL_VOC = Path(__file__).parents[3] / "shared" / "data" / "voc2012"
 ONE_POSITIVE = Protocol(num_positives=1, num_negatives=0, seed=1200)
 
 
@@ -92,6 +95,37 @@ def test_voc_images_are_the_original_bytes(devkit):
                 "jpg",
                 (devkit / "JPEGImages" / f"{sample.key}.jpg").read_bytes(),
             )
+
+
+def real_labels(part):
+    """key -> content of the json member, of all real VOC-2012 shards of a part."""
+    found = {}
+    for path in sorted(REAL_VOC.glob(f"{part}-*.tar")):
+        with tarfile.open(path) as tar:
+            members = [member for member in tar if member.name.endswith(".json")]
+            found |= {member.name.removesuffix(".json"): tar.extractfile(member).read() for member in members}
+    return found
+
+
+@pytest.mark.skipif(not REAL_VOC.exists(), reason="real VOC-2012 shards are not here")
+def test_labels_of_real_voc_shards_are_reproduced_byte_for_byte():
+    real = {part: real_labels(part) for part in ("train", "val")}
+    images = [
+        Annotated(path=Path(f"{key}.jpg"), boxes=tuple(tuple(box) for box in json.loads(label)["boxes"]))
+        for key, label in sorted((real["train"] | real["val"]).items())
+    ]
+    made = multi_label_shards(
+        "voc",
+        classes=CLASSES,
+        official_train=images,
+        official_val=images[:1],
+        protocol=ONE_POSITIVE,
+        resize=None,
+        samples_per_shard=1000,
+    )
+    for part in ("train", "val"):
+        assert {sample.key: sample.label.encoded() for sample in made.parts[part]} == real[part]
+        assert keys(made.parts[part]) == list(real[part])
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2])
