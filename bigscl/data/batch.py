@@ -23,7 +23,7 @@ class Batch:
     views: Tensor
     """float32 [B,5]: left, top, width, height in fractions of the image, and 1 where mirrored."""
     erased: Tensor | None = None
-    """float32 [B,4]: left, top, width, height of the erased box in fractions of the view; None: no erasing."""
+    """float32 [B,4]: left, top, width, height of the erased box in fractions of the view; None without."""
     skipped: Tensor
     """int64: ids that were planned for this batch but could not be read."""
     reasons: tuple[str, ...] = ()

@@ -1,0 +1,271 @@
+"""The index: what the shards hold, row by row, and a fingerprint of all that."""
+
+import hashlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.data import shards as tars
+from bigscl.data.observed import draw_negatives, draw_positives
+from bigscl.data.ragged import Ragged
+from bigscl.data.sources import scheme
+from store.annotations import Annotations
+
+VERSION = 1
+UNKNOWN_BYTES = -1
+RAGGED = ("keys", "positives", "negatives", "labels")
+Labels = Literal["observed", "labels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Index:
+    """Every sample by its id: row n is sample `n % rows_per_shard` of shard `n // rows_per_shard`."""
+
+    urls: tuple[str, ...]
+    """Where the shards are now."""
+    shard_bytes: NDArray[np.int64]
+    """Length of each tar as it lies in storage; UNKNOWN_BYTES for a pipe."""
+    shard_sizes: NDArray[np.int64]
+    """Samples of each shard."""
+    class_names: tuple[str, ...]
+    keys: Ragged
+    """UTF-8 key of each row; rows past a shard's size are empty, here and below."""
+    image_offsets: NDArray[np.int64]
+    """Where the bytes of each row's image start in the (decompressed) tar."""
+    image_bytes: NDArray[np.int64]
+    positives: Ragged
+    """Classes that training may know to be there: `observed`, else `labels`, else `cls`."""
+    negatives: Ragged
+    """Classes known not to be there."""
+    labels: Ragged | None
+    """All classes that are there, where every sample of the shards says so."""
+    fingerprint: str
+    """Of names, keys, image lengths and labels: other data has another one."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The shards' names without the folder they are in."""
+        return short_names(self.urls)
+
+    @property
+    def num_classes(self) -> int:
+        """L, the number of classes."""
+        return len(self.class_names)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all shards."""
+        return int(self.shard_sizes.sum())
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Samples of the largest shard."""
+        return len(self.keys) // len(self.urls)
+
+    def ids(self) -> NDArray[np.int64]:
+        """All sample ids, ascending."""
+        return sample_ids(self.shard_sizes)
+
+    def key(self, sample_id: int) -> str:
+        """A sample's key in its shard."""
+        return bytes(self.keys[sample_id]).decode()
+
+    def name(self, sample_id: int) -> str:
+        """A sample's shard and key, for messages."""
+        return f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}"
+
+    def labels_of(self, ids: NDArray[np.int64], which: Labels = "observed") -> NDArray[np.int8]:
+        """`[n, L]`: 1 positive, 0 negative, -1 unknown. Nothing is unknown in `labels`."""
+        positives = self._positives(which)
+        known = np.full((len(ids), self.num_classes), -1 if which == "observed" else 0, np.int8)
+        if which == "observed":
+            known[self.negatives.entries(ids)] = 0
+        known[positives.entries(ids)] = 1
+        return known
+
+    def annotations(self, labels: Labels = "observed") -> Annotations:
+        """The positives that a heatmap store is made for."""
+        positives = self._positives(labels)
+        return Annotations(
+            fingerprint=hashlib.sha256(f"{self.fingerprint} {labels}".encode()).hexdigest(),
+            num_classes=self.num_classes,
+            rows_per_shard=self.rows_per_shard,
+            shard_sizes=self.shard_sizes,
+            offsets=positives.offsets,
+            classes=positives.values.astype(np.int64),
+        )
+
+    def draw_observed(self, seed: int, positives: int = 1, negatives: int = 0) -> "Index":
+        """The same samples with other observed labels, drawn from the full ones.
+
+        A sample keeps all its labels where it has no more than asked for.
+        """
+        full = self._positives("labels")
+        random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64)))
+        kept = draw_positives(full, positives, random)
+        absent = draw_negatives(full, self.ids(), negatives, self.num_classes, random)
+        return with_fingerprint(replace(self, positives=kept, negatives=absent))
+
+    def _positives(self, which: Labels) -> Ragged:
+        if which == "observed":
+            return self.positives
+        if self.labels is None:
+            raise ValueError(
+                "labels: these shards do not carry the full labels of every sample (`labels` in its json). "
+                "Use `observed`."
+            )
+        return self.labels
+
+    def save(self, path: Path) -> None:
+        """Write the index as one file; an interrupted write leaves the old one in place."""
+        head = {"version": VERSION, "fingerprint": self.fingerprint}
+        head |= {"shard_names": self.shard_names, "class_names": self.class_names}
+        arrays: dict[str, NDArray[Any]] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
+        arrays |= {name: getattr(self, name) for name in ("shard_bytes", "shard_sizes")}
+        # Differences from one row to the next are small numbers, which compress well.
+        arrays["image_offsets"] = np.diff(self.image_offsets, prepend=0)
+        arrays["image_bytes"] = self.image_bytes.astype(np.uint32)
+        for name in RAGGED:
+            if (rows := getattr(self, name)) is not None:
+                arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with partial.open("wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
+    """The index of these shards, from beside them or from `path`; refused if it is of other shards.
+
+    Local shards must be there and be as long as when they were indexed.
+    """
+    urls = tars.expand(shards)
+    path = path or default_path(urls)
+    if not path.exists():
+        raise ValueError(f"{path}: no index of these {len(urls)} shards. Make it with `bigscl index`.")
+    with _opened(path) as (head, file):
+        if tuple(head["shard_names"]) != (names := short_names(urls)):
+            other = sorted(set(names) ^ set(head["shard_names"])) or ["their order"]
+            raise ValueError(
+                f"{path}: made for {len(head['shard_names'])} shards, these are {len(names)}; "
+                f"they differ in {', '.join(other[:3])}. Run `bigscl index` on these shards."
+            )
+        rows: dict[str, Any] = {name: _read_rows(file, name) for name in RAGGED}
+        index = Index(
+            urls=tuple(urls),
+            class_names=tuple(head["class_names"]),
+            fingerprint=head["fingerprint"],
+            shard_bytes=file["shard_bytes"],
+            shard_sizes=file["shard_sizes"],
+            image_offsets=np.cumsum(file["image_offsets"]),
+            image_bytes=file["image_bytes"].astype(np.int64),
+            **rows,
+        )
+    check_shards(index)
+    return index
+
+
+def stored_fingerprint(path: Path) -> str | None:
+    """That of an index file, whatever became of its shards; None if there is no file."""
+    if not path.exists():
+        return None
+    with _opened(path) as (head, _):
+        return str(head["fingerprint"])
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """(head, arrays) of an index file."""
+    try:
+        file = np.load(path, allow_pickle=False)
+        head = json.loads(file["head"].tobytes())
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path}: not an index of bigscl ({error}). Delete it, or choose another path."
+        ) from error
+    with file:
+        if head["version"] > VERSION:
+            raise ValueError(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
+        yield head, file
+
+
+def _read_rows(file: Any, name: str) -> Ragged | None:
+    if f"{name}.lengths" not in file:
+        return None
+    return Ragged.from_lengths(file[f"{name}.lengths"], file[f"{name}.values"])
+
+
+def check_shards(index: Index) -> None:
+    """Raise, with all their names, if local shards are missing or have another length than when indexed."""
+    found = [tars.local_bytes(url) for url in index.urls]
+    expected = index.shard_bytes.tolist()
+    missing = [url for url, size in zip(index.urls, found, strict=True) if size == tars.MISSING]
+    if missing:
+        raise FileNotFoundError(f"{len(missing)} shards are missing: {', '.join(missing)}")
+    changed = [
+        f"{url} ({size} bytes, {before} when indexed)"
+        for url, size, before in zip(index.urls, found, expected, strict=True)
+        if size is not None and size != before
+    ]
+    if changed:
+        raise ValueError(
+            f"{len(changed)} shards have changed: {', '.join(changed)}. Run `bigscl index` again."
+        )
+
+
+def default_path(urls: Sequence[str]) -> Path:
+    """Where the index of some shards is kept: beside them, named after what their names have in common."""
+    if any(scheme(url) for url in urls):
+        raise ValueError(f"{urls[0]}: the index of remote shards needs a local path: give one.")
+    letters = zip(*(os.path.basename(url) for url in urls), strict=False)
+    common = "".join(letter[0] for letter in takewhile(_all_equal, letters))
+    common = re.sub(r"([-_.]*\d*)?(\.(tar|tgz).*)?$", "", common)
+    return Path(urls[0]).parent / (f"bigscl-index-{common}.npz" if common else "bigscl-index.npz")
+
+
+def short_names(urls: Sequence[str]) -> tuple[str, ...]:
+    """The urls without the folder that they have in common, so that shards may move together."""
+    # A pipe is a command, its words are no folders.
+    if any(scheme(url) == "pipe" for url in urls):
+        return tuple(urls)
+    folders = zip(*(url.split("/")[:-1] for url in urls), strict=False)
+    depth = sum(1 for _ in takewhile(_all_equal, folders))
+    return tuple("/".join(url.split("/")[depth:]) for url in urls)
+
+
+def _all_equal(values: Sequence[str]) -> bool:
+    return len(set(values)) == 1
+
+
+def sample_ids(shard_sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ids of all samples of shards of these sizes, ascending."""
+    rows_per_shard = int(shard_sizes.max())
+    rows = np.arange(len(shard_sizes) * rows_per_shard)
+    ids: NDArray[np.int64] = rows[rows % rows_per_shard < shard_sizes[rows // rows_per_shard]]
+    return ids
+
+
+def with_fingerprint(index: Index) -> Index:
+    """The index with the fingerprint of what it holds."""
+    head = [index.shard_names, index.class_names, index.shard_sizes.tolist()]
+    digest = hashlib.sha256(json.dumps(head).encode())
+    digest.update(index.image_bytes.astype("<i8").tobytes())
+    for name in RAGGED:
+        digest.update(name.encode())
+        if (rows := getattr(index, name)) is not None:
+            digest.update(rows.offsets.astype("<i8").tobytes())
+            digest.update(rows.values.astype("<u4").tobytes())
+    return replace(index, fingerprint=digest.hexdigest())

@@ -1,0 +1,261 @@
+"""One scan of the shards: their index, and everything that is wrong with them."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+
+from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
+from bigscl.data.ragged import Ragged
+from bigscl.data.shards import Member, expand, members
+from bigscl.data.sources import Shard, Unreadable, open_shard
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+LABELS = ("cls", "json")
+LARGEST_LABEL_BYTES = 1 << 24
+LARGEST_CLASS = (1 << 24) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong in a shard; `key` is empty if it concerns all of it."""
+
+    shard: str
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.shard}: {self.key + ': ' if self.key else ''}{self.what}"
+
+
+class NoSamples(ValueError):
+    """Shards without a single sample that has an image and a label."""
+
+    def __init__(self, urls: Sequence[str], problems: list[Problem]) -> None:
+        super().__init__(f"{', '.join(urls[:3])}: no sample with an image and a label in {len(urls)} shards")
+        self.problems = problems
+
+
+@dataclass(slots=True)
+class _Sample:
+    """The members of one key."""
+
+    key: str
+    members: dict[str, Member] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardScan:
+    """What one shard holds: flat arrays, which are cheap to send from one process to another."""
+
+    stored_bytes: int
+    keys: Ragged
+    images: np.ndarray[Any, np.dtype[np.int64]]
+    """[samples, 2]: offset and length of each image."""
+    positives: Ragged
+    negatives: Ragged
+    labels: Ragged | None
+    problems: list[Problem]
+
+
+def scan(
+    shards: str | Sequence[str],
+    *,
+    class_names: Sequence[str] | None = None,
+    num_classes: int | None = None,
+    jobs: int = 1,
+    allow_pipe: bool = False,
+    on_shard: Callable[[str], None] = lambda url: None,
+) -> tuple[Index, list[Problem]]:
+    """(index of all good samples, problems found in the others), the same for any number of `jobs`.
+
+    Without class names or their number, the largest label found is the last class.
+    """
+    urls = expand(shards)
+    if class_names is not None:
+        num_classes = len(class_names)
+    scans = _scan_all(
+        urls, partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe), jobs, on_shard
+    )
+    problems = [problem for found in scans for problem in found.problems]
+    if not any(len(found.keys) for found in scans):
+        raise NoSamples(urls, problems)
+    problems += _repeated_keys(urls, scans)
+    names = class_names or [str(number) for number in range(num_classes or _largest_label(scans) + 1)]
+    return _index(urls, scans, tuple(names)), problems
+
+
+def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardScan:
+    """What one shard holds. Whatever is wrong with it becomes a problem, never an error."""
+    problems: list[Problem] = []
+    rows: list[tuple[str, Member, dict[str, list[int]]]] = []
+    keys: set[str] = set()
+    stored_bytes = UNKNOWN_BYTES
+    try:
+        shard = open_shard(url, allow_pipe=allow_pipe)
+    except Unreadable as error:
+        problems.append(Problem(url, "", str(error)))
+        return _packed(rows, stored_bytes, problems)
+    with closing(shard):
+        stored_bytes = UNKNOWN_BYTES if shard.stored_bytes is None else shard.stored_bytes
+        for sample in _samples(shard, url, problems):
+            labels = _labels(sample, num_classes)
+            if sample.key in keys:
+                sample.wrong.append("duplicate key: it occurs before in this shard; this one is left out")
+            keys.add(sample.key)
+            image = next((sample.members[kind] for kind in IMAGES if kind in sample.members), None)
+            if image is None:
+                sample.wrong.append(f"no image: expected one of {', '.join(IMAGES)}")
+            elif not sample.wrong:
+                rows.append((sample.key, image, labels))
+            problems += [Problem(url, sample.key, what) for what in sample.wrong]
+    if not rows and not problems:
+        problems.append(Problem(url, "", "empty: no samples"))
+    return _packed(rows, stored_bytes, problems)
+
+
+def _samples(shard: Shard, url: str, problems: list[Problem]) -> Iterator[_Sample]:
+    """Neighbouring members with the same key, as WebDataset groups them; labels are read on the way."""
+    sample: _Sample | None = None
+    try:
+        for member in members(shard):
+            if (named := member.key_and_extension()) is None:
+                continue
+            key, extension = named
+            if sample is None or key != sample.key:
+                if sample is not None:
+                    yield sample
+                sample = _Sample(key)
+            if extension in sample.members:
+                sample.wrong.append(f"duplicate key: it has two members {extension}")
+            sample.members[extension] = member
+            if extension in LABELS and member.size <= LARGEST_LABEL_BYTES:
+                sample.contents[extension] = bytes(shard.read_at(member.offset, member.size))
+    except Unreadable as error:
+        problems.append(Problem(url, sample.key if sample else "", f"cut off: {error}"))
+        if sample and shard.end is not None:
+            whole = {kind: m for kind, m in sample.members.items() if m.offset + m.size <= shard.end}
+            sample.members = whole
+    if sample is not None:
+        yield sample
+
+
+def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
+    """The lists `positives`, `negatives` and, if there are, `labels` of a sample; what is wrong is noted."""
+    fields: dict[str, Any] = {}
+    try:
+        found = json.loads(sample.contents.get("json", b"{}"))
+        fields = {name: found[name] for name in ("labels", "observed", "negatives") if name in found}
+    except (ValueError, TypeError) as error:
+        sample.wrong.append(f"json: cannot be read: {error}")
+        return {}
+    if not fields.keys() & {"labels", "observed"}:
+        if "cls" not in sample.contents:
+            sample.wrong.append("no label: expected `cls`, or `json` with `labels` or `observed`")
+            return {}
+        text = sample.contents["cls"].decode(errors="replace").strip()
+        fields["observed"] = [int(text)] if text.isdecimal() and text.isascii() else text
+    for name, value in fields.items():
+        if wrong := _wrong_classes(value, num_classes):
+            sample.wrong.append(f"{name}: {wrong}")
+    if sample.wrong:
+        return {}
+    if both := set(fields.get("observed", fields.get("labels", ()))) & set(fields.get("negatives", ())):
+        sample.wrong.append(f"negatives: {sorted(both)} are positives as well")
+    positives = fields.pop("observed", fields.get("labels"))
+    return {name: sorted(set(value)) for name, value in (fields | {"positives": positives}).items()}
+
+
+def _wrong_classes(value: Any, num_classes: int | None) -> str | None:
+    if not isinstance(value, list) or not all(type(number) is int for number in value):
+        return f"{str(value)[:60]!r}, expected class numbers"
+    last = LARGEST_CLASS if num_classes is None else num_classes - 1
+    if beyond := [number for number in value if not 0 <= number <= last]:
+        return f"{beyond[0]} is out of range, expected 0 to {last}"
+    return None
+
+
+def _packed(
+    rows: list[tuple[str, Member, dict[str, list[int]]]], stored_bytes: int, problems: list[Problem]
+) -> ShardScan:
+    labels = [row["labels"] for _, _, row in rows if "labels" in row]
+    return ShardScan(
+        stored_bytes=stored_bytes,
+        keys=Ragged.of_bytes([key.encode(errors="surrogateescape") for key, _, _ in rows]),
+        images=np.array([(image.offset, image.size) for _, image, _ in rows], np.int64).reshape(-1, 2),
+        positives=Ragged.of([row["positives"] for _, _, row in rows]),
+        negatives=Ragged.of([row.get("negatives", []) for _, _, row in rows]),
+        labels=Ragged.of(labels) if len(labels) == len(rows) else None,
+        problems=problems,
+    )
+
+
+def _scan_all(
+    urls: list[str], work: Callable[[str], ShardScan], jobs: int, on_shard: Callable[[str], None]
+) -> list[ShardScan]:
+    scans: dict[str, ShardScan] = {}
+    if jobs <= 1:
+        for url in urls:
+            scans[url] = work(url)
+            on_shard(url)
+    else:
+        # Not forked: the caller may have threads (a progress bar has).
+        with ProcessPoolExecutor(min(jobs, len(urls)), mp_context=get_context("spawn")) as pool:
+            waiting = {pool.submit(work, url): url for url in urls}
+            for future in as_completed(waiting):
+                scans[waiting[future]] = future.result()
+                on_shard(waiting[future])
+    return [scans[url] for url in urls]
+
+
+def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
+    """Keys that occur in more than one shard: ids tell them apart, so the samples stay."""
+    first: dict[bytes, int] = {}
+    problems = []
+    for number, found in enumerate(scans):
+        content, ends = found.keys.values.tobytes(), found.keys.offsets.tolist()
+        for key in (content[start:end] for start, end in pairwise(ends)):
+            if (other := first.setdefault(key, number)) != number:
+                what = f"duplicate key: it occurs in {urls[other]} too; both samples are kept"
+                problems.append(Problem(urls[number], key.decode(errors="replace"), what))
+    return problems
+
+
+def _largest_label(scans: list[ShardScan]) -> int:
+    found = [rows.values for scan in scans for rows in (scan.positives, scan.negatives, scan.labels) if rows]
+    return int(max((values.max() for values in found if len(values)), default=0))
+
+
+def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]) -> Index:
+    sizes = np.array([len(found.keys) for found in scans], np.int64)
+    ids, num_rows = sample_ids(sizes), len(sizes) * int(sizes.max())
+    images = np.zeros((num_rows, 2), np.int64)
+    images[ids] = np.concatenate([found.images for found in scans])
+
+    def spread(parts: list[Ragged], dtype: type[np.generic]) -> Ragged:
+        return Ragged.concatenate(parts, dtype).spread(ids, num_rows)
+
+    labels = [found.labels for found in scans if found.labels is not None]
+    index = Index(
+        urls=tuple(urls),
+        shard_bytes=np.array([found.stored_bytes for found in scans], np.int64),
+        shard_sizes=sizes,
+        class_names=class_names,
+        keys=spread([found.keys for found in scans], np.uint8),
+        image_offsets=images[:, 0].copy(),
+        image_bytes=images[:, 1].copy(),
+        positives=spread([found.positives for found in scans], np.uint32),
+        negatives=spread([found.negatives for found in scans], np.uint32),
+        labels=spread(labels, np.uint32) if len(labels) == len(scans) else None,
+        fingerprint="",
+    )
+    return with_fingerprint(index)

@@ -1,0 +1,250 @@
+"""The bytes of a tar, wherever it lies: on a file system, compressed, behind http(s) or s3, or piped."""
+
+import gzip
+import http.client
+import io
+import os
+import re
+import subprocess
+import time
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+GZIP_MAGIC = b"\x1f\x8b"
+# What a connection, a compressed stream or a disk may raise while it is read.
+READ_ERRORS = (OSError, EOFError, zlib.error, http.client.HTTPException)
+
+
+class Unreadable(Exception):
+    """A sample or a shard cannot be read; the message says why."""
+
+
+class Readable(Protocol):
+    """A stream of bytes."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes; none at the end."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is read."""
+        ...
+
+
+class Shard(Protocol):
+    """The bytes of an open tar, decompressed."""
+
+    stored_bytes: int | None
+    """Its length as it lies in storage, where that is known."""
+    end: int | None
+    """Its length as it is read, once that is known."""
+
+    def read_at(self, offset: int, size: int) -> bytearray:
+        """`size` bytes from `offset` on; raises Unreadable where there are fewer."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file or connection."""
+        ...
+
+
+class LocalShard:
+    """A plain tar on a file system."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.stored_bytes: int | None = os.fstat(self._file.fileno()).st_size
+        self.end: int | None = self.stored_bytes
+
+    def read_at(self, offset: int, size: int) -> bytearray:
+        """`size` bytes from `offset` on, wherever the last read was."""
+        data = bytearray(size)
+        self._file.seek(offset)
+        if (found := self._file.readinto(data)) != size:
+            raise Unreadable(
+                f"the tar ends at byte {offset + (found or 0)}, inside {size} bytes from {offset}"
+            )
+        return data
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class StreamedShard:
+    """A tar that is read from front to back: compressed, remote, or the output of a command.
+
+    Going back opens it anew; so does a connection that breaks, at most `tries` times in a row.
+    """
+
+    def __init__(self, open_stream: Callable[[], tuple[Readable, int | None]], tries: int) -> None:
+        self._open, self._tries = open_stream, tries
+        self._position = 0
+        self._stream: Readable | None
+        self._stream, self.stored_bytes = open_stream()
+        self.end: int | None = None
+
+    def read_at(self, offset: int, size: int) -> bytearray:
+        """`size` bytes from `offset` on, skipping what lies before."""
+        reached, reason = 0, "it ends there"
+        for attempt in range(self._tries):
+            # A tar that is known to end earlier is not read to its end again for each sample.
+            if self.end is not None and offset + size > self.end:
+                break
+            try:
+                data = self._try_read(offset, size)
+                if len(data) == size:
+                    return data
+            except READ_ERRORS as error:
+                reason = str(error) or type(error).__name__
+            reached = max(reached, self._position)
+            self.close()
+            if attempt + 1 < self._tries:
+                time.sleep(0.2 * 4**attempt)
+        else:
+            self.end = reached
+        raise Unreadable(f"the tar breaks off inside {size} bytes from {offset}: {reason}")
+
+    def close(self) -> None:
+        """Close the stream, and what feeds it."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+
+    def _try_read(self, offset: int, size: int) -> bytearray:
+        if self._stream is None or offset < self._position:
+            self.close()
+            self._position = 0
+            self._stream, self.stored_bytes = self._open()
+        while self._position < offset and self._read(min(offset - self._position, 1 << 20)):
+            pass
+        return self._read(size)
+
+    def _read(self, size: int) -> bytearray:
+        assert self._stream is not None
+        data = bytearray()
+        while len(data) < size and (part := self._stream.read(size - len(data))):
+            data += part
+        self._position += len(data)
+        return data
+
+
+def open_shard(url: str, *, allow_pipe: bool = False) -> Shard:
+    """A tar opened for reading; plain local ones can be read at any place at no cost."""
+    kind = scheme(url)
+    try:
+        if kind == "pipe":
+            if not allow_pipe:
+                raise Unreadable(f"{url}: runs a command; say that pipes are allowed if you trust it")
+            return StreamedShard(lambda: _open_pipe(url), tries=1)
+        if kind in ("http", "https"):
+            return StreamedShard(lambda: _open_http(url), tries=3)
+        if kind == "s3":
+            return StreamedShard(lambda: _open_s3(url), tries=3)
+        if _is_gzip(url):
+            return StreamedShard(lambda: (gzip.open(url), os.path.getsize(url)), tries=1)
+        return LocalShard(url)
+    except READ_ERRORS as error:
+        raise Unreadable(f"{url}: cannot be opened: {error}") from error
+
+
+def scheme(url: str) -> str:
+    """`http`, `https`, `s3` or `pipe`; empty for a path."""
+    match = re.match(r"(https?|s3|pipe):", url)
+    return match[1] if match else ""
+
+
+def _is_gzip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == GZIP_MAGIC
+
+
+def _open_http(url: str) -> tuple[Readable, int | None]:
+    response = urllib.request.urlopen(url, timeout=60)
+    length = response.headers.get("Content-Length")
+    return _decompressed(io.BufferedReader(response)), int(length) if length else None
+
+
+class _Pipe(io.RawIOBase):
+    """The output of a command, which ends when it is closed."""
+
+    def __init__(self, command: str) -> None:
+        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.readinto1(buffer)  # type: ignore[attr-defined, no-any-return]
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait()
+        super().close()
+
+
+def _open_pipe(url: str) -> tuple[Readable, int | None]:
+    return _decompressed(io.BufferedReader(_Pipe(url.removeprefix("pipe:")))), None
+
+
+class _Gunzip(gzip.GzipFile):
+    """A decompressed stream that closes the one below it."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        super().__init__(fileobj=stream)
+        self._compressed = stream
+
+    def close(self) -> None:
+        super().close()
+        self._compressed.close()
+
+
+def _decompressed(stream: io.BufferedReader) -> Readable:
+    return _Gunzip(stream) if stream.peek(2)[:2] == GZIP_MAGIC else stream
+
+
+class _Chunks(io.RawIOBase):
+    """A file made of the parts of an object, as they come in."""
+
+    def __init__(self, parts: Iterator[Any]) -> None:
+        self._parts, self._part = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        from obstore.exceptions import BaseError
+
+        try:
+            while not self._part and (part := next(self._parts, None)) is not None:
+                self._part = memoryview(part)
+        except BaseError as error:
+            raise OSError(str(error)) from error
+        count = min(len(buffer), len(self._part))
+        buffer[:count], self._part = self._part[:count], self._part[count:]
+        return count
+
+
+def s3_bucket(url: str) -> tuple[Any, str]:
+    """(obstore store of the bucket, path in it); credentials and endpoint come from the environment."""
+    import obstore.store
+
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    return obstore.store.S3Store(bucket, client_options={"allow_http": plain}), path
+
+
+def _open_s3(url: str) -> tuple[Readable, int | None]:
+    import obstore
+    from obstore.exceptions import BaseError
+
+    bucket, path = s3_bucket(url)
+    try:
+        found = obstore.get(bucket, path)
+    except BaseError as error:
+        raise OSError(str(error)) from error
+    return _decompressed(io.BufferedReader(_Chunks(iter(found.stream())))), found.meta["size"]

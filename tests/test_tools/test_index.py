@@ -1,0 +1,107 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from bigscl.data.index import load_index
+from tests.tars import VOC, classed, jpeg, labelled, real_data, write_shards, write_tar
+from tools.cli import app, main
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["index", *arguments, "--jobs", "1"])
+
+
+def test_the_index_is_written_beside_the_shards_and_summed_up(tmp_path):
+    shards = write_shards(tmp_path, [3, 2])
+    result = run(*shards)
+    assert result.exit_code == 0
+    assert "5 samples in 2 shards, 5 classes" in result.output
+    index = load_index(shards)
+    assert index.fingerprint in result.output
+    assert (tmp_path / "bigscl-index-train.npz").exists()
+
+
+def test_output_goes_where_told(tmp_path):
+    shards = write_shards(tmp_path, [3])
+    assert run(str(tmp_path), "--output", str(tmp_path / "elsewhere.npz")).exit_code == 0
+    assert load_index(shards, tmp_path / "elsewhere.npz").num_samples == 3
+    assert not (tmp_path / "bigscl-index-train.npz").exists()
+
+
+def test_problems_are_listed_with_shard_and_key_and_exit_1(tmp_path):
+    good, bad = classed("good", 0, 1), [*classed("far", 1, 1000), ("lost.jpg", jpeg(2))]
+    shard = write_tar(tmp_path / "x.tar", good + bad)
+    result = run(str(shard), "--classes", "1000")
+    assert result.exit_code == 1
+    assert "x.tar: far: observed: 1000 is out of range, expected 0 to 999" in result.output
+    assert "x.tar: lost: no label" in result.output
+    assert load_index(str(shard)).num_samples == 1
+
+
+def test_json_has_the_facts_and_the_problems(tmp_path):
+    shard = write_tar(
+        tmp_path / "x.tar", [*labelled("a", 0, labels=[1, 2], observed=[2]), ("b.jpg", jpeg(1))]
+    )
+    result = run(str(shard), "--json")
+    assert result.exit_code == 1
+    facts = json.loads(result.stdout)
+    assert (facts["samples"], facts["classes"], facts["positives"], facts["labels"]) == (1, 3, 1, 2)
+    assert [(problem["shard"], problem["key"]) for problem in facts["problems"]] == [(str(shard), "b")]
+
+
+def test_shards_without_samples_list_their_problems_and_leave_no_index(tmp_path):
+    result = run(str(write_tar(tmp_path / "x.tar", [("a.jpg", jpeg(1))])))
+    assert result.exit_code == 1
+    assert "x.tar: a: no label" in result.output
+    assert list(tmp_path.glob("*.npz")) == []
+
+
+def test_class_names_come_from_classes_txt_beside_the_shards(tmp_path):
+    shards = write_shards(tmp_path, [3])
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncow\n")
+    assert run(*shards).exit_code == 0
+    assert load_index(shards).class_names == ("ant", "bee", "cow")
+
+
+def test_changed_data_is_said_when_indexed_again(tmp_path):
+    shards = write_shards(tmp_path, [3, 2])
+    assert "has changed" not in run(*shards).output
+    assert "has changed" not in run(*shards).output
+    write_tar(tmp_path / "train-000001.tar", classed("other", 1, 2))
+    result = run(*shards)
+    assert result.exit_code == 0
+    assert "the data has changed" in result.output
+    assert load_index(shards).num_samples == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere-*.tar"], "no shards there"),
+        (["http://127.0.0.1:9/x.tar"], "needs a local path"),
+        (["{folder}", "--classes", "0"], "--classes: 0, expected at least 1"),
+        (["{folder}", "--classes", "{folder}/empty.txt"], "expected a different name on each line"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(tmp_path, capsys, arguments, message):
+    write_shards(tmp_path, [1])
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(SystemExit) as caught:
+        main(["index", *(argument.format(folder=tmp_path) for argument in arguments)])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_verb_does_not_load_torch(tmp_path):
+    code = "import sys, tools.index; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@real_data
+def test_real_shards_are_indexed(tmp_path):
+    result = run(str(VOC / "train-*.tar"), "--output", str(tmp_path / "voc.npz"))
+    assert result.exit_code == 0
+    assert "4574 samples in 10 shards, 20 classes" in result.output

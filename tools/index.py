@@ -1,0 +1,121 @@
+"""`bigscl index`: one scan of the shards, and the file that says what they hold."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bigscl.data.index import Index, default_path, stored_fingerprint
+from bigscl.data.scan import NoSamples, Problem, scan
+from bigscl.data.shards import expand
+from bigscl.data.sources import scheme
+from tools.progress import progress
+
+
+def command(
+    shards: Annotated[
+        list[str],
+        typer.Argument(help="Tars: paths, folders, globs, brace patterns, http(s) or s3 addresses."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Where the index goes; beside the shards unless told.")
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of classes, or a file with one name a line. Unless told: classes.txt beside the "
+            "shards if it is there, else the largest label is the last class."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Shards that are scanned at the same time.")] = min(
+        8, os.cpu_count() or 1
+    ),
+    allow_pipe: Annotated[bool, typer.Option(help="Run the commands of `pipe:` shards.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Scan tar shards once and write their index; list everything that is wrong with them."""
+    urls = expand(shards)
+    path = output or default_path(urls)
+    names, count = _classes(classes, urls)
+    before = stored_fingerprint(path)
+    try:
+        with progress("scanning", len(urls), "shards") as advance:
+            index, problems = scan(
+                urls,
+                class_names=names,
+                num_classes=count,
+                jobs=jobs,
+                allow_pipe=allow_pipe,
+                on_shard=lambda url: advance(1, url),
+            )
+    except NoSamples as error:
+        _print_problems(error.problems, as_json)
+        print(f"bigscl: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    index.save(path)
+    _print(index, problems, path, before, as_json)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int | None]:
+    """(names, number) of the classes, as far as they are told."""
+    if given is not None and given.isdecimal():
+        if int(given) < 1:
+            raise ValueError(f"--classes: {given}, expected at least 1")
+        return None, int(given)
+    path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
+    if given is None and (scheme(urls[0]) or not path.exists()):
+        return None, None
+    names = path.read_text().splitlines()
+    if not names or len(set(names)) < len(names) or not all(names):
+        raise ValueError(f"{path}: expected a different name on each line, found {len(names)} lines")
+    return names, None
+
+
+def _print(index: Index, problems: list[Problem], path: Path, before: str | None, as_json: bool) -> None:
+    facts = _facts(index, path, before)
+    if as_json:
+        print(json.dumps(facts | {"problems": [_fields(problem) for problem in problems]}))
+        return
+    _print_problems(problems, as_json)
+    print(f"{path}: {facts['samples']} samples in {facts['shards']} shards, {facts['classes']} classes")
+    print(
+        f"  labels: {facts['positives']} observed, {facts['labels']} in full; {facts['negatives']} negatives"
+    )
+    print(f"  {facts['bytes']} bytes, fingerprint {index.fingerprint}")
+    if facts["changed"]:
+        print(f"  the data has changed: it was {before}; heatmap stores made for that do not open with this")
+    if problems:
+        print(f"  {len(problems)} problems found, listed above")
+
+
+def _facts(index: Index, path: Path, before: str | None) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "shards": len(index.urls),
+        "samples": index.num_samples,
+        "rows_per_shard": index.rows_per_shard,
+        "classes": index.num_classes,
+        "positives": len(index.positives.values),
+        "negatives": len(index.negatives.values),
+        "labels": 0 if index.labels is None else len(index.labels.values),
+        "fingerprint": index.fingerprint,
+        "changed": before is not None and before != index.fingerprint,
+    }
+
+
+def _print_problems(problems: list[Problem], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"problems": [_fields(problem) for problem in problems]}))
+        return
+    for problem in problems:
+        print(problem)
+
+
+def _fields(problem: Problem) -> dict[str, str]:
+    return {"shard": problem.shard, "key": problem.key, "what": problem.what}
