@@ -1,0 +1,304 @@
+"""What a multi-label classifier is worth: average precision, hits among the best, and where its heat lies.
+
+Targets are [N,L] with 1 positive, 0 negative, -1 unknown; a pair of image and class that is unknown counts in
+no metric. bool targets do as well. All figures are fractions, not percent, and run where their tensors are.
+"""
+
+# Shapes: N images, L classes, P most positives of a class, n heatmaps of side W, m boxes.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
+    """Average precision of each class, float64 [L]; NaN where a class has no positive.
+
+    scikit-learn's definition: precision at each positive's score, tied scores taken together, averaged over
+    the positives. It needs the ranks of the positives alone, so scores are sorted without their targets, a
+    few classes at a time.
+    """
+    _check(scores, targets)
+    if targets.dtype == torch.bool:
+        targets = targets.view(torch.int8)  # torch compares a bool with a number several times as slowly
+    positives, counts = _positives_by_class(scores, targets)
+    per_block = max(1, min(64, 2**24 // max(1, len(scores))))
+    blocks = []
+    for first in range(0, scores.shape[1], per_block):
+        block = slice(first, first + per_block)
+        ranked = _sorted_columns(scores[:, block], targets[:, block])
+        blocks.append(_mean_precision(ranked, positives[block], counts[block]))
+    return torch.cat(blocks) if blocks else scores.new_empty(0, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanAP:
+    """Average precision over classes, by both rules in use; they differ where a class has no positive."""
+
+    present: float
+    """Mean over the classes that have a positive; NaN if none has."""
+    absent_as_zero: float
+    """Mean over all classes, with 0 for those without a positive."""
+    num_present: int
+    num_classes: int
+
+
+def mean_ap(average_precisions: Tensor) -> MeanAP:
+    """Both means of what `average_precision` gives."""
+    found = average_precisions[~average_precisions.isnan()]
+    return MeanAP(
+        present=float(found.mean()) if len(found) else float("nan"),
+        absent_as_zero=float(found.sum()) / max(1, len(average_precisions)),
+        num_present=len(found),
+        num_classes=len(average_precisions),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionRecall:
+    """Precision, recall and their harmonic mean, over all decisions and as means over the present classes."""
+
+    overall_precision: float
+    overall_recall: float
+    overall_f1: float
+    class_precision: float
+    class_recall: float
+    class_f1: float
+
+
+def precision_recall_at_k(scores: Tensor, targets: Tensor, k: int) -> PrecisionRecall:
+    """When the k classes of highest score are predicted for every image."""
+    predicted = torch.zeros_like(targets, dtype=torch.bool)
+    return _precision_recall(predicted.scatter_(1, best_classes(scores, k), True), targets)
+
+
+def precision_recall_at_threshold(scores: Tensor, targets: Tensor, threshold: float = 0.5) -> PrecisionRecall:
+    """When every class whose score reaches the threshold is predicted."""
+    return _precision_recall(scores >= threshold, targets)
+
+
+def best_classes(scores: Tensor, k: int) -> Tensor:
+    """The k classes of highest score of each image [N,k], best first."""
+    return scores.topk(k, dim=1).indices
+
+
+def top_k_accuracy(ranked: Tensor, targets: Tensor, k: int) -> float:
+    """Share of images with a positive class among their first k of `ranked` [N,k or more].
+
+    With one label per image this is the usual top-k accuracy, with the ReaL labels it is ReaL's: images
+    without any positive are not evaluated. NaN if that leaves none.
+    """
+    assert ranked.shape[1] >= k, f"{ranked.shape[1]} classes are ranked, {k} are asked for"
+    hits = (targets.gather(1, ranked[:, :k].long()) > 0).any(1)
+    evaluated = (targets > 0).any(1)
+    return float(hits[evaluated].double().mean())
+
+
+def multi_hot(labels: Sequence[Sequence[int]], num_classes: int) -> Tensor:
+    """Targets int8 [N,L] from a list of positive classes per image; all others are negatives."""
+    targets = torch.zeros(len(labels), num_classes, dtype=torch.int8)
+    rows = torch.arange(len(labels)).repeat_interleave(torch.tensor([len(own) for own in labels]))
+    targets[rows, torch.tensor([label for own in labels for label in own], dtype=torch.long)] = 1
+    return targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subset:
+    """Figures over the images that have a given number of positives."""
+
+    num_images: int
+    top1: float
+    mean_ap: MeanAP
+
+
+def by_num_labels(scores: Tensor, targets: Tensor) -> dict[str, Subset]:
+    """Figures for the images with 1, 2, 3 and 4 or more positives, and for `all` that have any."""
+    num_labels = (targets > 0).sum(1)
+    masks = {"all": num_labels > 0, **{str(k): num_labels == k for k in (1, 2, 3)}, "4+": num_labels >= 4}
+    return {name: _subset(scores[mask], targets[mask]) for name, mask in masks.items()}
+
+
+def score_distribution(scores: Tensor, *, num_ranks: int = 4, num_bins: int = 50) -> Tensor:
+    """Histograms over images of the 1st, 2nd, ... highest score, int64 [num_ranks, bins of 0 to 1].
+
+    A classifier with a bias towards single positives has a high first score and low others.
+    """
+    best = scores.topk(min(num_ranks, scores.shape[1]), dim=1).values.double()
+    bins = (best * num_bins).long().clamp(0, num_bins - 1).T
+    histograms = torch.zeros(len(bins), num_bins, dtype=torch.int64, device=scores.device)
+    return histograms.scatter_add_(1, bins, torch.ones_like(bins))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassFigures:
+    """One line of the per-class table; NaN where a figure has nothing to be taken of."""
+
+    name: str
+    num_positives: int
+    average_precision: float
+    precision: float
+    recall: float
+
+
+def per_class(
+    scores: Tensor, targets: Tensor, names: Sequence[str], threshold: float = 0.5
+) -> list[ClassFigures]:
+    """Average precision, and precision and recall at a threshold, of every class."""
+    found = average_precision(scores, targets)
+    hits, predicted, positives = _decisions(scores >= threshold, targets)
+    columns = (positives, found, hits / predicted, hits / positives)
+    return [
+        ClassFigures(name=name, num_positives=int(num), average_precision=ap, precision=p, recall=r)
+        for name, num, ap, p, r in zip(names, *(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def estimate_k(labels: Tensor) -> float:
+    """Mean number of positives of the fully labelled images: the K of the expected positives."""
+    full = labels[(labels >= 0).all(1)]
+    if not len(full):
+        raise ValueError(
+            f"K: none of {len(labels)} images is fully labelled. Give K in the config, or a validation set "
+            f"whose labels have no unknowns."
+        )
+    return float((full > 0).sum(1).double().mean())
+
+
+def pointing_hits(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Whether each heatmap [n,W,W] is hottest inside one of its boxes: 1 or 0, float64 [n].
+
+    Boxes [m,4] are (x0, y0, x1, y1) in 0 to 1; box j is an object of the class of heatmap `owners[j]`, which
+    may have several. Where several cells are hottest, the share of them that lies in a box; so a flat heatmap
+    scores what chance would. NaN for a heatmap without a box.
+    """
+    hottest = heatmaps == heatmaps.amax((1, 2), keepdim=True)
+    return _share_in_boxes(hottest, boxes, owners)
+
+
+def energy_in_boxes(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Share of each heatmap's heat that lies in its boxes, float64 [n]; boxes as in `pointing_hits`.
+
+    NaN for a heatmap without a box, or without heat.
+    """
+    return _share_in_boxes(heatmaps, boxes, owners)
+
+
+def _check(scores: Tensor, targets: Tensor) -> None:
+    if scores.shape != targets.shape or scores.dim() != 2:
+        raise ValueError(
+            f"scores are {list(scores.shape)}, targets {list(targets.shape)}: expected the same [N, classes]"
+        )
+    if scores.numel() and not all(bound.isfinite() for bound in scores.aminmax()):
+        image = int((~scores.isfinite()).any(1).nonzero()[0])
+        raise ValueError(
+            f"scores: image {image} has one that is not finite, expected numbers that can be ranked"
+        )
+
+
+def _positives_by_class(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores of each class's positives in rising order [L,P], padded with infinity, and their number [L]."""
+    images, classes = (targets > 0).nonzero(as_tuple=True)
+    counts = classes.bincount(minlength=scores.shape[1])
+    order = classes.argsort(stable=True)
+    images, classes = images[order], classes[order]
+    place = torch.arange(len(classes), device=scores.device) - (counts.cumsum(0) - counts)[classes]
+    widest = int(counts.max()) if len(counts) else 0
+    chosen = _widened(scores[images, classes])
+    positives = chosen.new_full((len(counts), widest), torch.inf)
+    positives[classes, place] = chosen
+    return positives.sort(1).values, counts
+
+
+def _sorted_columns(scores: Tensor, targets: Tensor) -> Tensor:
+    """Each class's scores in rising order, one class a row; unknowns sink to minus infinity."""
+    # A contiguous copy first: torch transposes that by tiles, 3 times as fast as the slice it came from.
+    columns = _widened(scores).contiguous()
+    unknown = targets < 0
+    rows = (columns.masked_fill(unknown, -torch.inf) if unknown.any() else columns).T.contiguous()
+    if rows.device.type != "cpu":
+        return rows.sort(1).values
+    # numpy sorts values alone, with vector instructions: 0.2 ms for 46,837 scores where torch takes 3.4 ms.
+    return torch.from_numpy(np.sort(rows.numpy(), axis=1))
+
+
+def _widened(scores: Tensor) -> Tensor:
+    """The same scores in a dtype that every device can search."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _mean_precision(ranked: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
+    """Average precision of classes from all their scores in rising order, and those of their positives."""
+    widest = positives.shape[1]
+    # Scores no lower than each positive's: of all samples, and of the positives alone.
+    reached = ranked.shape[1] - torch.searchsorted(ranked, positives)
+    hits = counts[:, None] - torch.searchsorted(positives, positives)
+    real = torch.arange(widest, device=counts.device) < counts[:, None]
+    return torch.where(real, hits.double() / reached, 0).sum(1) / counts
+
+
+def _decisions(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Right predictions, predictions and positives of each class, float64 [L]."""
+    positive = targets > 0
+    predicted = predicted & (targets >= 0)
+    hits = predicted & positive
+    return hits.sum(0).double(), predicted.sum(0).double(), positive.sum(0).double()
+
+
+def _precision_recall(predicted: Tensor, targets: Tensor) -> PrecisionRecall:
+    hits, made, positives = _decisions(predicted, targets)
+    precision, recall = _ratio(hits.sum(), made.sum()), _ratio(hits.sum(), positives.sum())
+    present = positives > 0
+    class_precision = float((hits / made.clamp(min=1))[present].mean())
+    class_recall = float((hits / positives)[present].mean())
+    return PrecisionRecall(
+        overall_precision=precision,
+        overall_recall=recall,
+        overall_f1=_harmonic(precision, recall),
+        class_precision=class_precision,
+        class_recall=class_recall,
+        class_f1=_harmonic(class_precision, class_recall),
+    )
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    """The quotient, 0 of nothing."""
+    return float(part / whole.clamp(min=1))
+
+
+def _harmonic(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def _subset(scores: Tensor, targets: Tensor) -> Subset:
+    return Subset(
+        num_images=len(scores),
+        top1=top_k_accuracy(best_classes(scores, 1), targets, 1),
+        mean_ap=mean_ap(average_precision(scores, targets)),
+    )
+
+
+def _share_in_boxes(heat: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Sum of heat [n,W,W] over the cells that any box of the heatmap holds, divided by the whole sum."""
+    cells = _cells_of(boxes, heat.shape[-1])
+    owned = torch.zeros(heat.shape, dtype=torch.int32, device=heat.device)
+    held = owned.index_add_(0, owners.long(), cells.int()) > 0
+    heat = heat.double()
+    share = torch.where(held, heat, 0).sum((1, 2)) / heat.sum((1, 2))
+    return torch.where(held.any(2).any(1), share, torch.nan)
+
+
+def _cells_of(boxes: Tensor, size: int) -> Tensor:
+    """Cells [m,size,size] whose centre lies in each box; on both axes the one under the box's centre too.
+
+    So a box smaller than a cell, which may lie between the centres of cells, still holds one.
+    """
+    low, high = boxes.double()[:, :2, None], boxes.double()[:, 2:, None]
+    grid = torch.arange(size, device=boxes.device)
+    centres = (grid + 0.5) / size
+    middle = ((low + high) / 2 * size).long().clamp(0, size - 1)
+    x, y = (((centres >= low) & (centres <= high)) | (grid == middle)).unbind(1)
+    return y[:, :, None] & x[:, None, :]
