@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -169,9 +170,7 @@ def _check_keys(part: str, samples: Sequence[Sample]) -> None:
     # WebDataset cuts a member's name at the first dot.
     if dotted := next((key for key in keys if "." in key), None):
         raise ValueError(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
-    if len(set(keys)) < len(keys):
-        seen: set[str] = set()
-        twice = sorted({key for key in keys if key in seen or seen.add(key)})  # type: ignore[func-returns-value]
+    if twice := [key for key, count in Counter(keys).items() if count > 1]:
         raise ValueError(
             f"{part}: {len(twice)} keys occur more than once, e.g. {', '.join(twice[:3])}. "
             f"Keys come from file names: rename the files, or remove the copies."
@@ -191,9 +190,9 @@ def _claim(shards: Shards, out: Path) -> None:
                 f"{path}: these shards were made otherwise: {'; '.join(differences)}. "
                 f"Use another folder, or delete this one to make them anew."
             )
-        wanted["parts"] = {**found["parts"], **wanted["parts"]}
+        wanted["parts"] |= found["parts"]
     _replace(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
-    _replace(path, json.dumps(wanted, indent=2) + "\n")
+    _replace(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
 
 
 def _manifest(shards: Shards) -> dict[str, Any]:

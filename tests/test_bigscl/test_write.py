@@ -117,6 +117,14 @@ def test_a_failed_run_leaves_whole_shards_only_and_the_next_finishes(tmp_path, w
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
+def test_a_killed_run_leaves_no_trace_in_the_next(tmp_path):
+    list(write(shards(), tmp_path / "fresh"))
+    list(write(shards(parts={"val": samples(2)}), tmp_path / "out"))
+    (tmp_path / "out" / ".train-000000.tar.partial").write_bytes(b"half a shard")
+    list(write(shards(), tmp_path / "out"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
