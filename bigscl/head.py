@@ -76,8 +76,9 @@ class Head:
             dropout = network.get_submodule(self.dropout)
             assert isinstance(dropout, nn.Dropout)
             features = F.dropout2d(features, dropout.p)
-        linear = self.linear(network)
-        return F.conv2d(features, linear.weight[:, :, None, None], linear.bias)
+        # A 1x1 convolution, as a matrix product over cells: on the CPU twice as fast, forward and backward.
+        logit_map: Tensor = self.linear(network)(features.movedim(1, -1)).movedim(-1, 1)
+        return logit_map
 
 
 def _normalise_as_pooled(features: Tensor, norm: nn.Module) -> Tensor:
