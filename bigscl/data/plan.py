@@ -34,6 +34,8 @@ class Plan:
     """Samples of a rank's step; the last batch of a stream may be smaller."""
     streams: tuple[tuple[Stream, ...], ...]
     """By rank, then by worker in the order of their turns."""
+    workers: int
+    """Worker processes of each rank; with 0 the rank reads its one stream itself."""
 
     @property
     def world_size(self) -> int:
@@ -90,7 +92,7 @@ def training_plan(
         hands = _deal(shards, shard_sizes, max(1, workers))
         streams = [_shuffled(hand, shard_sizes, rows_per_shard, shuffle_buffer, random) for hand in hands]
         ranks.append(streams if visited is None else _left(streams, visited, batch_size))
-    return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)))
+    return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)), workers=workers)
 
 
 def evaluation_plan(
@@ -105,6 +107,7 @@ def evaluation_plan(
     return Plan(
         batch_size=batch_size,
         streams=tuple(tuple(streams[rank * width : (rank + 1) * width]) for rank in range(world_size)),
+        workers=workers,
     )
 
 

@@ -1,0 +1,111 @@
+"""Changes of colour and erased boxes, drawn by (seed, epoch, sample id) like the views. Off unless asked."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torchvision.transforms.v2.functional as F
+from torch import Tensor
+
+from bigscl.data.views import Purpose, uniforms
+
+NUM_TRIES = 10
+NUM_MAGNITUDES = 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColorJitter:
+    """Brightness, contrast, saturation and hue changed at random, in random order, as torchvision's does."""
+
+    brightness: float = 0.0
+    """Largest change of the factor, which is 1 for no change; so for contrast and saturation."""
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    """Largest turn of the hue, in 0..0.5 of the circle."""
+
+    def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
+        """The image in other colours."""
+        random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 8)
+        changes = [
+            lambda image: F.adjust_brightness(image, _factor(random[0], self.brightness)),
+            lambda image: F.adjust_contrast(image, _factor(random[1], self.contrast)),
+            lambda image: F.adjust_saturation(image, _factor(random[2], self.saturation)),
+            lambda image: F.adjust_hue(image, (2 * random[3] - 1) * self.hue),
+        ]
+        strengths = (self.brightness, self.contrast, self.saturation, self.hue)
+        for change in sorted(range(4), key=lambda change: random[4 + change]):
+            if strengths[change]:
+                image = changes[change](image)
+        return image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomColors:
+    """The operations of RandAugment that move no pixel: so many of them, at one magnitude."""
+
+    num_operations: int = 2
+    magnitude: int = 9
+    """0 to 30, as in the paper and in torchvision."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.magnitude < NUM_MAGNITUDES:
+            raise ValueError(f"magnitude: {self.magnitude}, expected 0 to {NUM_MAGNITUDES - 1}")
+
+    def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
+        """The image after some operations."""
+        random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 2 * self.num_operations)
+        strength = self.magnitude / (NUM_MAGNITUDES - 1)
+        for number in range(self.num_operations):
+            operation = OPERATIONS[int(random[2 * number] * len(OPERATIONS))]
+            image = operation(image, strength if random[2 * number + 1] < 0.5 else -strength)
+        return image
+
+
+# Strength in -1..1; where a sign has no meaning it is dropped.
+OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
+    lambda image, strength: image,
+    lambda image, strength: F.adjust_brightness(image, 1 + 0.9 * strength),
+    lambda image, strength: F.adjust_saturation(image, 1 + 0.9 * strength),
+    lambda image, strength: F.adjust_contrast(image, 1 + 0.9 * strength),
+    lambda image, strength: F.adjust_sharpness(image, 1 + 0.9 * strength),
+    lambda image, strength: F.posterize(image, 8 - round(4 * abs(strength))),
+    lambda image, strength: F.solarize(image, 255 * (1 - abs(strength))),
+    lambda image, strength: F.autocontrast(image),
+    lambda image, strength: F.equalize(image),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomErasing:
+    """A box of the view painted over, with torchvision's distribution."""
+
+    probability: float = 0.5
+    scale: tuple[float, float] = (0.02, 0.33)
+    ratio: tuple[float, float] = (0.3, 3.3)
+    color: tuple[int, int, int] = (124, 116, 104)
+
+    def box(self, size: int, *, seed: int, epoch: int, sample_id: int) -> tuple[int, int, int, int] | None:
+        """(left, top, width, height) in pixels of a view of this size, or None if nothing is erased."""
+        random = uniforms(seed, epoch, sample_id, Purpose.ERASE, 3 + 2 * NUM_TRIES)
+        if random[0] >= self.probability:
+            return None
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for attempt in range(NUM_TRIES):
+            area = size**2 * (self.scale[0] + random[3 + 2 * attempt] * (self.scale[1] - self.scale[0]))
+            aspect = math.exp(low + random[4 + 2 * attempt] * (high - low))
+            height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < width < size and 0 < height < size:
+                return (
+                    int(random[1] * (size - width + 1)),
+                    int(random[2] * (size - height + 1)),
+                    width,
+                    height,
+                )
+        return None
+
+
+def _factor(random: float, strength: float) -> float:
+    """Between 1 - strength, or 0, and 1 + strength."""
+    low = max(0.0, 1 - strength)
+    return low + random * (1 + strength - low)

@@ -1,0 +1,119 @@
+"""Looks: what becomes of a decoded image before it goes into a batch, in training and in evaluation."""
+
+# Shapes: S side of the view.
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.views import RandomCrop, View, whole
+
+Fractions = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One look at an image."""
+
+    pixels: Tensor
+    """uint8 [3,S,S]."""
+    view: tuple[float, float, float, float, float]
+    erased: Fractions | None = None
+    """Left, top, width, height of the erased box in fractions of the view; all 0 if nothing was."""
+
+
+class Look(Protocol):
+    """How images are looked at."""
+
+    size: int
+
+    def __call__(self, image: Tensor, sample_id: int) -> Seen:
+        """The pixels that the network gets of an image uint8 [3,H,W], and where they are in it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLook:
+    """A random view in random colours, different in each epoch."""
+
+    size: int
+    seed: int
+    epoch: int
+    crop: RandomCrop = field(default_factory=RandomCrop)
+    color: ColorJitter | RandomColors | None = None
+    erase: RandomErasing | None = None
+
+    def __call__(self, image: Tensor, sample_id: int) -> Seen:
+        """The view of this epoch."""
+        height, width = image.shape[1:]
+        drawn = {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
+        view = self.crop.view(**drawn, width=width, height=height)
+        pixels = look_at(image, view, self.size)
+        if self.color is not None:
+            pixels = self.color(pixels, **drawn)
+        if self.erase is None:
+            return Seen(pixels, view.fractions())
+        if (box := self.erase.box(self.size, **drawn)) is None:
+            return Seen(pixels, view.fractions(), (0.0, 0.0, 0.0, 0.0))
+        return Seen(_painted(pixels, box, self.erase.color), view.fractions(), _shares(box, self.size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationLook:
+    """The whole image squashed to a square, or its centre after the shorter side was resized."""
+
+    size: int
+    resize: Literal["square", "shorter"] = "square"
+    shorter: int = 256
+    """Length of the shorter side before the centre is cut out; only for `resize: shorter`."""
+
+    def __post_init__(self) -> None:
+        if self.resize == "shorter" and self.shorter < self.size:
+            raise ValueError(
+                f"shorter: {self.shorter}, expected at least size {self.size}, which is cut out of it"
+            )
+
+    def __call__(self, image: Tensor, sample_id: int) -> Seen:
+        """The same view for every sample."""
+        height, width = image.shape[1:]
+        if self.resize == "square":
+            view = whole(width, height)
+            return Seen(look_at(image, view, self.size), view.fractions())
+        scale = self.shorter / min(height, width)
+        height, width = max(self.shorter, int(height * scale)), max(self.shorter, int(width * scale))
+        top, left = round((height - self.size) / 2), round((width - self.size) / 2)
+        resized = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
+        return Seen(resized, (left / width, top / height, self.size / width, self.size / height, 0.0))
+
+
+def look_at(image: Tensor, view: View, size: int) -> Tensor:
+    """The pixels of a view: cropped and resized in one go, then mirrored."""
+    box = image[:, view.top : view.top + view.height, view.left : view.left + view.width]
+    pixels = resize(box, size, size)
+    return pixels.flip(-1) if view.flip else pixels
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """The image in another size, bilinear with antialiasing, on uint8 as torchvision does it."""
+    rows, columns = image.shape[1:]
+    if (rows, columns) == (height, width):
+        return image
+    pixels = image.permute(1, 2, 0).contiguous()
+    # These strides make torch see a batch of one as channels last: 0.40 ms instead of 0.60 for a view of 224.
+    batch = pixels.as_strided((1, 3, rows, columns), (pixels.numel(), 1, 3 * columns, 3))
+    return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def _painted(pixels: Tensor, box: tuple[int, int, int, int], color: tuple[int, int, int]) -> Tensor:
+    left, top, width, height = box
+    painted = pixels.clone()
+    painted[:, top : top + height, left : left + width] = pixels.new_tensor(color)[:, None, None]
+    return painted
+
+
+def _shares(box: tuple[int, int, int, int], size: int) -> Fractions:
+    left, top, width, height = box
+    return left / size, top / size, width / size, height / size

@@ -1,0 +1,112 @@
+"""Samples read from their shards: encoded images in a stream's order, and a few chosen samples anywhere."""
+
+import json
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bigscl.data.decode import decode
+from bigscl.data.index import Index
+from bigscl.data.plan import Stream
+from bigscl.data.shards import BLOCK, members
+from bigscl.data.sources import Shard, Unreadable, open_shard
+
+Encoded = bytearray | Unreadable
+
+
+def encoded_images(
+    index: Index, stream: Stream, *, allow_pipe: bool = False
+) -> Iterator[tuple[int, Encoded]]:
+    """(id, content of its image file, or why there is none) of each sample, in the order of the stream.
+
+    Shards are read from front to back, and only what the stream asks for. A sample read before its turn
+    waits, undecoded; the plan's shuffle buffer bounds how many do.
+    """
+    waiting: dict[int, Encoded] = {}
+    source = _in_reading_order(index, stream, allow_pipe)
+    for sample_id in stream.ids.tolist():
+        while sample_id not in waiting:
+            read_id, content = next(source)
+            waiting[read_id] = content
+        yield sample_id, waiting.pop(sample_id)
+
+
+def _in_reading_order(index: Index, stream: Stream, allow_pipe: bool) -> Iterator[tuple[int, Encoded]]:
+    ids = np.sort(stream.ids)
+    for number in stream.shards.tolist():
+        first, last = np.searchsorted(
+            ids, [number * index.rows_per_shard, (number + 1) * index.rows_per_shard]
+        )
+        if first < last:
+            yield from _images_of_shard(index, number, ids[first:last].tolist(), allow_pipe)
+
+
+def _images_of_shard(
+    index: Index, number: int, ids: list[int], allow_pipe: bool
+) -> Iterator[tuple[int, Encoded]]:
+    try:
+        shard = open_shard(index.urls[number], allow_pipe=allow_pipe)
+    except Unreadable as error:
+        # It was there when the run started: its samples are skipped, counted and named like other bad ones.
+        yield from ((sample_id, error) for sample_id in ids)
+        return
+    with closing(shard):
+        for sample_id in ids:
+            try:
+                yield sample_id, _image(index, shard, sample_id)
+            except Unreadable as error:
+                yield sample_id, error
+
+
+def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
+    """The content of a sample's image file; the tar header before it must be the one that was indexed."""
+    offset, size = int(index.image_offsets[sample_id]), int(index.image_bytes[sample_id])
+    data = shard.read_at(offset - BLOCK, BLOCK + size)
+    try:
+        info = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "surrogateescape")
+    except tarfile.TarError as error:
+        raise Unreadable(
+            f"the shard has changed since it was indexed: {error} before byte {offset}"
+        ) from error
+    key = index.key(sample_id)
+    # A header holds 100 bytes of a name, all of them ASCII.
+    if info.size != size or (key.isascii() and not info.name.startswith(key[:90])):
+        raise Unreadable(f"the shard has changed since it was indexed: {info.name} is at byte {offset}")
+    del data[:BLOCK]
+    return data
+
+
+def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> dict[int, Tensor]:
+    """The whole decoded images of a few samples, uint8 `[3,H,W]`, by id; raises Unreadable, with its name."""
+    stream = Stream(shards=np.unique(ids // index.rows_per_shard), ids=np.unique(ids))
+    images = {}
+    for sample_id, content in encoded_images(index, stream, allow_pipe=allow_pipe):
+        try:
+            if isinstance(content, Unreadable):
+                raise content
+            images[sample_id] = decode(content)
+        except Unreadable as error:
+            raise Unreadable(f"{index.name(sample_id)}: {error}") from error
+    return {int(sample_id): images[int(sample_id)] for sample_id in ids}
+
+
+def read_metadata(
+    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False
+) -> dict[int, dict[str, Any]]:
+    """The json of a few samples (with its `boxes`, if there are any), by id; empty where there is none."""
+    found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
+    for number in np.unique(ids // index.rows_per_shard).tolist():
+        wanted = {index.key(n): n for n in found if n // index.rows_per_shard == number}
+        with closing(open_shard(index.urls[number], allow_pipe=allow_pipe)) as shard:
+            for member in members(shard):
+                key, extension = member.key_and_extension() or ("", "")
+                if extension == "json" and key in wanted:
+                    found[wanted.pop(key)] = json.loads(shard.read_at(member.offset, member.size))
+                if not wanted:
+                    break
+    return found

@@ -1,0 +1,502 @@
+import gzip
+import io
+import json
+import logging
+import os
+import pickle
+import struct
+import tarfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as V
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.batch import Batch, normalize
+from bigscl.data.looks import EvaluationLook, TrainingLook, look_at, resize
+from bigscl.data.pipeline import BadSamples, Loader, TooManyBadSamples
+from bigscl.data.plan import evaluation_plan, training_plan
+from bigscl.data.reader import read_images, read_metadata
+from bigscl.data.scan import scan
+from bigscl.data.sources import Unreadable
+from bigscl.data.views import View
+from tests.tars import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
+
+# Some tests want more workers than a small machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+SIZES = [7, 1, 12, 4, 9]
+LOOK = TrainingLook(size=16, seed=1, epoch=2)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    return scan(write_shards(tmp_path_factory.mktemp("shards"), SIZES))[0]
+
+
+def plan_for(index, **options):
+    options = {"seed": 1, "epoch": 2, "batch_size": 4, "shuffle_buffer": 6} | options
+    return training_plan(index.shard_sizes, index.rows_per_shard, **options)
+
+
+def contents(batches: list[Batch]) -> set[tuple]:
+    """What came: id, view, pixels and labels of every sample."""
+    return {
+        (int(n), tuple(view.tolist()), image.contiguous().numpy().tobytes(), tuple(labels.tolist()))
+        for batch in batches
+        for n, view, image, labels in zip(batch.ids, batch.views, batch.images, batch.labels, strict=True)
+    }
+
+
+def ids_of(batches: list[Batch]) -> list[list[int]]:
+    return [batch.ids.tolist() for batch in batches]
+
+
+def planned(plan, rank=0) -> list[list[int]]:
+    return [ids.tolist() for ids in plan.batches(rank)]
+
+
+@pytest.fixture(scope="module")
+def expected(index):
+    """Every sample, read by one process in one rank."""
+    found = contents(list(Loader(index, plan_for(index), 0, LOOK)))
+    assert len(found) == sum(SIZES)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_topology_gives_the_same_samples_views_and_pixels(index, expected, workers, world_size):
+    plan = plan_for(index, workers=workers, world_size=world_size)
+    found = []
+    for rank in range(world_size):
+        batches = list(Loader(index, plan, rank, LOOK))
+        # No rank waits for a batch that never comes, and the order is the planned one.
+        assert len(batches) == plan.num_batches(rank)
+        assert ids_of(batches) == planned(plan, rank)
+        found += batches
+    assert sum(len(batch) for batch in found) == sum(SIZES)
+    assert contents(found) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_interrupted_epoch_goes_on_with_the_same_batches(index, workers):
+    plan = plan_for(index, workers=workers)
+    whole = list(Loader(index, plan, 0, LOOK))
+    for steps in (1, 2, 3, 5, len(whole) - 1, len(whole)):
+        visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
+        for batch in whole[:steps]:
+            visited[batch.ids.numpy()] = True
+        rest = list(Loader(index, plan_for(index, workers=workers, visited=visited), 0, LOOK))
+        assert ids_of(rest) == ids_of(whole[steps:])
+        assert contents(rest) == contents(whole[steps:])
+
+
+def test_an_interrupted_epoch_goes_on_exactly_once_with_another_topology(index, expected):
+    plan = plan_for(index, workers=3, world_size=2)
+    first = [
+        batch
+        for rank in range(2)
+        for _, batch in zip(range(2), Loader(index, plan, rank, LOOK), strict=False)
+    ]
+    visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
+    visited[np.concatenate([batch.ids.numpy() for batch in first])] = True
+    rest = list(Loader(index, plan_for(index, workers=1, visited=visited), 0, LOOK))
+    assert len(contents(first)) + len(contents(rest)) == sum(SIZES)
+    assert contents(first) | contents(rest) == expected
+
+
+def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
+    batch = next(iter(Loader(index, plan_for(index), 0, LOOK)))
+    assert batch.ids.dtype == torch.int64
+    assert batch.images.dtype == torch.uint8
+    assert batch.images.shape == (4, 3, 16, 16)
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.labels.dtype == torch.int8
+    assert np.array_equal(batch.labels.numpy(), index.labels_of(batch.ids.numpy()))
+    assert batch.views.dtype == torch.float32
+    assert batch.views.shape == (4, 5)
+    assert batch.erased is None
+    assert batch.skipped.dtype == torch.int64
+    assert len(batch.skipped) == 0
+    moved = batch.to("meta")
+    assert {moved.ids.device.type, moved.images.device.type, moved.skipped.device.type} == {"meta"}
+
+
+def test_pixels_are_the_view_that_is_named(index):
+    batch = next(iter(Loader(index, plan_for(index), 0, LOOK)))
+    whole = read_images(index, batch.ids.numpy())
+    for n, view, image in zip(batch.ids.tolist(), batch.views.tolist(), batch.images, strict=True):
+        _, height, width = whole[n].shape
+        left, top, box_width, box_height, flip = view
+        box = (round(top * height), round(left * width), round(box_height * height), round(box_width * width))
+        seen = V.resized_crop(whole[n], *box, [16, 16], antialias=True)
+        assert torch.equal(image, V.horizontal_flip(seen) if flip else seen)
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.data())
+@settings(max_examples=80, deadline=None)
+def test_crop_and_resize_equal_torchvisions_resized_crop(width, height, data):
+    image = torch.from_numpy(np.array(picture(width * 100 + height, width, height))).permute(2, 0, 1)
+    left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    view = View(
+        left=left,
+        top=top,
+        width=data.draw(st.integers(1, width - left)),
+        height=data.draw(st.integers(1, height - top)),
+        flip=data.draw(st.booleans()),
+        image_width=width,
+        image_height=height,
+    )
+    size = data.draw(st.integers(1, 64))
+    reference = V.resized_crop(image, top, left, view.height, view.width, [size, size], antialias=True)
+    reference = V.horizontal_flip(reference) if view.flip else reference
+    assert torch.equal(look_at(image, view, size), reference)
+
+
+def test_waits_are_counted(index):
+    loader = Loader(index, plan_for(index), 0, LOOK)
+    assert len(loader) == len(list(loader))
+    assert loader.wait_seconds > 0
+
+
+def test_an_idle_rank_yields_nothing(index):
+    plan = plan_for(index, world_size=8, workers=2)
+    idle = [rank for rank in range(8) if plan.num_samples(rank) == 0]
+    assert len(idle) == 3
+    assert [list(Loader(index, plan, rank, LOOK)) for rank in idle] == [[], [], []]
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
+@pytest.mark.parametrize(
+    "look", [EvaluationLook(size=16), EvaluationLook(size=16, resize="shorter", shorter=20)]
+)
+def test_evaluation_sees_every_image_once_over_all_ranks(index, look, world_size, workers):
+    plan = evaluation_plan(
+        index.shard_sizes, index.rows_per_shard, batch_size=4, world_size=world_size, workers=workers
+    )
+    batches = [batch for rank in range(world_size) for batch in Loader(index, plan, rank, look)]
+    assert sorted(n for batch in batches for n in batch.ids.tolist()) == index.ids().tolist()
+
+
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (100, 333), (64, 64), (3, 400)])
+def test_evaluation_views_equal_torchvisions_transforms(width, height):
+    image = torch.from_numpy(np.array(picture(1, width, height))).permute(2, 0, 1)
+    square = EvaluationLook(size=48)(image, 0)
+    assert torch.equal(square.pixels, V.resize(image, [48, 48], antialias=True))
+    assert square.view == (0, 0, 1, 1, 0)
+    centre = EvaluationLook(size=48, resize="shorter", shorter=56)(image, 0)
+    resized = V.resize(image, [56], antialias=True)
+    assert torch.equal(centre.pixels, V.center_crop(resized, [48, 48]))
+    left, top, box_width, box_height, _ = centre.view
+    rows, columns = resized.shape[1:]
+    assert np.allclose([box_width * columns, box_height * rows], 48)
+    assert abs(left * columns - (columns - 48) / 2) <= 0.5
+    assert abs(top * rows - (rows - 48) / 2) <= 0.5
+
+
+def test_a_centre_larger_than_the_image_is_refused():
+    with pytest.raises(ValueError, match="shorter: 100, expected at least size 224"):
+        EvaluationLook(size=224, resize="shorter", shorter=100)
+
+
+def test_normalising_gives_mean_zero_and_deviation_one():
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8).to(memory_format=torch.channels_last)
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    reference = V.normalize(V.to_dtype(images, torch.float32, scale=True), list(mean), list(std))
+    found = normalize(images, mean, std)
+    assert torch.allclose(found, reference, atol=1e-6)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert normalize(images, mean, std, torch.bfloat16).dtype == torch.bfloat16
+
+
+# Bad input: skipped, counted, named; the epoch finishes.
+
+
+def bomb() -> bytes:
+    """A PNG of 40,000 x 40,000 pixels in a few bytes."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def large_jpeg() -> bytes:
+    """A JPEG whose frame header states 65,000 x 65,000 pixels."""
+    content = bytearray(jpeg(1))
+    at = content.index(b"\xff\xc0") + 5
+    content[at : at + 4] = struct.pack(">HH", 65_000, 65_000)
+    return bytes(content)
+
+
+BAD = {
+    "cut.jpg": jpeg(1)[:400],
+    "header.jpg": jpeg(1)[:20],
+    "noise.jpg": b"\xff\xd8\xff" + bytes(range(256)) * 4,
+    "empty.jpg": b"",
+    "text.png": b"this is no image",
+    "pickle.jpg": pickle.dumps({"a": 1}),
+    "bomb.png": bomb(),
+    "large.jpg": large_jpeg(),
+    "postscript.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_images_are_skipped_counted_and_named_and_the_epoch_finishes(tmp_path, caplog, workers):
+    members = [member for n in range(20) for member in classed(f"good{n}", n, 0)]
+    for name, content in BAD.items():
+        members += [(name, content), (name.split(".")[0] + ".cls", b"1")]
+    index, problems = scan(str(write_tar(tmp_path / "x.tar", members)))
+    assert problems == []
+    plan = plan_for(index, workers=workers)
+    bad = BadSamples(index, index.num_samples, max_share=0.5)
+    loader = Loader(index, plan, 0, LOOK, bad=bad)
+    with caplog.at_level(logging.WARNING):
+        batches = list(loader)
+    assert len(batches) == plan.num_batches(0)
+    assert sorted(n for batch in batches for n in batch.ids.tolist()) == list(range(20))
+    assert [sorted(batch.ids.tolist() + batch.skipped.tolist()) for batch in batches] == [
+        sorted(ids) for ids in planned(plan)
+    ]
+    assert {index.key(n) for n in loader.bad.ids} == {name.split(".")[0] for name in BAD}
+    for name in BAD:
+        assert f"skipped x.tar/{name.split('.')[0]}: " in caplog.text
+    assert "1600000000 pixels" in caplog.text
+    assert "65000 x 65000 pixels" in caplog.text
+
+
+def test_a_batch_of_bad_images_is_empty_but_comes(tmp_path):
+    members = [member for n in range(5) for member in ((f"k{n}.jpg", b"broken"), (f"k{n}.cls", b"0"))]
+    index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
+    bad = BadSamples(index, 5, max_share=1.0)
+    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    assert [len(batch) for batch in batches] == [0, 0]
+    assert batches[0].images.shape == (0, 3, 16, 16)
+    assert batches[0].views.shape == (0, 5)
+    assert batches[0].labels.shape == (0, 1)
+    assert sorted(bad.reasons) == [0, 1, 2, 3, 4]
+
+
+def test_too_many_bad_samples_stop_the_run_with_the_list(tmp_path):
+    members = [member for n in range(10) for member in classed(f"k{n}", n, 0)]
+    members += [("bad1.jpg", b"broken"), ("bad1.cls", b"0"), ("bad2.jpg", b""), ("bad2.cls", b"0")]
+    index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
+    with pytest.raises(TooManyBadSamples, match=r"(?s)2 of 12 samples.*x\.tar/bad[12].*x\.tar/bad[12]"):
+        list(Loader(index, plan_for(index), 0, LOOK, bad=BadSamples(index, 12, max_share=0.1)))
+    reasons = {5: "read before the interruption"}
+    bad = BadSamples(index, 12, max_share=0.1, reasons=reasons)
+    with pytest.raises(TooManyBadSamples, match="read before the interruption"):
+        list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+
+
+def test_a_resumed_epoch_does_not_try_bad_samples_again(tmp_path):
+    members = [member for n in range(10) for member in classed(f"k{n}", n, 0)]
+    for n in range(3):
+        members += [(f"bad{n}.jpg", b"broken"), (f"bad{n}.cls", b"0")]
+    index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
+    whole = list(Loader(index, plan_for(index), 0, LOOK, bad=BadSamples(index, 13, max_share=1.0)))
+    for steps in range(len(whole)):
+        bad = BadSamples(index, 13, max_share=1.0)
+        visited = np.zeros(13, dtype=bool)
+        for batch in whole[:steps]:
+            bad.see(batch)
+            visited[batch.ids.numpy()] = True
+        visited[bad.ids] = True
+        rest = list(Loader(index, plan_for(index, visited=visited), 0, LOOK, bad=bad))
+        assert ids_of(rest) == ids_of(whole[steps:])
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tgz"])
+def test_a_tar_truncated_after_it_was_indexed_loses_only_its_rest(tmp_path, monkeypatch, suffix):
+    members = [member for n in range(10) for member in classed(f"k{n}", n, 0)]
+    shard = write_tar(tmp_path / f"x.{suffix}", members, "w:gz" if suffix == "tgz" else "w")
+    index, _ = scan(str(shard))
+    cut = int(index.image_offsets[6]) + 10
+    if suffix == "tgz":
+        shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes())[:cut]))
+    else:
+        os.truncate(shard, cut)
+    monkeypatch.setattr("bigscl.data.pipeline.check_shards", lambda index: None)
+    bad = BadSamples(index, 10, max_share=0.5)
+    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert sorted(bad.reasons) == [6, 7, 8, 9]
+
+
+def test_a_missing_shard_is_named_at_the_start_and_skipped_if_it_vanishes_later(tmp_path, monkeypatch):
+    shards = write_shards(tmp_path, [3, 4])
+    index, _ = scan(shards)
+    os.remove(shards[1])
+    with pytest.raises(FileNotFoundError, match=r"train-000001\.tar"):
+        Loader(index, plan_for(index), 0, LOOK)
+    monkeypatch.setattr("bigscl.data.pipeline.check_shards", lambda index: None)
+    bad = BadSamples(index, 7, max_share=0.9)
+    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2]
+    assert sorted(bad.reasons) == [4, 5, 6, 7]
+    assert "cannot be opened" in bad.reasons[4]
+
+
+def test_a_shard_replaced_by_another_of_the_same_length_is_not_taken_for_the_first(tmp_path):
+    shard = write_tar(tmp_path / "x.tar", [member for n in range(3) for member in classed(f"k{n}", n, 0)])
+    index, _ = scan(str(shard))
+    write_tar(shard, [member for n in range(3) for member in classed(f"j{n}", n, 0)])
+    bad = BadSamples(index, 3, max_share=1.0)
+    assert sum(len(batch) for batch in Loader(index, plan_for(index), 0, LOOK, bad=bad)) == 0
+    assert "changed since it was indexed" in bad.reasons[0]
+
+
+# Odd but good images.
+
+
+def test_odd_images_become_upright_rgb(tmp_path):
+    base = picture(3)
+    rgb = np.array(base).astype(int)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(base.rotate(90, expand=True), quality=95, exif=exif)
+    alpha = base.convert("RGBA")
+    alpha.putalpha(128)
+    palette = base.quantize(200)
+    deep = Image.fromarray((np.array(base.convert("L")).astype(np.uint16)) * 257)
+    odd = {
+        "gray.jpg": (encoded(base.convert("L"), quality=95), np.array(base.convert("L").convert("RGB"))),
+        "cmyk.jpg": (encoded(base.convert("CMYK"), quality=95), rgb),
+        "progressive.jpg": (encoded(base, quality=95, progressive=True), rgb),
+        "turned.jpg": (turned, rgb),
+        "disguised.jpg": (encoded(base, "PNG"), rgb),
+        "alpha.png": (encoded(alpha, "PNG"), rgb),
+        "palette.png": (
+            encoded(palette, "PNG", transparency=bytes(range(200))),
+            np.array(palette.convert("RGB")),
+        ),
+        "deep.png": (encoded(deep, "PNG"), np.array(base.convert("L").convert("RGB"))),
+        "turned.png": (encoded(base.rotate(90, expand=True), "PNG", exif=exif), rgb),
+        "lossless.webp": (encoded(base, "WEBP", lossless=True), rgb),
+    }
+    members = []
+    for n, (name, (content, _)) in enumerate(odd.items()):
+        members += [(f"{n}{name}", content), (f"{n}{name.split('.')[0]}.cls", b"0")]
+    index, problems = scan(str(write_tar(tmp_path / "x.tar", members)))
+    assert problems == []
+    images = read_images(index, index.ids())
+    for n, (name, (_, reference)) in enumerate(odd.items()):
+        found = images[n].permute(1, 2, 0).numpy().astype(int)
+        assert found.shape == reference.shape, name
+        # Colours of a JPEG are not those that went in.
+        assert np.abs(found - reference).mean() < 6, name
+
+
+def test_erased_boxes_are_painted_and_named(index):
+    look = TrainingLook(size=32, seed=1, epoch=2, erase=RandomErasing(probability=0.7, color=(1, 2, 3)))
+    plain = TrainingLook(size=32, seed=1, epoch=2)
+    with_boxes = list(Loader(index, plan_for(index), 0, look))
+    without = list(Loader(index, plan_for(index), 0, plain))
+    num_erased = 0
+    for changed, original in zip(with_boxes, without, strict=True):
+        assert torch.equal(changed.views, original.views)
+        for image, before, box in zip(changed.images, original.images, changed.erased, strict=True):
+            left, top, width, height = (32 * box).round().int().tolist()
+            expected = before.clone()
+            expected[:, top : top + height, left : left + width] = torch.tensor([1, 2, 3])[:, None, None]
+            assert torch.equal(image, expected)
+            num_erased += width > 0
+    assert 15 <= num_erased <= 30
+
+
+def test_colours_change_the_same_way_in_every_topology_and_move_nothing(index):
+    for color in (ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), RandomColors()):
+        look = TrainingLook(size=16, seed=1, epoch=2, color=color)
+        one = list(Loader(index, plan_for(index), 0, look))
+        two = list(Loader(index, plan_for(index, workers=2), 0, look))
+        assert contents(one) == contents(two)
+        plain = list(Loader(index, plan_for(index), 0, LOOK))
+        assert {n: view for n, view, _, _ in contents(one)} == {n: view for n, view, _, _ in contents(plain)}
+        assert len(contents(one) & contents(plain)) < sum(SIZES) / 4
+
+
+# Shards made by others.
+
+
+def test_public_imagenet_layout_by_webdatasets_own_writer(tmp_path):
+    with webdataset.ShardWriter(str(tmp_path / "imagenet1k-train-%04d.tar"), maxcount=5, verbose=0) as writer:
+        for n in range(12):
+            writer.write({"__key__": f"n01440764_{10026 + n}", "jpg": jpeg(n), "cls": n % 3})
+    index, _ = scan(str(tmp_path), num_classes=1000)
+    batches = list(Loader(index, plan_for(index, workers=2), 0, LOOK))
+    for batch in batches:
+        for n, labels in zip(batch.ids.tolist(), batch.labels, strict=True):
+            assert labels.eq(1).nonzero().item() == (int(index.key(n).split("_")[1]) - 10026) % 3
+    assert sum(map(len, batches)) == 12
+
+
+@real_data
+def test_real_shards_are_read_whole():
+    index, _ = scan(str(VOC / "val-*.tar"))
+    plan = plan_for(index, batch_size=64, workers=2, shuffle_buffer=300)
+    loader = Loader(index, plan, 0, TrainingLook(size=64, seed=1, epoch=0), labels="labels")
+    batches = list(loader)
+    assert sorted(n for batch in batches for n in batch.ids.tolist()) == index.ids().tolist()
+    assert sum(int(batch.labels.sum()) for batch in batches) == len(index.labels.values)
+    assert len(loader.bad.ids) == 0
+
+
+@real_data
+def test_compressed_real_shards_are_read_whole():
+    index, _ = scan(str(WDS / "sample.tgz"))
+    batches = list(Loader(index, plan_for(index, shuffle_buffer=30), 0, LOOK))
+    assert sum(map(len, batches)) == 90
+
+
+@real_data
+def test_real_images_of_others_decode_like_pillow(tmp_path):
+    """cc12m tars have captions and no labels: these get one, the images are theirs."""
+    with tarfile.open(WDS / "cc12m-train-0000.tar") as tar:
+        images = {info.name: tar.extractfile(info).read() for info in tar if info.name.endswith("jpg")}
+    members = [
+        member for name, content in images.items() for member in ((name, content), (name[:-3] + "cls", b"0"))
+    ]
+    index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
+    assert index.num_samples == 32
+    for n, image in read_images(index, index.ids()).items():
+        reference = np.array(Image.open(io.BytesIO(images[f"{index.key(n)}.jpg"])).convert("RGB"))
+        assert np.abs(image.permute(1, 2, 0).numpy().astype(int) - reference).max() <= 3
+
+
+@real_data
+def test_metadata_of_chosen_samples_is_read():
+    index, _ = scan(str(VOC / "val-*.tar"))
+    ids = np.array([index.ids()[-1], 7, 3])
+    found = read_metadata(index, ids)
+    assert list(found) == ids.tolist()
+    with tarfile.open(index.urls[0]) as tar:
+        assert found[7] == json.loads(tar.extractfile(f"{index.key(7)}.json").read())
+    assert all(0 <= number <= 1 for box in found[3]["boxes"] for number in box[1:])
+
+
+def test_a_few_images_are_read_in_the_order_asked_for_and_bad_ones_named(tmp_path):
+    members = [*classed("a", 1, 0), ("b.jpg", b"broken"), ("b.cls", b"0"), *classed("c", 2, 0)]
+    index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
+    assert list(read_images(index, np.array([2, 0]))) == [2, 0]
+    with pytest.raises(Unreadable, match=r"x\.tar/b: cannot be decoded"):
+        read_images(index, np.array([0, 1]))
+
+
+def test_resize_leaves_an_image_of_that_size_alone():
+    image = torch.from_numpy(np.array(picture(1))).permute(2, 0, 1)
+    assert resize(image, 30, 40) is image
