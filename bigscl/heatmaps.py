@@ -171,6 +171,7 @@ def _resample(maps_BCHH: Tensor, weights_B2NH: Tensor) -> Tensor:
     x_BHN, y_BHN = weights_B2NH.transpose(2, 3).unbind(1)
     batch, classes, side, _ = maps_BCHH.shape
     num = x_BHN.shape[-1]
+    # Autocast would halve their precision. TF32, where allowed, applies: its 11 bits are those of float16.
     with torch.autocast(maps_BCHH.device.type, enabled=False):
         half = torch.bmm(maps_BCHH.reshape(batch, classes * side, side), x_BHN)
         turned = half.view(batch, classes, side, num).transpose(2, 3).reshape(batch, classes * num, side)

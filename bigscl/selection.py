@@ -171,7 +171,7 @@ class _Contenders:
     def cuts(self) -> Selection:
         """The worst expected positive of each class, after `compact`."""
         bits, ids = self._unpack(self.floor)
-        ids[self.floor == 0] = np.iinfo(np.int64).max  # fewer samples than expected: all of them
+        # Where a class has room left, the floor 0 unpacks to score 0 and the largest id: all are expected.
         bits[self.floor == NOTHING], ids[self.floor == NOTHING] = ONE, -1
         return Selection(tau=torch.from_numpy(bits.view(np.float16)), last_id=torch.from_numpy(ids))
 

@@ -27,7 +27,7 @@ from bigscl.metrics import (
     top_k_accuracy,
 )
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
+DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not (DATA / "real.json").exists(), reason="no real data beside the project")
 
 
