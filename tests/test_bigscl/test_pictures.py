@@ -1,0 +1,103 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bigscl.pictures import DIM, Panel, SamplePicture, draw_samples, figure_of, overlay, panels_of
+from store import Rows
+
+NAMES = ["ant", "bee", "cow", "dog", "elk"]
+
+
+def rows(scores, classes=None, heatmaps=True):
+    maps = len(scores) if classes is None else len(classes)
+    return Rows(
+        scores=np.array([scores], np.float16),
+        visited=np.zeros(1, np.int32),
+        heatmaps=np.random.default_rng(0).random((1, maps, 4, 4)).astype(np.float16) if heatmaps else None,
+        classes=None if classes is None else np.array([classes], np.uint16),
+    )
+
+
+def mask(*classes):
+    return np.isin(np.arange(len(NAMES)), classes)
+
+
+def grey(height=24, width=36, value=128):
+    return np.full((3, height, width), value, np.uint8)
+
+
+def sample(panels=3, height=24, width=36):
+    panel = Panel(heatmap=np.full((4, 4), 0.5, np.float16), name="ant", score=0.5, kind="annotated")
+    return SamplePicture(image=grey(height, width), title="train-0/k1", panels=[panel] * panels)
+
+
+def shown(panels):
+    return [(panel.name, panel.kind) for panel in panels]
+
+
+def test_annotated_come_first_then_unannotated_then_negatives_each_by_score():
+    panels = panels_of(rows([0.1, 0.5, 0.9, 0.7, 0.3]), NAMES, annotated=mask(0), present=mask(0, 1, 3))
+    assert shown(panels) == [
+        ("ant", "annotated"),
+        ("dog", "unannotated"),
+        ("bee", "unannotated"),
+        ("cow", "negative"),
+        ("elk", "negative"),
+    ]
+    assert [panel.score for panel in panels] == pytest.approx([0.1, 0.7, 0.5, 0.9, 0.3], abs=1e-3)
+
+
+def test_the_last_place_is_left_for_a_negative():
+    memory = rows([0.1, 0.5, 0.9, 0.7, 0.3])
+    panels = panels_of(memory, NAMES, annotated=mask(0, 1), present=mask(0, 1, 3), count=3)
+    assert shown(panels) == [("bee", "annotated"), ("ant", "annotated"), ("cow", "negative")]
+    everything = panels_of(memory, NAMES, annotated=mask(0, 1), present=mask(0, 1, 2, 3, 4), count=3)
+    assert shown(everything)[-1] == ("cow", "unannotated")
+
+
+def test_each_panel_has_the_heatmap_and_the_boxes_of_its_class():
+    memory = rows([0.1, 0.5, 0.9, 0.7, 0.3], classes=[1, 3])
+    box = (0.1, 0.2, 0.3, 0.4)
+    panels = panels_of(memory, NAMES, annotated=mask(1), present=mask(1), boxes={3: [box]})
+    assert shown(panels) == [("bee", "annotated"), ("dog", "negative")]
+    for place, panel in enumerate(panels):
+        np.testing.assert_array_equal(panel.heatmap, memory.heatmaps[0, place])
+    assert [panel.boxes for panel in panels] == [(), (box,)]
+
+
+def test_a_memory_without_heatmaps_has_no_panels():
+    assert panels_of(rows([0.1] * 5, heatmaps=False), NAMES, annotated=mask(0), present=mask(0)) == []
+
+
+def test_heat_lies_where_the_heatmap_has_it():
+    heatmap = np.zeros((4, 4), np.float16)
+    heatmap[0, 3] = 1
+    pixels = overlay(grey(), heatmap)
+    assert pixels.shape == (24, 36, 3)
+    warmth = pixels.max(axis=2).astype(int) - pixels.min(axis=2)
+    assert warmth[:6, 27:].mean() > 50
+    assert warmth[12:].max() == 0
+    assert (pixels[12:] == round(DIM * 128)).all()
+
+
+def test_pictures_are_written_at_the_size_of_what_they_show(tmp_path):
+    draw_samples([sample(), sample(2, 40, 20)], tmp_path / "new" / "two.png")
+    draw_samples([sample(), sample(2, 40, 20)], tmp_path / "across.png", across=2, title="two")
+    with Image.open(tmp_path / "new" / "two.png") as one, Image.open(tmp_path / "across.png") as other:
+        assert one.height > 1.5 * other.height
+        assert other.width > 1.9 * one.width
+        assert len(np.unique(np.asarray(one.convert("RGB")).reshape(-1, 3), axis=0)) > 50
+
+
+@pytest.mark.parametrize(("count", "across"), [(0, 1), (1, 0), (400, 1)])
+def test_what_fits_on_no_page_is_refused(count, across):
+    with pytest.raises(ValueError, match="picture: "):
+        figure_of([sample()] * count, across=across)
+
+
+def test_drawing_needs_no_torch():
+    code = "import sys, bigscl.pictures; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
