@@ -103,7 +103,7 @@ def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_
 
 
 def overlay(image: NDArray[np.uint8], heatmap: NDArray[Any]) -> NDArray[np.uint8]:
-    """`[H,W,3]`: the image `[3,H,W]` in dim grey under its heat; a value has the same colour in every picture."""
+    """`[H,W,3]`: the image `[3,H,W]` in dim grey under its heat, whose colours mean the same everywhere."""
     _, height, width = image.shape
     small = Image.fromarray(heatmap.astype(np.float32))
     heat = np.asarray(small.resize((width, height), Image.Resampling.BILINEAR))[:, :, None].clip(0, 1)
