@@ -1,8 +1,13 @@
 """Small tars and images for tests, and where the real ones are."""
 
+import functools
+import http.server
 import io
 import json
 import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +64,22 @@ def write_shards(folder: Path, sizes: list[int], num_classes: int = 5) -> list[s
         members = [member for n in rows for member in classed(f"k{n:04d}", int(n), int(n) % num_classes)]
         paths.append(str(write_tar(folder / f"train-{shard:06d}.tar", members)))
     return paths
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder without a line for each request."""
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@contextmanager
+def web_server(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[str]:
+    """The address of a web server on this machine over a folder."""
+    handle = functools.partial(handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handle) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()

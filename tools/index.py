@@ -39,6 +39,9 @@ def command(
     """Scan tar shards once and write their index; list everything that is wrong with them."""
     urls = expand(shards)
     path = output or default_path(urls)
+    # Before a scan that may take an hour.
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: its folder is missing or cannot be written to. Choose another --output.")
     names, count = _classes(classes, urls)
     before = stored_fingerprint(path)
     try:

@@ -53,4 +53,4 @@ def normalize(
     # One multiplication and one addition per pixel.
     factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=images.device))
     offset = -255 * torch.tensor(mean, dtype=torch.float32, device=images.device) * factor
-    return (images * factor[:, None, None] + offset[:, None, None]).to(dtype)
+    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None]).to(dtype)

@@ -94,6 +94,8 @@ class Loader:
             num_workers=workers,
             prefetch_factor=prefetch_batches if workers else None,
             pin_memory=pin_memory,
+            # The seed that DataLoader draws for its workers is not taken from the generator of training.
+            generator=torch.Generator(),
         )
 
     def __len__(self) -> int:

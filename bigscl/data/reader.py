@@ -1,6 +1,7 @@
 """Samples read from their shards: encoded images in a stream's order, and a few chosen samples anywhere."""
 
 import json
+import logging
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +16,8 @@ from bigscl.data.index import Index
 from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
+
+logger = logging.getLogger(__name__)
 
 Encoded = bytearray | Unreadable
 
@@ -49,6 +52,7 @@ def _in_reading_order(index: Index, stream: Stream, allow_pipe: bool) -> Iterato
 def _images_of_shard(
     index: Index, number: int, ids: list[int], allow_pipe: bool
 ) -> Iterator[tuple[int, Encoded]]:
+    logger.debug("reading %d samples of %s", len(ids), index.urls[number])
     try:
         shard = open_shard(index.urls[number], allow_pipe=allow_pipe)
     except Unreadable as error:

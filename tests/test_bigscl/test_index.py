@@ -1,12 +1,9 @@
-import functools
 import gzip
-import http.server
 import io
 import json
 import os
 import re
 import tarfile
-import threading
 import time
 import urllib.request
 from dataclasses import replace
@@ -23,7 +20,7 @@ from bigscl.data.ragged import Ragged
 from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import expand, members
 from bigscl.data.sources import Unreadable, open_shard
-from tests.tars import VOC, WDS, classed, jpeg, labelled, real_data, write_shards, write_tar
+from tests.tars import VOC, WDS, classed, jpeg, labelled, real_data, web_server, write_shards, write_tar
 
 
 @pytest.fixture
@@ -378,19 +375,8 @@ def test_members_are_those_that_tarfile_finds(tmp_path):
 
 @pytest.fixture
 def server(tmp_path):
-    """A web server on this machine over a folder."""
-    handler = functools.partial(QuietHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
+    with web_server(tmp_path) as address:
+        yield address
 
 
 def test_shards_are_read_over_http(tmp_path, server):

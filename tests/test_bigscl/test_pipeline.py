@@ -7,6 +7,7 @@ import pickle
 import struct
 import tarfile
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,13 +21,25 @@ from PIL import Image
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.batch import Batch, normalize
 from bigscl.data.looks import EvaluationLook, TrainingLook, look_at, resize
-from bigscl.data.pipeline import BadSamples, Loader, TooManyBadSamples
+from bigscl.data.pipeline import BadSamples, Batches, Loader, TooManyBadSamples
 from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
 from bigscl.data.views import View
-from tests.tars import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
+from tests.tars import (
+    VOC,
+    WDS,
+    QuietHandler,
+    classed,
+    encoded,
+    jpeg,
+    picture,
+    real_data,
+    web_server,
+    write_shards,
+    write_tar,
+)
 
 # Some tests want more workers than a small machine has cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -164,6 +177,51 @@ def test_waits_are_counted(index):
     loader = Loader(index, plan_for(index), 0, LOOK)
     assert len(loader) == len(list(loader))
     assert loader.wait_seconds > 0
+
+
+def test_reading_leaves_the_random_numbers_of_training_alone(index):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert len(list(Loader(index, plan_for(index, workers=1), 0, LOOK))) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_are_the_same_after_a_trip_to_another_process(index):
+    """Workers that are not forked get the dataset pickled."""
+    batches = Batches(index, list(plan_for(index).streams[0]), 4, LOOK, "observed", allow_pipe=False)
+    assert contents(list(pickle.loads(pickle.dumps(batches)))) == contents(list(batches))
+
+
+class BreakingHandler(QuietHandler):
+    """Breaks every second connection off after 5,000 bytes."""
+
+    count = 0
+
+    def copyfile(self, source, outputfile):
+        BreakingHandler.count += 1
+        if BreakingHandler.count % 2:
+            outputfile.write(source.read(5000))
+        else:
+            super().copyfile(source, outputfile)
+
+
+@pytest.mark.parametrize("handler", [QuietHandler, BreakingHandler])
+def test_remote_shards_give_the_same_batches_even_over_connections_that_break(
+    index, expected, handler, caplog
+):
+    folder = os.path.dirname(index.urls[0])
+    with web_server(folder, handler) as address:
+        urls = tuple(f"{address}/{name}" for name in index.shard_names)
+        loader = Loader(replace(index, urls=urls), plan_for(index), 0, LOOK)
+        assert contents(list(loader)) == expected
+    assert len(loader.bad.ids) == 0
+
+
+def test_piped_shards_are_read_where_allowed(index, expected):
+    piped = replace(index, urls=tuple(f"pipe:cat {url}" for url in index.urls))
+    assert contents(list(Loader(piped, plan_for(index), 0, LOOK, allow_pipe=True))) == expected
+    with pytest.raises(TooManyBadSamples, match="pipes are allowed"):
+        list(Loader(piped, plan_for(index), 0, LOOK))
 
 
 def test_an_idle_rank_yields_nothing(index):
@@ -359,6 +417,27 @@ def test_a_shard_replaced_by_another_of_the_same_length_is_not_taken_for_the_fir
     bad = BadSamples(index, 3, max_share=1.0)
     assert sum(len(batch) for batch in Loader(index, plan_for(index), 0, LOOK, bad=bad)) == 0
     assert "changed since it was indexed" in bad.reasons[0]
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_pickled_members_are_never_decoded(tmp_path):
+    evil = pickle.dumps(Evil(str(tmp_path / "ran")))
+    members = [
+        ("a.jpg", jpeg(1)),
+        ("a.cls", b"0"),
+        *((f"a.{kind}", evil) for kind in ("pkl", "pickle", "pyd", "pth")),
+    ]
+    index, problems = scan(str(write_tar(tmp_path / "x.tar", members)))
+    assert problems == []
+    assert sum(map(len, Loader(index, plan_for(index), 0, LOOK))) == 1
+    assert not (tmp_path / "ran").exists()
 
 
 # Odd but good images.
