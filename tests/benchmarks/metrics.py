@@ -1,6 +1,6 @@
 """How long the average precisions of the ReaL validation set take, beside scikit-learn's loop over classes.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/metrics.py [--images 46837] [--classes 1000] [--device cpu]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.metrics [--images 46837] [--classes 1000] [--device cpu]
 
 Both see the same scores in the same run; the values must agree to 1e-6.
 """

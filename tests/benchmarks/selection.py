@@ -1,6 +1,6 @@
 """How long the expected positives of ImageNet take, and in how much memory, beside `np.partition`.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/selection.py [--samples 1280000] [--classes 1000]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.selection [--samples 1280000] [--classes 1000]
 
 Scores are drawn on the fly, chunk by chunk, the same for both; only the selection is timed. Chunks come in
 the order of their ids; with `--order rising` later samples score higher, so that few are ruled out early.
