@@ -12,10 +12,8 @@ from torch import Tensor, nn
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILES = (".pt", ".pth", ".safetensors")
-# Two networks of torchvision carry auxiliary classifiers, which only a loss of their own would train.
-WITHOUT_AUXILIARY: dict[str, dict[str, bool]] = {
-    name: {"aux_logits": False} for name in ("googlenet", "inception_v3")
-}
+# Of GoogLeNet and Inception: only losses of their own would train them.
+AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
 
 
 def create_network(backbone: str, num_classes: int, weights: str | None = None) -> nn.Module:
@@ -47,18 +45,22 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Mo
             f"backbone: torchvision has no classification network {name!r}. Use one of "
             f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
         )
-    options: dict[str, Any] = dict(WITHOUT_AUXILIARY.get(name, {}))
-    if weights is not None:
+    if weights is None:
+        options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        network = models.get_model(name, num_classes=num_classes, **options)
+    else:
         published = models.get_model_weights(name)
         if weights not in [*published.__members__, "DEFAULT"]:
             raise ValueError(
                 f"weights: {name} has no weights {weights!r}, only {sorted(published.__members__)}; "
                 f"a file ends in {', '.join(WEIGHT_FILES)}"
             )
-        return cast(nn.Module, models.get_model(name, weights=weights, **options))
-    if options:
-        options["init_weights"] = True
-    return cast(nn.Module, models.get_model(name, weights=None, num_classes=num_classes, **options))
+        network = models.get_model(name, weights=weights)
+    if getattr(network, "aux_logits", False):
+        network.aux_logits = False
+        for classifier in AUXILIARY_CLASSIFIERS:
+            setattr(network, classifier, None)
+    return cast(nn.Module, network)
 
 
 def _from_timm(name: str, num_classes: int, weights: str | None) -> nn.Module:

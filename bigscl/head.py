@@ -152,9 +152,9 @@ def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor]:
 
         handles.append(module.register_forward_hook(record))
     training = network.training
-    parameter = next(network.parameters())
     generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, PROBE_HEIGHT, PROBE_WIDTH, generator=generator).to(parameter)
+    image = torch.rand(1, 3, PROBE_HEIGHT, PROBE_WIDTH, generator=generator)
+    image = image.to(next(network.parameters(), image))
     try:
         with torch.no_grad():
             output = network.eval()(image)
@@ -167,6 +167,8 @@ def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor]:
         network.train(training)
         for handle in handles:
             handle.remove()
+    if not isinstance(output, Tensor) or not output.isfinite().all():
+        raise ValueError(f"backbone: {backbone} gave {output!r:.80} for an image, expected finite logits")
     return list(calls.values()), output
 
 

@@ -81,7 +81,7 @@ class SpatialClassifier(nn.Module):
         pooled = self.network(images)
         features = self._tap.take()
         if self.pooling == "logits" and not (self.training if maps is None else maps):
-            return Prediction(None, pooled)
+            return Prediction(None, at_least_float32(pooled))
         logit_map = self.head.logit_map(self.network, features, self.training)
         return Prediction(logit_map, pool(logit_map, self.pooling))
 

@@ -48,6 +48,13 @@ class Digits(nn.Module):
         return self.scores(self.drop(self.trunk(images).mean((2, 3))))
 
 
+class Tuples(Digits):
+    """A network of two outputs."""
+
+    def forward(self, images):
+        return super().forward(images), images
+
+
 def not_a_network(num_classes):
     return num_classes
 
@@ -75,12 +82,12 @@ def plain_network(backbone, num_classes):
 
 def settle_batch_norm(network):
     """Statistics under which an untrained network neither vanishes nor explodes in eval mode."""
-    network.train()
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
-    with torch.no_grad():
-        network(images(8))
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = None
+    if norms:
+        with torch.no_grad():
+            network.train()(images(4))
     network.eval()
 
 
@@ -103,10 +110,10 @@ def test_pooled_map_and_export_give_the_logits_of_the_network(backbone):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * max(scale, 1))
 
 
-@pytest.mark.parametrize("backbone", ["resnet18", "convnext_tiny", "densenet121"])
+@pytest.mark.parametrize("backbone", ["resnet18", "timm:convnext_atto", "densenet121"])
 def test_gradients_through_the_map_equal_those_of_the_network(backbone):
-    model = build_model(backbone, 5).double()
-    settle_batch_norm(model.float())
+    model = build_model(backbone, 5)
+    settle_batch_norm(model)
     model.double()
     batch = images().double()
     gradients = []
@@ -142,6 +149,7 @@ def test_networks_whose_head_does_not_allow_maps_are_refused_with_the_reason(bac
         ({"backbone": "no.such:thing"}, "cannot import 'no.such:thing'"),
         ({"backbone": "math:pi"}, "math:pi is float, expected a callable"),
         ({"backbone": "tests.test_bigscl.test_model:not_a_network"}, "returned int"),
+        ({"backbone": "tests.test_bigscl.test_model:Tuples"}, "gave .* for an image, expected finite logits"),
         ({"weights": "IMAGENET22K"}, r"resnet18 has no weights 'IMAGENET22K'.*IMAGENET1K_V1"),
         ({"backbone": DIGITS, "weights": "DEFAULT"}, "expected a file"),
         ({"backbone": "timm:resnet18", "weights": "IMAGENET1K_V1"}, "expected DEFAULT or a file"),
@@ -197,6 +205,19 @@ def test_published_weights_come_by_name(tmp_path, monkeypatch, caplog):
     assert model.network.fc.weight.shape == (20, 512)
     assert "head fc has 1000 classes, not 20: freshly initialised" in caplog.text
     models.resnet18(num_classes=20).load_state_dict(model.export(), strict=True)
+
+
+@pytest.mark.parametrize("backbone", ["googlenet", "inception_v3"])
+def test_published_networks_lose_their_auxiliary_classifiers(tmp_path, monkeypatch, backbone):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = models.get_model_weights(backbone).DEFAULT.url.rsplit("/", 1)[1]
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    state = models.get_model(backbone, init_weights=False, aux_logits=True).state_dict()
+    torch.save(state, tmp_path / "hub" / "checkpoints" / file)
+    model = build_model(backbone, 3, weights="DEFAULT").train()
+    assert model.network.transform_input, "as the published weights want it"
+    model(images(2)).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "wrapped.pth", "weights.safetensors"])
