@@ -1,0 +1,190 @@
+"""A training step with EN + SCL and its memory beside the same step with AN and none, data excluded.
+
+    python -m tests.benchmarks.step                         # ResNet-50 at 224, 1000 classes, top-10
+    python -m tests.benchmarks.step --batch 64 --precision bf16 --json
+
+Three steps take turns in one process: `an` (the network as its library wrote it), `an + maps` (the same loss
+through the spatial head) and `en + scl` (heatmaps seen through the view, expected positives, EN + SCL, their
+running averages and those of the scores). Each is a forward, a backward and an Adam step.
+
+On the CPU time is processor time, on a GPU wall time between synchronisations. Other load only ever adds to
+it, so steps are compared by their best rounds; the median over rounds of the ratio within a round stands
+beside that, and the two agree on a quiet machine.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bigscl.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.model import SpatialClassifier, build_model
+from bigscl.objective import Objective
+from bigscl.selection import Selection
+
+MOMENTUM = 0.8
+BAR = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A batch and what the store remembers of it, on the device."""
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    views: Tensor
+    scores: Tensor
+    classes: Tensor
+    heatmaps: Tensor
+    selection: Selection
+
+
+def make_inputs(options: argparse.Namespace, side: int, device: torch.device) -> Inputs:
+    """Random images and memory of the right shapes; every image has one positive."""
+    torch.manual_seed(0)
+    batch, num_classes = options.batch, options.classes
+    labels = torch.full((batch, num_classes), -1, dtype=torch.int8)
+    labels[torch.arange(batch), torch.randint(num_classes, (batch,))] = 1
+    scores = torch.rand(batch, num_classes).half()
+    extent = 0.5 + 0.5 * torch.rand(batch, 2)
+    flips = torch.randint(2, (batch, 1)).float()
+    return Inputs(
+        images=torch.randn(batch, 3, options.size, options.size)
+        .to(device)
+        .to(memory_format=torch.channels_last),
+        labels=labels.to(device),
+        ids=torch.arange(batch).to(device),
+        views=torch.cat([(1 - extent) * torch.rand(batch, 2), extent, flips], 1).to(device),
+        scores=scores.to(device),
+        classes=scores.float().topk(options.top, 1).indices.to(device),
+        heatmaps=torch.rand(batch, options.top, 2 * side, 2 * side).half().to(device),
+        selection=Selection(
+            tau=torch.full((num_classes,), 0.99).half(), last_id=torch.full((num_classes,), -1)
+        ).to(device),
+    )
+
+
+class Steps:
+    """The steps under test, each with a model and an optimizer of its own."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.device = device
+        self.autocast = options.precision == "bf16"
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        for name in ("an", "an + maps", "en + scl"):
+            torch.manual_seed(0)
+            model = build_model(options.model, options.classes).to(device).train()
+            self.models[name] = model.to(memory_format=torch.channels_last)
+            self.optimizers[name] = torch.optim.Adam(model.parameters(), lr=1e-5, weight_decay=1e-4)
+        probe = torch.zeros(1, 3, options.size, options.size, device=device)
+        self.inputs = make_inputs(options, _map_side(model, probe), device)
+
+    def run(self, name: str) -> None:
+        """One training step."""
+        model, optimizer, inputs = self.models[name], self.optimizers[name], self.inputs
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            logit_map, logits = model(inputs.images, maps=name != "an")
+        if name == "en + scl":
+            total = self._remembering(logit_map, logits)
+        else:
+            total = Objective(base="an", consistency="none")(logit_map, logits, inputs.labels).total
+        optimizer.zero_grad()
+        total.mean().backward()
+        optimizer.step()
+
+    def _remembering(self, logit_map: Tensor, logits: Tensor) -> Tensor:
+        """The loss against the memory, and the memory's update."""
+        inputs = self.inputs
+        target = to_view(inputs.heatmaps, inputs.views, logit_map.shape[-1])
+        expected = inputs.selection.expected(inputs.scores, inputs.ids)
+        loss = Objective()(
+            logit_map, logits, inputs.labels, expected=expected, target=target, classes=inputs.classes
+        )
+        kept = gather_classes(logit_map.detach(), inputs.classes).float().sigmoid()
+        blend(inputs.heatmaps, kept, inputs.views, MOMENTUM)
+        blend_scores(inputs.scores, logits.detach().sigmoid(), MOMENTUM)
+        return loss.total
+
+
+def _map_side(model: SpatialClassifier, image: Tensor) -> int:
+    with torch.no_grad():
+        side = model.eval().maps(image).shape[-1]
+    model.train()
+    return side
+
+
+def measure(action: Callable[[], None], device: torch.device) -> float:
+    """Seconds an action takes."""
+    if device.type == "cpu":
+        start = time.process_time()
+        action()
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def compare(steps: Steps, repeats: int) -> dict[str, dict[str, float]]:
+    """Best seconds of each step, their ratio to the best of `an`, and the median ratio within a round."""
+    names = list(steps.models)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-1, repeats):
+        # Each round starts with another step, so that none always runs on a warmer machine.
+        shift = round_number % len(names)
+        for name in names[shift:] + names[:shift]:
+            took = measure(lambda name=name: steps.run(name), steps.device)
+            if round_number >= 0:
+                seconds[name].append(took)
+    return {
+        name: {
+            "seconds": min(taken),
+            "ratio": min(taken) / min(seconds["an"]),
+            "median_ratio": statistics.median(a / b for a, b in zip(taken, seconds["an"], strict=True)),
+        }
+        for name, taken in seconds.items()
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="as in a config's backbone")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, default=224, help="side of the images")
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--top", type=int, default=10, help="classes with a heatmap")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, after one to warm up")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], action="append", help="default: all there are")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    devices = options.device or (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    results = {}
+    for device in devices:
+        results[device] = compare(Steps(options, torch.device(device)), options.repeats)
+    if options.json:
+        print(json.dumps({"options": vars(options), "results": results}))
+        return
+    for device, rows in results.items():
+        print(f"{options.model}, batch {options.batch}, {options.size} px, {options.precision}, {device}")
+        for name, row in rows.items():
+            median = f"(median of rounds {row['median_ratio']:.3f})"
+            print(f"  {name:10} {1000 * row['seconds']:9.1f} ms  {row['ratio']:6.3f} of an  {median}")
+        verdict = "within" if rows["en + scl"]["ratio"] <= BAR else "OVER"
+        print(f"  en + scl is {verdict} the bar of {BAR:.2f}")
+
+
+if __name__ == "__main__":
+    main()
