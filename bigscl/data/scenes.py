@@ -70,7 +70,8 @@ class Scene:
     def encoded(self) -> tuple[str, bytes]:
         """("png", the picture)."""
         buffer = io.BytesIO()
-        Image.fromarray(self.pixels()).save(buffer, format="PNG")
+        # Level 1 takes half the time of the default for files a tenth larger.
+        Image.fromarray(self.pixels()).save(buffer, format="PNG", compress_level=1)
         return "png", buffer.getvalue()
 
     def pixels(self) -> NDArray[np.uint8]:
