@@ -90,13 +90,13 @@ def predicted_count(logits: Tensor) -> Tensor:
 def cl(logits: Tensor, scores: Tensor, *, norm: Norm = "mse") -> Tensor:
     """Consistency of f with the remembered scores [B,L]."""
     difference = at_least_float32(logits).sigmoid() - scores.detach()
-    return _reduce(difference.square().sum(1), logits[0].numel(), norm)
+    return _reduce(difference.square().sum(1), logits.shape[1:].numel(), norm)
 
 
 def scl_dense(logit_map: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
     """Spatial consistency of the score maps with the heatmaps of all classes [B,L,G,G], in the view frame."""
     difference = at_least_float32(logit_map).sigmoid() - target.detach()
-    return _reduce(difference.square().sum((1, 2, 3)), logit_map[0].numel(), norm)
+    return _reduce(difference.square().sum((1, 2, 3)), logit_map.shape[1:].numel(), norm)
 
 
 def scl_topk(logit_map: Tensor, classes: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
@@ -107,7 +107,7 @@ def scl_topk(logit_map: Tensor, classes: Tensor, target: Tensor, *, norm: Norm =
     # Squares of the kept classes are left out, not subtracted again: nothing cancels.
     others = maps.square().sum((2, 3)).scatter(1, index, 0.0).sum(1)
     squares = others + (kept - target.detach()).square().sum((1, 2, 3))
-    return _reduce(squares, logit_map[0].numel(), norm)
+    return _reduce(squares, logit_map.shape[1:].numel(), norm)
 
 
 def _positives(logits: Tensor, weight: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def _agreement(logits: Tensor, others: Tensor) -> Tensor:
 def _count_penalty(logits: Tensor, positives_per_image: float, mean_count: Tensor | None) -> Tensor:
     """The squared error of the batch's mean count over L^2, for each sample, with that sample's gradient.
 
-    With m the batch's mean and c a sample's count, d(m - K)^2/dc = 2 (m - K) / B: the mean over the batch of
-    (m - K)^2 + 2 (m - K) (c - c), the last c alone without gradient, has this gradient and the right value.
+    With m the mean count of B samples and c one sample's, d(m - K)^2/dc = 2 (m - K) / B. So each sample's
+    value is (m - K)^2 and its gradient that of 2 (m - K) c: over the batch, their means are those of (m - K)^2.
     """
     count = predicted_count(logits)
     mean = (count.mean() if mean_count is None else mean_count).detach()

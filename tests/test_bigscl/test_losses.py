@@ -112,6 +112,17 @@ def test_gradcheck_of_base_losses(base):
     assert torch.autograd.gradcheck(lambda x: compute(base, x, *others).mean(), [logits])
 
 
+def test_a_batch_of_no_samples_has_no_values():
+    logit_map = torch.zeros(0, L, G, G, requires_grad=True)
+    labels, expected = torch.zeros(0, L, dtype=torch.int8), torch.zeros(0, L, dtype=torch.bool)
+    target, classes = torch.zeros(0, 2, G, G), torch.zeros(0, 2, dtype=torch.int64)
+    loss = Objective()(
+        logit_map, logit_map.mean((2, 3)), labels, expected=expected, target=target, classes=classes
+    )
+    assert loss.total.shape == (0,)
+    loss.total.sum().backward()
+
+
 def test_known_labels_outrank_the_selection():
     logits = torch.zeros(1, 2)
     labels = torch.tensor([[1, 0]], dtype=torch.int8)
