@@ -93,6 +93,15 @@ def test_impossible_values_are_refused():
         Schedule(())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"decay": "constant", "final_learning_rate": 1e-6}, {"trains": "head", "frozen_stages": 2}],
+)
+def test_settings_without_effect_are_refused(options):
+    with pytest.raises(ValueError, match="no effect on phase 'main'"):
+        Phase(name="main", epochs=1, learning_rate=1e-4, **options)
+
+
 def test_it_drives_a_torch_scheduler():
     schedule = Schedule((Phase(name="main", epochs=2, learning_rate=0.1, warmup_steps=2),))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
