@@ -121,6 +121,15 @@ def test_statistics_of_voc_are_those_of_the_paper(voc):
     assert (labels[training].sum(), labels[validation].sum()) == (6665, 1666)
 
 
+def test_stream_of_draws_is_frozen():
+    """Written down when the published files were reproduced, to be checked where these are not at hand."""
+    labels = np.array([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 1], [0, 0, 1, 1, 1]])
+    positives, negatives = observe(labels, num_negatives=1)
+    assert positives == [(0,), (1,), (3,), (0,), (4,)]
+    assert negatives == [(3,), (0,), (), (2,), (0,)]
+    assert [rows.tolist() for rows in split(12)] == [[0, 1, 2, 4, 5, 6, 7, 8, 10, 11], [3, 9]]
+
+
 def random_labels(rows=200, classes=12):
     labels = np.random.default_rng(0).random((rows, classes)) < 0.3
     labels[labels.sum(axis=1) == 0, 0] = True
