@@ -21,14 +21,22 @@ class Seen:
     pixels: Tensor
     """uint8 [3,S,S]."""
     view: tuple[float, float, float, float, float]
-    erased: Fractions | None = None
+    erased: Fractions = (0.0, 0.0, 0.0, 0.0)
     """Left, top, width, height of the erased box in fractions of the view; all 0 if nothing was."""
 
 
 class Look(Protocol):
     """How images are looked at."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """S."""
+        ...
+
+    @property
+    def erases(self) -> bool:
+        """Whether boxes may be erased."""
+        ...
 
     def __call__(self, image: Tensor, sample_id: int) -> Seen:
         """The pixels that the network gets of an image uint8 [3,H,W], and where they are in it."""
@@ -46,6 +54,11 @@ class TrainingLook:
     color: ColorJitter | RandomColors | None = None
     erase: RandomErasing | None = None
 
+    @property
+    def erases(self) -> bool:
+        """Whether boxes may be erased."""
+        return self.erase is not None
+
     def __call__(self, image: Tensor, sample_id: int) -> Seen:
         """The view of this epoch."""
         height, width = image.shape[1:]
@@ -54,10 +67,8 @@ class TrainingLook:
         pixels = look_at(image, view, self.size)
         if self.color is not None:
             pixels = self.color(pixels, **drawn)
-        if self.erase is None:
+        if self.erase is None or (box := self.erase.box(self.size, **drawn)) is None:
             return Seen(pixels, view.fractions())
-        if (box := self.erase.box(self.size, **drawn)) is None:
-            return Seen(pixels, view.fractions(), (0.0, 0.0, 0.0, 0.0))
         return Seen(_painted(pixels, box, self.erase.color), view.fractions(), _shares(box, self.size))
 
 
@@ -69,6 +80,11 @@ class EvaluationLook:
     resize: Literal["square", "shorter"] = "square"
     shorter: int = 256
     """Length of the shorter side before the centre is cut out; only for `resize: shorter`."""
+
+    @property
+    def erases(self) -> bool:
+        """Never."""
+        return False
 
     def __post_init__(self) -> None:
         if self.resize == "shorter" and self.shorter < self.size:

@@ -145,14 +145,14 @@ class Batches(IterableDataset[Batch]):
                 images[len(seen) - 1] = seen[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
-        erased = [one.erased for one in seen.values() if one.erased is not None]
+        erased = torch.tensor([one.erased for one in seen.values()], dtype=torch.float32).reshape(-1, 4)
         ids = np.array(list(seen), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
             images=images[: len(seen)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
             views=torch.tensor([one.view for one in seen.values()], dtype=torch.float32).reshape(-1, 5),
-            erased=torch.tensor(erased, dtype=torch.float32) if erased else None,
+            erased=erased if self._look.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )

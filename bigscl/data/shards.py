@@ -15,6 +15,10 @@ from bigscl.data.sources import Shard, Unreadable, s3_bucket, scheme
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512
 MISSING = -2
+# Entries that give the next one its name, and those that belong to the next one.
+NAME_TYPES = (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE)
+EXTENSION_TYPES = (*NAME_TYPES, tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE)
+LONGEST_NAME = 1 << 20
 
 
 def local_bytes(url: str) -> int | None:
@@ -95,19 +99,27 @@ def members(shard: Shard) -> Iterator[Member]:
     """The files of a tar, from front to back; raises Unreadable where it breaks off."""
     position, name = 0, None
     while any(header := bytes(shard.read_at(position, BLOCK))):
-        try:
-            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except tarfile.TarError as error:
-            raise Unreadable(f"no tar header at byte {position}: {error}") from error
-        start = position = position + BLOCK
-        if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
+        info = _header(header, position)
+        start = position + BLOCK
+        if info.type in NAME_TYPES:
             name = _long_name(bytes(shard.read_at(start, info.size)), info.type) or name
-        elif info.isreg():
+        elif info.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
             yield Member(name or info.name, start, info.size)
+        if info.type not in EXTENSION_TYPES:
             name = None
         # Links and folders may state a size, but no bytes follow.
-        if info.type not in (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE):
-            position += -(-info.size // BLOCK) * BLOCK
+        follow = 0 if info.type in (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE) else info.size
+        position = start + -(-follow // BLOCK) * BLOCK
+
+
+def _header(content: bytes, position: int) -> tarfile.TarInfo:
+    try:
+        info = tarfile.TarInfo.frombuf(content, "utf-8", "surrogateescape")
+    except tarfile.TarError as error:
+        raise Unreadable(f"no tar header at byte {position}: {error}") from error
+    if info.size < 0 or (info.type in NAME_TYPES and info.size > LONGEST_NAME):
+        raise Unreadable(f"no tar header at byte {position}: impossible size {info.size}")
+    return info
 
 
 def _long_name(payload: bytes, kind: bytes) -> str | None:

@@ -83,7 +83,7 @@ class StreamedShard:
         self._open, self._tries = open_stream, tries
         self._position = 0
         self._stream: Readable | None
-        self._stream, self.stored_bytes = open_stream()
+        self._stream, self.stored_bytes = self._connect()
         self.end: int | None = None
 
     def read_at(self, offset: int, size: int) -> bytearray:
@@ -101,8 +101,7 @@ class StreamedShard:
                 reason = str(error) or type(error).__name__
             reached = max(reached, self._position)
             self.close()
-            if attempt + 1 < self._tries:
-                time.sleep(0.2 * 4**attempt)
+            self._pause(attempt)
         else:
             self.end = reached
         raise Unreadable(f"the tar breaks off inside {size} bytes from {offset}: {reason}")
@@ -112,6 +111,19 @@ class StreamedShard:
         if self._stream is not None:
             self._stream.close()
         self._stream = None
+
+    def _connect(self) -> tuple[Readable, int | None]:
+        for attempt in range(self._tries - 1):
+            try:
+                return self._open()
+            except READ_ERRORS:
+                self._pause(attempt)
+        return self._open()
+
+    def _pause(self, attempt: int) -> None:
+        """Wait before the next try, longer each time; not after the last."""
+        if attempt + 1 < self._tries:
+            time.sleep(0.2 * 4**attempt)
 
     def _try_read(self, offset: int, size: int) -> bytearray:
         if self._stream is None or offset < self._position:

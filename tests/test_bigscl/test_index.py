@@ -373,6 +373,34 @@ def test_members_are_those_that_tarfile_finds(tmp_path):
     shard.close()
 
 
+def test_a_long_name_belongs_to_its_own_entry_alone(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        folder = tarfile.TarInfo("long" * 50)
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("link" * 50)
+        link.type, link.linkname = tarfile.SYMTYPE, "target" * 50
+        tar.addfile(link)
+        info = tarfile.TarInfo("a.cls")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"1"))
+    shard = open_shard(str(tmp_path / "x.tar"))
+    assert [member.name for member in members(shard)] == ["a.cls"]
+    shard.close()
+
+
+@pytest.mark.parametrize(("kind", "size"), [(tarfile.REGTYPE, -1024), (tarfile.GNUTYPE_LONGNAME, 2**50)])
+def test_impossible_sizes_end_a_shard_and_not_the_process(tmp_path, kind, size):
+    header = tarfile.TarInfo("evil.jpg")
+    header.type, header.size = kind, size
+    good = write_tar(tmp_path / "x.tar", classed("a", 1, 0)).read_bytes().rstrip(b"\0")
+    good += bytes(-len(good) % 512)
+    (tmp_path / "x.tar").write_bytes(good + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    index, problems = scan(str(tmp_path / "x.tar"))
+    assert keys(index) == ["a"]
+    assert [f"impossible size {size}" in problem.what for problem in problems] == [True]
+
+
 @pytest.fixture
 def server(tmp_path):
     with web_server(tmp_path) as address:

@@ -342,8 +342,10 @@ def test_a_batch_of_bad_images_is_empty_but_comes(tmp_path):
     members = [member for n in range(5) for member in ((f"k{n}.jpg", b"broken"), (f"k{n}.cls", b"0"))]
     index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
     bad = BadSamples(index, 5, max_share=1.0)
-    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    look = TrainingLook(size=16, seed=1, epoch=2, erase=RandomErasing())
+    batches = list(Loader(index, plan_for(index), 0, look, bad=bad))
     assert [len(batch) for batch in batches] == [0, 0]
+    assert batches[0].erased.shape == (0, 4)
     assert batches[0].images.shape == (0, 3, 16, 16)
     assert batches[0].views.shape == (0, 5)
     assert batches[0].labels.shape == (0, 1)
