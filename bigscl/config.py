@@ -386,6 +386,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "objective.smoothing", f"has no effect with base {objective.base}"
     if objective.base in NEEDS_K and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
+    if objective.base in ("epr", "role") and config.optimizer.accumulate > 1:
+        yield "optimizer.accumulate", f"{objective.base} needs the whole batch at once, so 1"
     if store.top is None and store.compact_after is not None:
         yield "store.compact_after", "has no effect without store.top"
     if store.top is not None and not (store.compact_after or config.schedule.warmup.epochs):

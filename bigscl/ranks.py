@@ -1,14 +1,24 @@
-"""The ranks of a run as one group that gathers and broadcasts bytes, whatever backend moves the tensors."""
+"""The ranks of a run as one group on the host: bytes and small sums, whatever backend moves the tensors."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
+import torch
 import torch.distributed as dist
 
 from store.transport import Alone, Transport
 
 
+class Ranks(Transport, Protocol):
+    """A transport that can also add numbers up."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks, on every rank."""
+        ...
+
+
 class GlooTransport:
-    """All ranks of the initialised process group, over a gloo group of its own: bytes live on the host."""
+    """All ranks of the initialised process group, over a gloo group of its own: nothing touches the GPU."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -30,9 +40,24 @@ class GlooTransport:
         assert box[0] is not None
         return box[0]
 
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each number summed over the ranks, on every rank."""
+        # float64 holds every count exactly.
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals, group=self._group)
+        return cast(list[float], totals.tolist())
 
-def transport() -> Transport:
+
+class Single(Alone):
+    """The only rank."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The numbers themselves."""
+        return list(values)
+
+
+def transport() -> Ranks:
     """The group this process belongs to: all ranks of torch.distributed, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooTransport()
-    return Alone()
+    return Single()

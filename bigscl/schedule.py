@@ -108,9 +108,9 @@ class Schedule:
         """The phase an epoch belongs to."""
         return self._locate(epoch)[0]
 
-    def starts_phase(self, epoch: int) -> bool:
-        """Whether an epoch is the first of its phase: time to freeze, unfreeze and wrap the model anew."""
-        return self._locate(epoch)[1] == epoch
+    def phase_start(self, epoch: int) -> int:
+        """The first epoch of an epoch's phase: the time to freeze, unfreeze and wrap the model anew."""
+        return self._locate(epoch)[1]
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
         """The learning rate of a step of the run; schedulers also ask for the step after its end."""

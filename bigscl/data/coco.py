@@ -5,7 +5,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bigscl.data.datasets import Annotated, Box, Protocol, existing, fraction, multi_label_shards
+from bigscl.data.datasets import (
+    Annotated,
+    Box,
+    Protocol,
+    existing,
+    existing_folder,
+    fraction,
+    multi_label_shards,
+)
 from bigscl.data.write import Shards
 
 
@@ -13,7 +21,7 @@ def coco(
     source: Path, *, year: int, protocol: Protocol, resize: int | None, samples_per_shard: int
 ) -> Shards:
     """The shards of COCO: official `train` gives train and val, official `val` is the test part."""
-    existing(source, "a folder with annotations/ and the images")
+    existing_folder(source, "a folder with annotations/ and the images")
     classes, official_train = _official(source, f"train{year}")
     val_classes, official_val = _official(source, f"val{year}")
     if classes != val_classes:
@@ -34,17 +42,21 @@ def coco(
 def _official(source: Path, name: str) -> tuple[list[str], list[Annotated]]:
     """(class names, annotated images): ids sorted as strings, images without annotation left out."""
     file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
-    folder = existing(source / name, "the folder of its images")
-    # Outlines are most of the file, and not needed: dropped as they are read, not after.
-    content = json.loads(file.read_bytes(), object_hook=_without_outline)
-    classes, boxes = [category["name"] for category in content["categories"]], _boxes(content)
-    images = {str(image["id"]): image for image in content["images"] if image["id"] in boxes}
+    folder = existing_folder(source / name, "the folder of its images")
+    try:
+        # Outlines are most of the file, and not needed: dropped as they are read, not after.
+        content = json.loads(file.read_bytes(), object_hook=_without_outline)
+        classes, boxes = [category["name"] for category in content["categories"]], _boxes(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not well-formed JSON ({error}). Unpack the annotations again.") from None
+    except KeyError as error:
+        raise ValueError(
+            f"{file}: {error} is used but not there, expected an instances file of COCO"
+        ) from None
+    names = {str(image["id"]): image["file_name"] for image in content["images"] if image["id"] in boxes}
     return classes, [
-        Annotated(
-            path=existing(folder / images[key]["file_name"], f"an image named in {file.name}"),
-            boxes=boxes[images[key]["id"]],
-        )
-        for key in sorted(images)
+        Annotated(path=existing(folder / names[key], f"an image named in {file.name}"), boxes=boxes[int(key)])
+        for key in sorted(names)
     ]
 
 

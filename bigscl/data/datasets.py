@@ -98,6 +98,13 @@ def fraction(position: float, length: float) -> float:
     return round(min(max(position / length, 0.0), 1.0), 5)
 
 
+def existing_folder(path: Path, what: str) -> Path:
+    """The path of a folder, or an error that says what was expected there."""
+    if existing(path, what).is_dir():
+        return path
+    raise ValueError(f"{path}: a file, expected {what}")
+
+
 def existing(path: Path, what: str) -> Path:
     """The path, or an error that says what was expected there."""
     if not path.exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bigscl.data.datasets import existing
+from bigscl.data.datasets import existing, existing_folder
 from bigscl.data.groundtruth import read_ground_truth
 from bigscl.data.imagefile import SUFFIXES, ImageFile, Resize, key_of
 from bigscl.data.write import Sample, Shards
@@ -81,7 +81,7 @@ def _part(
 
 def _find_splits(source: Path) -> dict[str, Path]:
     """The folder of each split; `source` itself where no split in it has class folders."""
-    existing(source, "a folder of images")
+    existing_folder(source, "a folder of images")
     found = {split: source / split for split in SPLITS if (source / split).is_dir()}
     # A class may be called "train": a split is told by the class folders in it.
     if not any(_class_folders(path) for path in found.values()):

@@ -3,7 +3,15 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bigscl.data.datasets import Annotated, Box, Protocol, existing, fraction, multi_label_shards
+from bigscl.data.datasets import (
+    Annotated,
+    Box,
+    Protocol,
+    existing,
+    existing_folder,
+    fraction,
+    multi_label_shards,
+)
 from bigscl.data.write import Shards
 
 # fmt: off
@@ -31,7 +39,7 @@ def voc(source: Path, *, year: int, protocol: Protocol, resize: int | None, samp
 
 def _root(source: Path, year: int) -> Path:
     """The folder that holds `Annotations`: `source`, or VOC<year> or VOCdevkit/VOC<year> in it."""
-    existing(source, "a VOCdevkit folder")
+    existing_folder(source, "a VOCdevkit folder")
     candidates = (source, source / f"VOC{year}", source / "VOCdevkit" / f"VOC{year}")
     for root in candidates:
         if (root / "Annotations").is_dir():
@@ -51,7 +59,10 @@ def _official(root: Path, name: str) -> list[Annotated]:
 
 def _annotated(root: Path, key: str) -> Annotated:
     annotation = existing(root / "Annotations" / f"{key}.xml", "the annotation of a listed image")
-    tree = ElementTree.parse(annotation).getroot()
+    try:
+        tree = ElementTree.parse(annotation).getroot()
+    except ElementTree.ParseError as error:
+        raise ValueError(f"{annotation}: not well-formed XML ({error}). Unpack the devkit again.") from None
     width, height = _number(tree, "size/width", annotation), _number(tree, "size/height", annotation)
     boxes = [
         _box(item, width, height, annotation)

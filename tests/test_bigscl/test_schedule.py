@@ -59,7 +59,7 @@ def test_default_schedule_is_the_paper_s():
     schedule = Schedule()
     assert schedule.epochs == 30
     assert [schedule.phase_at(epoch).trains for epoch in (0, 4, 5, 29)] == ["head", "head", "all", "all"]
-    assert [epoch for epoch in range(30) if schedule.starts_phase(epoch)] == [0, 5]
+    assert {schedule.phase_start(epoch) for epoch in range(30)} == {0, 5}
 
 
 def test_each_phase_has_its_own_learning_rate_curve():

@@ -1,0 +1,89 @@
+"""The ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+WNID = re.compile(r"n\d{8}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RealLabels:
+    """The ReaL labels of some predicted images."""
+
+    labels: NDArray[np.int8]
+    """[n,L]; a row without a 1 is an image that ReaL does not evaluate."""
+    missing: tuple[str, ...]
+    """Validation images that were not predicted, evaluated by ReaL or not."""
+    num_images: int
+    """Of the whole validation set."""
+
+
+def read_real(path: Path) -> list[list[int]]:
+    """The classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file. It is real.json of google-research/reassessed-imagenet.")
+    try:
+        lists = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
+        raise ValueError(f"{path}: expected a list with a list of classes for each validation image")
+    return lists
+
+
+def match_real(real: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]) -> RealLabels:
+    """The labels of the images with these keys, which hold their ILSVRC2012_val number; never by order."""
+    _check_classes(real, class_names)
+    numbers = image_numbers(keys)
+    if (largest := max(numbers, default=0)) > len(real):
+        raise ValueError(f"{image_name(largest)}: predicted, but ReaL has {len(real)} images only")
+    labels = np.zeros((len(keys), len(class_names)), np.int8)
+    for row, number in zip(labels, numbers, strict=True):
+        row[list(real[number - 1])] = 1
+    missing = sorted(set(range(1, len(real) + 1)) - set(numbers))
+    return RealLabels(
+        labels=labels, missing=tuple(image_name(number) for number in missing), num_images=len(real)
+    )
+
+
+def image_numbers(keys: Sequence[str]) -> list[int]:
+    """The number of each validation image, from its key or file name; each may occur once."""
+    found = [NUMBER.search(key) for key in keys]
+    strange = [key for key, match in zip(keys, found, strict=True) if match is None]
+    if strange:
+        raise ValueError(
+            f"{len(strange)} of {len(keys)} keys name no ILSVRC2012_val image, as {strange[0]!r}; expected "
+            f"ILSVRC2012_val_ and eight digits somewhere in each: ReaL labels are matched by that number."
+        )
+    numbers = [int(match[1]) for match in found if match is not None]
+    twice = [number for number, count in Counter(numbers).items() if count > 1]
+    if twice:
+        names = ", ".join(image_name(number) for number in twice[:3])
+        raise ValueError(f"{len(twice)} images were predicted more than once: {names}. Give each image once.")
+    return numbers
+
+
+def image_name(number: int) -> str:
+    """The name of a validation image, without its extension."""
+    return f"ILSVRC2012_val_{number:08d}"
+
+
+def _check_classes(real: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
+    largest = max((label for own in real for label in own), default=-1)
+    if largest >= len(class_names):
+        raise ValueError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
+    wnids = [name.split()[0] for name in class_names if WNID.match(name)]
+    if len(wnids) == len(class_names) and wnids != sorted(wnids):
+        place = next(n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other)
+        raise ValueError(
+            f"class {place} is {wnids[place]}; ReaL counts classes by sorted wnid, where it is "
+            f"{sorted(wnids)[place]}. Index the shards with the classes in that order."
+        )

@@ -1,0 +1,448 @@
+"""The trainer: `accelerate launch -m bigscl.train CONFIG [--section.key value ...]`.
+
+For each image the run remembers class scores and heatmaps over the epochs, and asks the network to agree with
+them where no label says what is there. `Trainer.train_epoch` is the loop, `Trainer.step` a step, and
+`Trainer.finish_epoch` the end of an epoch.
+"""
+
+# Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bigscl.checkpoint import write_folder, write_json, write_tensors
+from bigscl.config import Config, ConfigError, to_yaml
+from bigscl.data.batch import Batch, normalize
+from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.plan import Plan, training_plan
+from bigscl.gallery import picture_of_epoch
+from bigscl.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.launch import parse, rank_of_this_process, start_accelerator
+from bigscl.log import Journal, Meter, start_logging
+from bigscl.losses import predicted_count
+from bigscl.memory import EpochMemory
+from bigscl.model import Prediction
+from bigscl.objective import Loss, Objective
+from bigscl.ranks import Ranks, transport
+from bigscl.run import RunFolder, open_data, open_store, summary
+from bigscl.selection import Selection, expected_counts, select
+from bigscl.state import State, map_side
+from bigscl.transfer import Memory, to_device
+from bigscl.validation import validate
+from store import Rows, StoreError
+
+logger = logging.getLogger(__name__)
+
+Window = list[tuple[Batch, Rows | None]]
+"""The batches of one optimizer step, each with what is remembered of it."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop, and it is saved."""
+
+
+class Trainer:
+    """One run, on one of its ranks."""
+
+    def __init__(self, config: Config, resume: str, command: list[str]) -> None:
+        self.config = config
+        self.accelerator = start_accelerator(config)
+        self.device = self.accelerator.device
+        self.ranks: Ranks = transport()
+        start_logging(self.ranks.rank)
+        self.run = RunFolder(config)
+        checkpoint = self.run.start(config, resume, command, self.ranks)
+        self.data = open_data(config)
+        self.objective = Objective(
+            base=config.objective.base,
+            consistency=config.objective.consistency,
+            norm=config.objective.norm,
+            smoothing=config.objective.smoothing,
+            positives_per_image=self.data.positives_per_image,
+        )
+        self.schedule, self.gamma = config.phases(), config.gamma()
+        self.state = State(config, self.data, self.accelerator, self.ranks)
+        side = 2 * map_side(self.state.network, config.data.size)
+        snapshot = None if checkpoint is None else checkpoint.progress.snapshot
+        self.store = open_store(config, self.data.annotations, side, self.run, self.ranks, snapshot)
+        self.journal = Journal(self.run.path, self.accelerator)
+        self.stopping = False
+        if checkpoint is not None:
+            logger.info("going on from %s", checkpoint.path)
+            self.run.checkpoints.drop_after(checkpoint)
+            self.state.restore(checkpoint, self.store)
+            self.journal.keep_until(self.state.progress.step)
+        if self.state.progress.epoch < self.schedule.epochs:
+            self.state.enter_phase(self.state.progress.epoch, checkpoint)
+        self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
+        for line in summary(config, self.data, self.plan(0, whole=True), side, self.device):
+            logger.info(line)
+
+    def train(self) -> None:
+        """Every epoch that is left."""
+        for epoch in range(self.state.progress.epoch, self.schedule.epochs):
+            self.state.enter_phase(epoch)
+            self.train_epoch(epoch)
+            self.finish_epoch(epoch)
+
+    # A step
+
+    def train_epoch(self, epoch: int) -> None:
+        """Each sample that the epoch has not had yet, exactly once."""
+        plan, accumulate = self.plan(epoch), self.config.optimizer.accumulate
+        total = -(-self.plan(epoch, whole=True).num_steps // accumulate)
+        first = total - -(-plan.num_steps // accumulate)
+        meter = Meter(self.ranks)
+        self.state.model.train()
+        with (
+            EpochMemory(self.store, epoch, self.config.store, self.device) as memory,
+            self.journal.progress(epoch, self.schedule.epochs, total, first),
+        ):
+            windows = batched(memory.pair(self._loader(plan, epoch)), accumulate)
+            for place in range(first, total):
+                window = next(windows, [])
+                count, stop = self.ranks.sum([sum(len(batch) for batch, _ in window), self.stopping])
+                rate = self.schedule.learning_rate(epoch * total + place, total)
+                gamma = self.gamma.at(epoch + place / total)
+                self.optimize(window, memory, meter, int(count), rate, gamma)
+                self.state.advance(step=self.state.progress.step + 1)
+                self._log(epoch, meter, memory, {"learning_rate": rate, "gamma": gamma})
+                if stop or (self._save_is_due() and place + 1 < total):
+                    memory.drain()
+                    self.save_within(epoch)
+                if stop:
+                    raise Stopped
+            memory.drain()
+
+    def optimize(
+        self, window: Window, memory: EpochMemory, meter: Meter, count: int, rate: float, gamma: float
+    ) -> None:
+        """One optimizer step: the gradient of the mean loss over all samples of all ranks' windows."""
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate
+        self.state.optimizer.zero_grad()
+        last = max((place for place, (batch, _) in enumerate(window) if len(batch)), default=None)
+        if last is None:
+            self._idle_step()
+        for place, (batch, rows) in enumerate(window):
+            updates: dict[str, Tensor] = {}
+            if len(batch):
+                with self._exchanged(place == last):
+                    # DDP averages over ranks; the sum over samples is divided by their true number.
+                    loss, updates = self.step(batch, rows, self.ranks.world_size / count, gamma, rate)
+                meter.add(loss)
+            memory.put(batch, updates)
+            self._note(batch)
+        if self.config.optimizer.clip is not None:
+            self.accelerator.clip_grad_norm_(self.state.model.parameters(), self.config.optimizer.clip)
+        self.state.optimizer.step()
+        if self.state.average is not None:
+            self.state.average.update_parameters(self.state.network)
+
+    def step(
+        self, batch: Batch, rows: Rows | None, scale: float, gamma: float, rate: float
+    ) -> tuple[Loss, dict[str, Tensor]]:
+        """Forward, loss and backward of a batch; and its rows of the memory after this look."""
+        batch = batch.to(self.device, non_blocking=True)
+        memory = None if rows is None else to_device(rows, self.device)
+        images = normalize(batch.images, self.config.data.mean, self.config.data.std)
+        prediction = self.state.model(images, maps=self._needs_maps)
+        expected = None if memory is None else self.state.selection.expected(memory.scores, batch.ids)
+        estimates = None if self.state.estimator is None else self.state.estimator.of(batch.ids, self.device)
+        loss = self.objective(
+            prediction.logit_map,
+            prediction.logits,
+            batch.labels,
+            gamma=gamma,
+            expected=expected,
+            scores=None if memory is None else memory.scores,
+            target=self._target(batch, memory, prediction),
+            classes=None if memory is None else memory.classes,
+            estimates=estimates,
+            mean_counts=self._mean_counts(prediction.logits, estimates, scale),
+        )
+        self.accelerator.backward(loss.total.sum() * scale)
+        if self.state.estimator is not None and estimates is not None:
+            assert estimates.grad is not None
+            self.state.estimator.step(batch.ids, estimates.grad, rate)
+        return loss, self._updates(batch, memory, prediction)
+
+    def _target(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> Tensor | None:
+        """What the maps should agree with: the heatmaps through the view, [B,L or k,G,G]."""
+        if memory is None or self.objective.consistency != "scl":
+            return None
+        assert prediction.logit_map is not None
+        side = prediction.logit_map.shape[-1]
+        if memory.heatmaps is None:
+            # Only scores, until the top classes are chosen: a heatmap that has its score everywhere.
+            return memory.scores.float()[:, :, None, None].expand(-1, -1, side, side)
+        return to_view(memory.heatmaps, batch.views, side)
+
+    @torch.no_grad()
+    def _updates(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> dict[str, Tensor]:
+        """The running averages after this look."""
+        if memory is None:
+            return {}
+        momentum = self.config.store.momentum
+        visits = memory.visits if self.config.store.ema == "debiased" else None
+        pooled = prediction.logits.float().sigmoid()
+        updates = {"scores": blend_scores(memory.scores, pooled, momentum, visits)}
+        if memory.heatmaps is None:
+            return updates
+        assert prediction.logit_map is not None
+        logit_map = prediction.logit_map
+        if memory.classes is not None:
+            logit_map = gather_classes(logit_map, memory.classes)
+        maps, views = logit_map.float().sigmoid(), batch.views
+        if memory.counts is None:
+            updates["heatmaps"] = blend(memory.heatmaps, maps, views, momentum, erased=batch.erased)
+        else:
+            updates["heatmaps"], updates["counts"] = blend(
+                memory.heatmaps, maps, views, momentum, erased=batch.erased, counts=memory.counts
+            )
+        return updates
+
+    def _mean_counts(self, logits: Tensor, estimates: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+        """Mean numbers of predicted positives over the global batch, for epr and role."""
+        if self.objective.base not in ("epr", "role"):
+            return ()
+        counted = (logits,) if estimates is None else (logits, estimates)
+        sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
+        return tuple(self.accelerator.reduce(sums, reduction="sum") * scale / self.ranks.world_size)
+
+    def _idle_step(self) -> None:
+        """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
+        side = self.config.data.size
+        self.state.model.eval()
+        prediction = self.state.model(
+            torch.zeros(1, 3, side, side, device=self.device), maps=self._needs_maps
+        )
+        if self.objective.base in ("epr", "role"):
+            nothing = torch.zeros(2 if self.objective.base == "role" else 1, device=self.device)
+            self.accelerator.reduce(nothing, reduction="sum")
+        used = prediction.logits if prediction.logit_map is None else prediction.logit_map
+        self.accelerator.backward(used.sum() * 0.0)
+        self.state.model.train()
+
+    def _exchanged(self, last: bool) -> AbstractContextManager[Any]:
+        """Ranks exchange gradients at the last batch of a step only."""
+        return nullcontext() if last else self.accelerator.no_sync(self.state.model)
+
+    @property
+    def _needs_maps(self) -> bool:
+        remembers = self.store is not None and self.store.group.layout != "scores"
+        return remembers or self.objective.needs_maps
+
+    def _note(self, batch: Batch) -> None:
+        self.state.note(batch)
+        if self.config.log.ids:
+            with (self.run.path / f"ids-{self.ranks.rank}.txt").open("a") as file:
+                file.writelines(f"{self.state.progress.epoch} {n}\n" for n in batch.ids.tolist())
+
+    def _log(self, epoch: int, meter: Meter, memory: EpochMemory, values: dict[str, float]) -> None:
+        self.journal.advance()
+        if self.state.progress.step % self.config.log.every_steps == 0:
+            self.journal.step(epoch, self.state.progress.step, meter.read(memory.waits) | values)
+
+    # The end of an epoch
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Selection, commit, checkpoint, and what people look at."""
+        if self.state.estimator is not None:
+            self.state.estimator.share(self.ranks)
+        if self.store is not None:
+            self.state.selection = self._select(epoch)
+            self._commit(epoch, next_epoch=epoch + 1)
+            if epoch + 1 == self.config.compact_after and self.store.group.layout != "topk":
+                self._compact()
+        self.state.forget_epoch()
+        self.state.advance(epoch=epoch + 1)
+        if self.data.val is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
+            self._validate(epoch)
+        if (epoch + 1) % self.config.checkpoint.every_epochs == 0 or epoch + 1 == self.schedule.epochs:
+            self._save_checkpoint()
+        if self.store is not None and self.ranks.rank == 0:
+            self._look(epoch)
+
+    def _select(self, epoch: int) -> Selection:
+        """The expected positives of the next epoch, by the scores of this one."""
+        if self.objective.base not in ("en", "ep") or epoch + 1 < self.config.selection.start_epoch:
+            return self.state.selection
+        assert self.store is not None
+        assert self.data.positives_per_image is not None
+        # Before they are committed, a rank sees the scores of its own shards, and only of those.
+        streams = self.plan(epoch, whole=True).streams[self.ranks.rank]
+        shards = [int(shard) for stream in streams for shard in stream.shards]
+        counts = expected_counts(self.data.annotations.counts(), self.data.positives_per_image)
+        return select(self.store.scores_by_shard(shards), counts, self.ranks).to(self.device)
+
+    def _commit(self, epoch: int, next_epoch: int) -> None:
+        """Make the epoch's rows last, with what a run needs to go on from them."""
+        assert self.store is not None
+        gathered = self.ranks.gather(np.array(self.state.skipped, np.int64).tobytes())
+        skipped = {int(n) for part in gathered or [] for n in np.frombuffer(part, np.int64)}
+        snapshot = self.store.commit(
+            epoch=epoch,
+            step=self.state.progress.step,
+            attributes={
+                "selection": self.state.selection.to_json(),
+                "next_epoch": next_epoch,
+                "skipped": sorted(skipped) if next_epoch == epoch else [],
+            },
+        )
+        self.state.advance(snapshot=snapshot.id)
+
+    def _compact(self) -> None:
+        """Keep the heatmaps of each image's top classes only, from now on."""
+        assert self.store is not None
+        top = min(self.config.store.top or 0, self.data.train.num_classes)
+        started = time.perf_counter()
+        self.state.advance(snapshot=self.store.compact(top).id)
+        logger.info("kept heatmaps of %d classes per image, in %.1f s", top, time.perf_counter() - started)
+
+    def _validate(self, epoch: int) -> None:
+        """Metrics on the validation set; the weights are kept if they are the best so far."""
+        assert self.data.val is not None
+        self.state.share_buffers()
+        metrics = validate(self.state.evaluated, self.data.val, self.config, self.device, self.ranks)
+        value, best = metrics[self.config.validation.metric], self.state.progress.best
+        self.journal.write("val", self.state.progress.step, {"epoch": epoch, **metrics})
+        logger.info("epoch %d: %s", epoch, ", ".join(f"{name} {x:.4f}" for name, x in metrics.items()))
+        if best is None or value > best:
+            self.state.advance(best=value, best_epoch=epoch)
+            if self.ranks.rank == 0:
+                files = {
+                    "model.safetensors": write_tensors(self.state.evaluated.network.state_dict()),
+                    "metrics.json": write_json({"epoch": epoch, **metrics}),
+                }
+                write_folder(self.run.path / "best", files)
+
+    def _look(self, epoch: int) -> None:
+        """Keep the rows of the tracked samples, and draw some of them."""
+        assert self.store is not None
+        self.store.record_history(epoch)
+        every = self.config.log.pictures_every
+        if every and (epoch + 1) % every == 0 and self.store.spec.tracked:
+            path = self.run.path / "pictures" / f"epoch-{epoch:03d}.png"
+            picture_of_epoch(
+                self.store, self.data.train, self.state.selection, path, self.config.log.pictures
+            )
+            self.journal.show_picture("heatmaps", path, self.state.progress.step)
+
+    # Saving
+
+    def _save_is_due(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return every is not None and self.state.progress.step % every == 0
+
+    def save_within(self, epoch: int) -> None:
+        """Commit and checkpoint in mid-epoch; the memory is drained."""
+        if self.state.estimator is not None:
+            self.state.estimator.share(self.ranks)
+        if self.store is not None:
+            self._commit(epoch, next_epoch=epoch)
+        self._save_checkpoint()
+
+    def _save_checkpoint(self) -> None:
+        files = self.state.files()
+        if files is not None:
+            logger.info("saved %s", self.run.checkpoints.save(self.state.progress, files))
+        self.ranks.broadcast(b"saved" if self.ranks.rank == 0 else None)
+        # The checkpoint names its snapshot, so older ones may go only now that it is saved.
+        if self.store is not None:
+            self.store.drop_snapshots(keep=self.run.checkpoints.snapshots())
+
+    # What it trains on
+
+    def plan(self, epoch: int, *, whole: bool = False) -> Plan:
+        """The plan of a whole epoch, or of what it has not had yet."""
+        index, data, visited = self.data.train, self.config.data, self.state.visited
+        return training_plan(
+            index.shard_sizes,
+            index.rows_per_shard,
+            seed=self.config.seed,
+            epoch=epoch,
+            batch_size=data.batch_size,
+            world_size=self.ranks.world_size,
+            workers=data.workers,
+            shuffle_buffer=data.shuffle_buffer,
+            visited=None if whole or not visited.any() else visited,
+        )
+
+    def _loader(self, plan: Plan, epoch: int) -> Loader:
+        data, rank = self.config.data, self.ranks.rank
+        return Loader(
+            self.data.train,
+            plan,
+            rank,
+            data.training_look(self.config.seed, epoch),
+            labels=data.labels,
+            bad=BadSamples(self.data.train, plan.num_samples(rank), max_share=data.max_bad_share),
+            pin_memory=self.device.type == "cuda",
+            allow_pipe=data.allow_pipe,
+        )
+
+    # The end
+
+    def stop_soon(self, *_: object) -> None:
+        """What a signal does: the run is saved after the step at hand."""
+        self.stopping = True
+
+    def close(self) -> None:
+        """Let the store and the trackers go."""
+        if self.store is not None:
+            self.store.close()
+            if self.config.store.kind == "memory" and self.ranks.rank == 0:
+                self.store.backend.delete_tree("")
+        self.accelerator.end_training()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def batched(pairs: Iterator[tuple[Batch, Rows | None]], size: int) -> Iterator[Window]:
+    """The pairs in lists of `size`, the last one shorter."""
+    while window := list(islice(pairs, size)):
+        yield window
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code of a run: 0 when it is done, or saved after a signal; 2 after a mistake of the user's."""
+    speaks = rank_of_this_process() == 0
+    try:
+        config, resume, show = parse(arguments)
+        if show:
+            print(to_yaml(config) if speaks else "", end="")
+            return 0
+        with Trainer(config, resume, sys.argv) as trainer:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, trainer.stop_soon)
+            trainer.train()
+    except Stopped:
+        if speaks:
+            print(f"stopped by a signal; saved. Resume with the same command: {' '.join(sys.argv)}")
+    except (ConfigError, StoreError, ValueError, FileNotFoundError) as error:
+        if speaks or not isinstance(error, ConfigError):
+            print(f"bigscl.train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
