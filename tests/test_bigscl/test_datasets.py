@@ -147,6 +147,15 @@ def test_voc_mistakes_are_named(devkit, tmp_path):
         read_voc(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no folder Annotations in it, nor in VOC2007"):
         read_voc(tmp_path, year=2007)
+    write_file(devkit / "Annotations" / "2009_000001.xml", "<annotation><size>")
+    with pytest.raises(ValueError, match=r"2009_000001.xml: not well-formed XML"):
+        read_voc(devkit)
+    write_file(
+        devkit / "Annotations" / "2009_000001.xml",
+        "<annotation><size><width>wide</width></size></annotation>",
+    )
+    with pytest.raises(ValueError, match=r"2009_000001.xml: size/width is 'wide', expected a number"):
+        read_voc(devkit)
     (devkit / "JPEGImages" / "2008_000001.jpg").unlink()
     with pytest.raises(FileNotFoundError, match=r"2008_000001.jpg: not there, expected a listed image"):
         read_voc(devkit)
@@ -199,6 +208,23 @@ def test_coco_labels_count_in_category_order_and_boxes_stay_in_the_image(coco_fo
 def test_coco_mistakes_are_named(coco_folder):
     with pytest.raises(FileNotFoundError, match=r"instances_train2017.json: not there"):
         read_coco(coco_folder, year=2017)
+    with pytest.raises(ValueError, match="a file, expected a folder with annotations"):
+        read_coco(coco_folder / "annotations" / "instances_train2014.json")
+    instances = coco_folder / "annotations" / "instances_val2014.json"
+    good = instances.read_text()
+    for bad, message in [
+        (good[:-9], "instances_val2014.json: not well-formed JSON"),
+        (
+            good.replace('"categories"', '"captions"'),
+            "instances_val2014.json: 'categories' is used but not there",
+        ),
+        (good.replace('"category_id": 1', '"category_id": 2'), "2 is used but not there"),
+        (good.replace("toothbrush", "toothpick"), "the categories of train2014 and val2014 differ"),
+    ]:
+        instances.write_text(bad)
+        with pytest.raises(ValueError, match=message):
+            read_coco(coco_folder)
+    instances.write_text(good)
     (coco_folder / "train2014" / "COCO_train2014_000000000009.jpg").unlink()
     with pytest.raises(FileNotFoundError, match=r"000000000009.jpg: not there, expected an image named in"):
         read_coco(coco_folder)
