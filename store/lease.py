@@ -136,7 +136,7 @@ class Lease:
                 if not is_dead(backend, other, patience_seconds):
                     raise LeaseHeld(
                         f"{backend.url}: in use by {other}. Wait until it ends, or, if it is dead "
-                        f"for certain, break its lease."
+                        f"for certain, break its lease with `bigscl unlock`."
                     )
                 break_lease(backend, other)
 
