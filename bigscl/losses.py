@@ -130,7 +130,7 @@ def _count_penalty(logits: Tensor, positives_per_image: float, mean_count: Tenso
     """The squared error of the batch's mean count over L^2, for each sample, with that sample's gradient.
 
     With m the mean count of B samples and c one sample's, d(m - K)^2/dc = 2 (m - K) / B. So each sample's
-    value is (m - K)^2 and its gradient that of 2 (m - K) c: over the batch, their means are those of (m - K)^2.
+    value is (m - K)^2 and its gradient that of 2 (m - K) c; their means are the value and gradient wanted.
     """
     count = predicted_count(logits)
     mean = (count.mean() if mean_count is None else mean_count).detach()
