@@ -115,11 +115,15 @@ class Subset:
     mean_ap: MeanAP
 
 
-def by_num_labels(scores: Tensor, targets: Tensor) -> dict[str, Subset]:
-    """Figures for the images with 1, 2, 3 and 4 or more positives, and for `all` that have any."""
+def by_num_labels(scores: Tensor, targets: Tensor, ranked: Tensor | None = None) -> dict[str, Subset]:
+    """Figures for the images with 1, 2, 3 and 4 or more positives, and for `all` that have any.
+
+    `ranked` [N,1 or more] are the best classes of each image, where they are known better than from scores.
+    """
+    ranked = best_classes(scores, 1) if ranked is None else ranked
     num_labels = (targets > 0).sum(1)
     masks = {"all": num_labels > 0, **{str(k): num_labels == k for k in (1, 2, 3)}, "4+": num_labels >= 4}
-    return {name: _subset(scores[mask], targets[mask]) for name, mask in masks.items()}
+    return {name: _subset(scores[mask], targets[mask], ranked[mask]) for name, mask in masks.items()}
 
 
 def score_distribution(scores: Tensor, *, num_ranks: int = 4, num_bins: int = 50) -> Tensor:
@@ -273,10 +277,10 @@ def _harmonic(precision: float, recall: float) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _subset(scores: Tensor, targets: Tensor) -> Subset:
+def _subset(scores: Tensor, targets: Tensor, ranked: Tensor) -> Subset:
     return Subset(
         num_images=len(scores),
-        top1=top_k_accuracy(best_classes(scores, 1), targets, 1),
+        top1=top_k_accuracy(ranked, targets, 1),
         mean_ap=mean_ap(average_precision(scores, targets)),
     )
 
