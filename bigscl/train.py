@@ -156,8 +156,7 @@ class Trainer:
         """Forward, loss and backward of a batch; and its rows of the memory after this look."""
         batch = batch.to(self.device, non_blocking=True)
         memory = None if rows is None else to_device(rows, self.device)
-        images = normalize(batch.images, self.config.data.mean, self.config.data.std)
-        prediction = self.state.model(images, maps=self._needs_maps)
+        prediction = self.state.model(self._normalized(batch.images), maps=self._needs_maps)
         expected = None if memory is None else self.state.selection.expected(memory.scores, batch.ids)
         estimates = None if self.state.estimator is None else self.state.estimator.of(batch.ids, self.device)
         loss = self.objective(
@@ -177,6 +176,11 @@ class Trainer:
             assert estimates.grad is not None
             self.state.estimator.step(batch.ids, estimates.grad, rate)
         return loss, self._updates(batch, memory, prediction)
+
+    def _normalized(self, images: Tensor) -> Tensor:
+        """The network's input, in the memory format of its weights."""
+        pixels = normalize(images, self.config.data.mean, self.config.data.std)
+        return pixels if self.config.hardware.channels_last else pixels.contiguous()
 
     def _target(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> Tensor | None:
         """What the maps should agree with: the heatmaps through the view, [B,L or k,G,G]."""
