@@ -31,6 +31,7 @@ from store.opening import (
 from store.snapshots import Snapshot, SnapshotLog, merge_reports
 from store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from store.transport import Alone, Transport, on_rank_zero
+from store.versions import version_of, versions_of
 
 Location = str | os.PathLike[str]
 
@@ -370,6 +371,27 @@ class HeatmapStore:
         on_rank_zero(self._transport, drop)
         with self._lock:
             self._retained = {number: held for number, held in self._retained.items() if number in kept}
+
+    def delete_free(self) -> int:
+        """Delete the files of versions that no retained snapshot names; gives back the bytes that were freed.
+
+        For a store that nobody trains on any more: a run would write those slots anew.
+        """
+        self._check_writable()
+        if self._pending:
+            raise StoreError(f"{self.backend.url}: commit first: {len(self._pending)} shards pending")
+
+        def delete() -> bytes:
+            named = {version for kept in self._log.read_all().values() for version in versions_of(kept)}
+            freed = 0
+            for key, num_bytes in list(self.backend.sizes("")):
+                version = version_of(key)
+                if version is not None and version not in named:
+                    self.backend.delete(key)
+                    freed += num_bytes
+            return str(freed).encode()
+
+        return int(on_rank_zero(self._transport, delete))
 
     def compact(
         self,

@@ -22,6 +22,7 @@ from store.layout import initial_shard
 from store.opening import spec_for
 from store.snapshots import SnapshotLog
 from store.spec import GroupSpec
+from store.versions import by_version, snapshot_bytes, version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [
@@ -362,3 +363,51 @@ def test_a_store_for_imagenet_is_created_small(tmp_path):
 def test_impossible_settings_are_refused(tmp_path, annotations, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         HeatmapStore.create(tmp_path / "store", annotations, **({"heatmap_size": 4} | settings))
+
+
+def test_deleting_what_is_free_leaves_every_retained_snapshot_as_it_was(store, annotations):
+    kept = {}
+    for epoch in range(3):
+        update(store, epoch, all_ids(annotations), **random_update(store, annotations.num_samples, epoch))
+        kept[store.commit(epoch=epoch).id] = store.read(all_ids(annotations))
+    store.drop_snapshots(keep=[2])
+    versions = by_version(store.backend.sizes(""))
+    freed = store.delete_free()
+    # Three versions of every shard were there, and two are named.
+    assert freed == versions.total() // 3
+    assert by_version(store.backend.sizes("")).total() == versions.total() - freed
+    for number in (2, 3):
+        with HeatmapStore.open(store.backend.url, snapshot=number, annotations=annotations) as reader:
+            assert_same_rows(reader.read(all_ids(annotations)), kept[number])
+    assert store.delete_free() == 0
+
+
+def test_deleting_what_is_free_waits_for_the_commit(store, annotations):
+    store.save_shard(0, store.load_shard(0))
+    with pytest.raises(StoreError, match="commit first"):
+        store.delete_free()
+
+
+def test_files_belong_to_the_version_in_their_name(store, annotations):
+    update(store, 0, all_ids(annotations), **random_update(store, annotations.num_samples, 0))
+    store.commit(epoch=0)
+    for shard, slot in enumerate(store.snapshot.slots):
+        for key in store.arrays.keys(shard, slot):
+            assert version_of(key) == ("arrays-000", slot, shard)
+    others = [key for key, _ in store.backend.sizes("") if version_of(key) is None]
+    assert all(
+        key.endswith("zarr.json") or key.startswith("snapshots/") for key in others if "lease" not in key
+    )
+
+
+def test_snapshots_share_the_bytes_of_shards_that_did_not_change(store, annotations):
+    update(store, 0, all_ids(annotations), **random_update(store, annotations.num_samples, 0))
+    first = store.commit(epoch=0)
+    update(store, 1, np.array([0]), **random_update(store, 1, 1))
+    second = store.commit(epoch=1)
+    versions = by_version(store.backend.sizes(""))
+    shard = versions["arrays-000", first.slots[0], 0]
+    found = snapshot_bytes(store.snapshots(), versions)
+    assert (found[0].all, found[0].only_here) == (0, 0)
+    for snapshot in (first, second):
+        assert (found[snapshot.id].all, found[snapshot.id].only_here) == (versions.total() - shard, shard)
