@@ -67,32 +67,63 @@ def panels_of(
     boxes: Mapping[int, Sequence[Box]] | None = None,
     count: int = 6,
 ) -> list[Panel]:
-    """Up to `count` heatmaps of one sample: annotated classes, then others present, then negatives.
+    """Up to `count` heatmaps of one sample, those of `classes_to_show`.
 
     `rows` holds that sample only; `annotated` and `present` tell of each class whether training knows it to
-    be there, and whether it is (or is expected to be); `boxes` where the classes are. Each kind comes by
-    falling score, and the last place is left for a negative. Classes without a heatmap are left out.
+    be there, and whether it is (or is expected to be); `boxes` where the classes are.
+    """
+    chosen = classes_to_show(rows, annotated, present, count)
+    return [panel_of(rows, number, names, annotated, present, boxes) for number in chosen]
+
+
+def classes_to_show(
+    rows: Rows, annotated: NDArray[np.bool_], present: NDArray[np.bool_], count: int
+) -> list[int]:
+    """Annotated classes, then others present, then negatives, each by falling score; those with heatmaps.
+
+    The last place is left for a negative.
     """
     if rows.heatmaps is None:
         return []
-    classes = np.arange(len(names)) if rows.classes is None else rows.classes[0].astype(np.int64)
-    scores = rows.scores[0].astype(np.float32)
-    places = sorted(range(len(classes)), key=lambda place: -scores[classes[place]])
-    kinds = {place: kind_of(int(classes[place]), annotated, present) for place in places}
-    positives = [place for kind in ("annotated", "unannotated") for place in places if kinds[place] == kind]
-    negatives = [place for place in places if kinds[place] == "negative"]
-    chosen = positives[: max(1, count - 1) if negatives else count]
-    chosen += negatives[: count - len(chosen)]
-    return [
-        Panel(
-            heatmap=rows.heatmaps[0, place],
-            name=names[classes[place]],
-            score=float(scores[classes[place]]),
-            kind=kinds[place],
-            boxes=tuple((boxes or {}).get(int(classes[place]), ())),
-        )
-        for place in chosen
+    scores = rows.scores[0]
+    kept = np.arange(len(scores)) if rows.classes is None else rows.classes[0]
+    classes = sorted(kept.tolist(), key=lambda number: -scores[number])
+    kinds = {number: kind_of(number, annotated, present) for number in classes}
+    positives = [
+        number for kind in ("annotated", "unannotated") for number in classes if kinds[number] == kind
     ]
+    negatives = [number for number in classes if kinds[number] == "negative"]
+    chosen = positives[: max(1, count - 1) if negatives else count]
+    return chosen + negatives[: count - len(chosen)]
+
+
+def panel_of(
+    rows: Rows,
+    number: int,
+    names: Sequence[str],
+    annotated: NDArray[np.bool_],
+    present: NDArray[np.bool_],
+    boxes: Mapping[int, Sequence[Box]] | None = None,
+) -> Panel:
+    """The panel of one class; a class whose heatmap is not kept has no heat."""
+    heatmap = heatmap_of(rows, number)
+    return Panel(
+        heatmap=np.zeros((1, 1), np.float16) if heatmap is None else heatmap,
+        name=names[number],
+        score=float(rows.scores[0, number]),
+        kind=kind_of(number, annotated, present),
+        boxes=tuple((boxes or {}).get(number, ())),
+    )
+
+
+def heatmap_of(rows: Rows, number: int) -> NDArray[Any] | None:
+    """The heatmap `[W,W]` of a class of the one sample in `rows`; None if it is not kept."""
+    if rows.heatmaps is None:
+        return None
+    if rows.classes is None:
+        return np.asarray(rows.heatmaps[0, number])
+    places = np.flatnonzero(rows.classes[0] == number)
+    return np.asarray(rows.heatmaps[0, places[0]]) if len(places) else None
 
 
 def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_]) -> Kind:

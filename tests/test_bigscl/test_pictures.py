@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.pictures import DIM, Panel, SamplePicture, draw_samples, figure_of, overlay, panels_of
+from bigscl.pictures import DIM, Panel, SamplePicture, draw_samples, figure_of, overlay, panel_of, panels_of
 from store import Rows
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
@@ -66,6 +66,13 @@ def test_each_panel_has_the_heatmap_and_the_boxes_of_its_class():
     for place, panel in enumerate(panels):
         np.testing.assert_array_equal(panel.heatmap, memory.heatmaps[0, place])
     assert [panel.boxes for panel in panels] == [(), (box,)]
+
+
+def test_a_class_whose_heatmap_is_not_kept_shows_its_score_and_no_heat():
+    memory = rows([0.1, 0.5, 0.9, 0.7, 0.3], classes=[1, 3])
+    panel = panel_of(memory, 2, NAMES, mask(2), mask(2))
+    assert (panel.name, panel.kind, panel.score) == ("cow", "annotated", pytest.approx(0.9, abs=1e-3))
+    assert not panel.heatmap.any()
 
 
 def test_a_memory_without_heatmaps_has_no_panels():
