@@ -9,7 +9,7 @@ import typer
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
 # `bigscl show` answers at once.
-VERBS: tuple[str, ...] = ("index", "shards")
+VERBS: tuple[str, ...] = ("index", "shards", "show", "render", "unlock")
 
 
 class Verbs(typer.core.TyperGroup):

@@ -1,0 +1,197 @@
+"""`bigscl render`: pictures of samples with the heatmaps that the store remembers."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from bigscl.pictures import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
+from store import HeatmapStore, Rows
+from tools.choosing import Choice, choose_samples
+from tools.expected import expected_positives
+from tools.opening import (
+    Anonymous,
+    AsJson,
+    AtSnapshot,
+    Data,
+    Endpoint,
+    IndexFile,
+    Region,
+    Shards,
+    Store,
+    need_data,
+    open_store,
+    options,
+)
+from tools.samples import find_class, find_samples
+
+MAX_EPOCHS = 8
+
+
+def command(
+    store: Store,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .pdf, .svg or .jpg.")],
+    sample: Annotated[
+        list[str] | None, typer.Option(help="This sample, by key or id; may be repeated.")
+    ] = None,
+    choose: Annotated[
+        Choice,
+        typer.Option(
+            help="Or samples chosen from all: at random, tracked ones, those whose scores changed most since "
+            "the snapshot before, or those with the highest score of a class that is not annotated."
+        ),
+    ] = "random",
+    class_name: Annotated[
+        str | None, typer.Option("--class", help="Choose by this class only: its name or number.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Samples chosen.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other random samples.")] = 0,
+    heatmaps: Annotated[int, typer.Option(min=1, help="Heatmaps of a sample.")] = 6,
+    epochs: Annotated[
+        bool, typer.Option("--epochs", help="A row per class, a column per epoch; for tracked samples.")
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option(metavar="STORE", help="Another store of the same data, below each sample.")
+    ] = None,
+    across: Annotated[int, typer.Option(min=1, help="Samples side by side.")] = 1,
+    snapshot: AtSnapshot = None,
+    shards: Shards = None,
+    index: IndexFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """Draw samples with heatmaps laid over them: annotated, unannotated and negative classes.
+
+    Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
+    """
+    reach = options(endpoint, region, anonymous)
+    fingerprint = open_store(store, snapshot, reach).spec.fingerprint
+    data = need_data("render", store, fingerprint, shards, index)
+    opened = open_store(store, snapshot, reach, data)
+    stores = [opened] if against is None else [opened, open_store(against, None, reach, data)]
+    number = None if class_name is None else find_class(class_name, data.index)
+    if sample:
+        ids = find_samples(sample, opened.spec, data.index)
+    else:
+        choice: Choice = "tracked" if epochs else choose
+        ids = choose_samples(opened, data, choice, count, number, seed)
+    if epochs and against is not None:
+        raise ValueError("--epochs: has no effect with --against; draw one picture for each store")
+    draw = _over_epochs if epochs else _side_by_side
+    pictures = draw(stores, data, ids, heatmaps)
+    title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}"
+    draw_samples(pictures, output, title=title, across=across)
+    facts = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
+    print(json.dumps(facts) if as_json else f"{output}: {len(ids)} samples\n" + _listed(facts))
+
+
+def _named(data: Data, sample: int) -> dict[str, Any]:
+    return {"id": sample, "name": data.index.name(sample)}
+
+
+def _listed(facts: dict[str, Any]) -> str:
+    return "\n".join(f"  {one['id']:>9}  {one['name']}" for one in facts["samples"])
+
+
+class _Looks:
+    """What a picture needs of each sample beside the store: pixels, labels, boxes."""
+
+    def __init__(self, data: Data, ids: NDArray[np.int64]) -> None:
+        from bigscl.data.reader import read_images, read_metadata
+        from bigscl.data.sources import Unreadable
+
+        try:
+            self.images = read_images(data.index, ids)
+            metadata = read_metadata(data.index, ids)
+        except Unreadable as error:
+            raise ValueError(f"{error}. Choose other samples, or mend the shards.") from error
+        self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
+        self.names = data.index.class_names
+        self.annotated = data.annotated(ids)
+        self.present = data.present(ids)
+
+    def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
+        """The sample's picture with these panels."""
+        return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
+
+    def there(self, place: int, store: HeatmapStore, rows: Rows, sample: int) -> NDArray[np.bool_]:
+        """Classes that are there, or expected to be where the shards do not say."""
+        if self.present is not None:
+            return np.asarray(self.present[place])
+        return np.asarray(expected_positives(store.snapshot, rows.scores, np.array([sample]))[0])
+
+
+def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
+    """Boxes by class."""
+    found: dict[int, list[Box]] = {}
+    for number, x0, y0, x1, y1 in metadata.get("boxes", ()):
+        found.setdefault(int(number), []).append((x0, y0, x1, y1))
+    return found
+
+
+def _side_by_side(
+    stores: Sequence[HeatmapStore], data: Data, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """A picture per sample and store; every store shows the classes that the first one has most to say of."""
+    looks = _Looks(data, ids)
+    memories = [store.read(ids) for store in stores]
+    pictures = []
+    for place, sample in enumerate(ids.tolist()):
+        first = memories[0].take(slice(place, place + 1))
+        annotated, there = looks.annotated[place], looks.there(place, stores[0], first, sample)
+        classes = classes_to_show(first, annotated, there, count)
+        for store, memory in zip(stores, memories, strict=True):
+            rows = memory.take(slice(place, place + 1))
+            panels = [
+                panel_of(rows, number, looks.names, annotated, there, looks.boxes[sample])
+                for number in classes
+            ]
+            title = data.index.name(sample)
+            title += f"   {store.backend.url}" if len(stores) > 1 else ""
+            pictures.append(looks.picture(sample, title, panels))
+    return pictures
+
+
+def _over_epochs(
+    stores: Sequence[HeatmapStore], data: Data, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """A picture per sample and class: how its heatmap moved over the epochs."""
+    store = stores[0]
+    looks = _Looks(data, ids)
+    pictures: list[SamplePicture] = []
+    for place, sample in enumerate(ids.tolist()):
+        history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
+        if not history:
+            raise ValueError(
+                f"{data.index.name(sample)}: no heatmaps over epochs; those are kept of tracked samples: "
+                f"{', '.join(data.index.key(one) for one in store.spec.tracked[:8])} ..."
+            )
+        pictures += _epochs_of(store, looks, place, sample, history, count, data.index.name(sample))
+    return pictures
+
+
+def _epochs_of(
+    store: HeatmapStore,
+    looks: _Looks,
+    place: int,
+    sample: int,
+    history: dict[int, Rows],
+    count: int,
+    name: str,
+) -> Iterator[SamplePicture]:
+    last = history[max(history)]
+    annotated, there = looks.annotated[place], looks.there(place, store, last, sample)
+    shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
+    for number in classes_to_show(last, annotated, there, count):
+        labels = {epoch: [f"epoch {epoch}"] * len(looks.names) for epoch in shown}
+        panels = [
+            panel_of(history[epoch], number, labels[epoch], annotated, there, looks.boxes[sample])
+            for epoch in shown
+        ]
+        yield looks.picture(sample, f"{name}: {looks.names[number]}", panels)

@@ -1,0 +1,317 @@
+"""`bigscl show`: what a store is, how big, who writes it, what it remembers of a sample."""
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from bigscl.pictures import heatmap_of
+from store import HeatmapStore, Rows, Snapshot
+from store.lease import Holder, process_start, read_holder
+from store.spec import FORMAT, Array
+from store.versions import by_version, snapshot_bytes
+from tools.expected import expected_positives
+from tools.opening import (
+    Anonymous,
+    AsJson,
+    AtSnapshot,
+    Data,
+    Endpoint,
+    IndexFile,
+    Region,
+    Shards,
+    Store,
+    checkpoints_by_snapshot,
+    find_data,
+    has_selection,
+    need_data,
+    open_store,
+    options,
+)
+from tools.progress import progress
+from tools.samples import class_name, find_samples, name_of
+from tools.text import bars, counted, moment, size, table
+
+BINS = 10
+MAX_EPOCHS_SHOWN = 12
+
+
+def command(
+    store: Store,
+    snapshot: AtSnapshot = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(help="What is remembered of this sample, by key or id; may be repeated."),
+    ] = None,
+    classes: Annotated[int, typer.Option(min=1, help="Classes shown of a sample, by falling score.")] = 10,
+    histograms: Annotated[
+        bool, typer.Option("--histograms", help="How scores and heatmaps are distributed; reads everything.")
+    ] = False,
+    shards: Shards = None,
+    index: IndexFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a store is: layout, size, snapshots, lease, rows visited; or what it holds of a sample.
+
+    Example: bigscl show runs/quickstart/store --sample train_000003
+    """
+    reach = options(endpoint, region, anonymous)
+    opened = open_store(store, snapshot, reach)
+    fingerprint = opened.spec.fingerprint
+    if sample:
+        wants_keys = not all(name.isdecimal() for name in sample)
+        find = need_data if wants_keys else _find_quietly
+        data = find("--sample KEY", store, fingerprint, shards, index)
+        opened = open_store(store, opened.snapshot.id, reach, data)
+        ids = find_samples(sample, opened.spec, None if data is None else data.index)
+        facts: dict[str, Any] = {"samples": [_sample(opened, int(n), data, classes) for n in ids]}
+        text = "\n\n".join(_sample_text(one) for one in facts["samples"])
+    elif histograms:
+        facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
+        text = _histogram_text(facts)
+    else:
+        facts = _facts(opened, checkpoints_by_snapshot(store))
+        text = _text(facts)
+    print(json.dumps(facts) if as_json else text)
+
+
+def _find_quietly(what: str, *arguments: Any) -> Data | None:
+    """The data if it is told; ids can be shown without it, as long as they were visited."""
+    return find_data(*arguments)
+
+
+# The store as a whole
+
+
+def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, Any]:
+    spec, backend = store.spec, store.backend
+    holder = read_holder(backend)
+    listing = list(backend.sizes(""))
+    versions, snapshots = by_version(listing), store.snapshots()
+    named = snapshot_bytes(snapshots, versions)
+    return {
+        "url": backend.url,
+        "format": FORMAT,
+        "fingerprint": spec.fingerprint,
+        "samples": spec.num_samples,
+        "shards": spec.num_shards,
+        "rows_per_shard": spec.rows_per_shard,
+        "classes": spec.num_classes,
+        "heatmap_size": spec.heatmap_size,
+        "tracked": len(spec.tracked),
+        "snapshot": store.snapshot.id,
+        "layout": store.group.to_json(),
+        "lease": None if holder is None else {**asdict(holder), "alive": _alive(holder)},
+        "bytes": _bytes_by_array(listing),
+        "visited": _visits(store),
+        "snapshots": [
+            {
+                **_snapshot(one),
+                "bytes": named[one.id].all,
+                "bytes_only_here": named[one.id].only_here,
+                "checkpoints": checkpoints.get(one.id, []),
+            }
+            for one in snapshots
+        ],
+    }
+
+
+def _alive(holder: Holder) -> bool | None:
+    """Whether the process that holds the lease lives; None on another host, which only time could tell."""
+    here = holder.host == socket.gethostname()
+    return process_start(holder.pid) == holder.started if here else None
+
+
+def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "id": snapshot.id,
+        "epoch": snapshot.epoch,
+        "step": snapshot.step,
+        "time": snapshot.time,
+        "run": snapshot.run,
+        "group": snapshot.group,
+        "shards_written": sum(slot >= 0 for slot in snapshot.slots),
+        "selection": has_selection(snapshot),
+        "skipped": len(snapshot.attributes.get("skipped", ())),
+    }
+
+
+def _bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
+    """Bytes by array as `group/array`, and of everything else together."""
+    totals: dict[str, int] = {"other": 0}
+    for key, num_bytes in listing:
+        parts = key.split("/")
+        name = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else "other"
+        totals[name] = totals.get(name, 0) + num_bytes
+    return totals
+
+
+def _visits(store: HeatmapStore) -> dict[str, int]:
+    """How many samples were last visited in each epoch; `never` for none yet."""
+    sizes = np.asarray(store.spec.shard_sizes)
+    real = np.arange(store.spec.rows_per_shard) < sizes[:, None]
+    epochs, counts = np.unique(store.visited().reshape(real.shape)[real], return_counts=True)
+    return {
+        "never" if epoch < 0 else str(epoch): int(count) for epoch, count in zip(epochs, counts, strict=True)
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['url']}: heatmap store, format {facts['format']}",
+        f"  data      {counted(facts['samples'], 'sample')} in {counted(facts['shards'], 'shard')} of up to "
+        f"{facts['rows_per_shard']}, {facts['classes']} classes, fingerprint {facts['fingerprint'][:12]}",
+        f"  layout    {_layout_text(facts)}",
+        f"  lease     {_lease_text(facts['lease'])}",
+        f"  visited   {_visits_text(facts['visited'])} (at snapshot {facts['snapshot']})",
+        f"  size      {size(sum(facts['bytes'].values()))}",
+        *(f"    {size(count):>9}  {name}" for name, count in sorted(facts["bytes"].items())),
+        "  snapshots",
+        table(
+            ("id", "epoch", "step", "time (UTC)", "run", "arrays", "shards", "size", "only here", "notes"),
+            [_snapshot_row(one, facts) for one in facts["snapshots"]],
+            indent="    ",
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _layout_text(facts: dict[str, Any]) -> str:
+    layout = facts["layout"]
+    side = facts["heatmap_size"]
+    maps = {
+        "dense": f"heatmaps {side} x {side} of all classes",
+        "topk": f"heatmaps {side} x {side} of the {layout['top']} strongest classes",
+        "scores": "scores only",
+    }[layout["layout"]]
+    parts = [f"{layout['layout']}: {maps}", counted(layout["slots"], "slot")]
+    parts.append("checksums" if layout["checksum"] else "no checksums")
+    parts.append("no compression" if layout["codec"] == "none" else layout["codec"])
+    parts += ["visits counted per cell"] if layout["counts"] else []
+    return ", ".join([*parts, f"{facts['tracked']} tracked samples"])
+
+
+def _lease_text(lease: dict[str, Any] | None) -> str:
+    if lease is None:
+        return "free"
+    lives = {True: "alive", False: "dead: see `bigscl unlock`", None: "on another host"}[lease["alive"]]
+    since = moment(lease["since"])
+    return f"held by run {lease['run']}, host {lease['host']}, pid {lease['pid']}, since {since} ({lives})"
+
+
+def _visits_text(visits: dict[str, int]) -> str:
+    parts = [f"{visits[epoch]:,} in epoch {epoch}" for epoch in visits if epoch != "never"]
+    return ", ".join([*reversed(parts), *([f"{visits['never']:,} never"] if "never" in visits else [])])
+
+
+def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
+    notes = ["shown"] if one["id"] == facts["snapshot"] else []
+    notes += ["selection"] if one["selection"] else []
+    notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
+    notes += [f"checkpoint {name}" for name in one["checkpoints"]]
+    head = [one["id"], one["epoch"], one["step"], moment(one["time"]), one["run"][:12] or "-", one["group"]]
+    return [*head, one["shards_written"], size(one["bytes"]), size(one["bytes_only_here"]), ", ".join(notes)]
+
+
+# One sample
+
+
+def _sample(store: HeatmapStore, sample: int, data: Data | None, count: int) -> dict[str, Any]:
+    ids = np.array([sample])
+    rows = store.read(ids)
+    annotated = None if data is None else data.annotated(ids)[0]
+    present = None if data is None else data.present(ids)
+    expected = expected_positives(store.snapshot, rows.scores, ids)[0]
+    order = _by_score(rows.scores[0], annotated)[:count]
+    index = None if data is None else data.index
+    return {
+        "id": sample,
+        "name": name_of(sample, index),
+        "shard": sample // store.spec.rows_per_shard,
+        "snapshot": store.snapshot.id,
+        "visited": int(rows.visited[0]),
+        "tracked": sample in store.spec.tracked,
+        "classes": [
+            {
+                "class": int(number),
+                "name": class_name(int(number), index),
+                "score": float(rows.scores[0, number]),
+                "annotated": None if annotated is None else bool(annotated[number]),
+                "present": None if present is None else bool(present[0, number]),
+                "expected": bool(expected[number]),
+                "peak": _peak(rows, int(number)),
+            }
+            for number in order
+        ],
+        "history": {
+            epoch: [float(then.scores[0, number]) for number in order]
+            for epoch, then in store.history(sample).items()
+        },
+    }
+
+
+def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """Classes, annotated ones first, then by falling score."""
+    first = np.zeros(len(scores), bool) if annotated is None else annotated
+    return np.lexsort((np.arange(len(scores)), -scores.astype(np.float32), ~first))
+
+
+def _peak(rows: Rows, number: int) -> float | None:
+    """The largest value of a class's heatmap; None if none is kept."""
+    heatmap = heatmap_of(rows, number)
+    return None if heatmap is None else float(heatmap.max())
+
+
+def _sample_text(facts: dict[str, Any]) -> str:
+    when = "never visited" if facts["visited"] < 0 else f"last visited in epoch {facts['visited']}"
+    epochs = list(facts["history"])[-MAX_EPOCHS_SHOWN:]
+    rows = []
+    for place, one in enumerate(facts["classes"]):
+        words = [word for word in ("annotated", "expected") if one[word]]
+        words += ["there, not annotated"] if one["present"] and not one["annotated"] else []
+        peak = "-" if one["peak"] is None else f"{one['peak']:.3f}"
+        moved = [f"{facts['history'][epoch][place]:.2f}" for epoch in epochs]
+        rows.append([one["name"], f"{one['score']:.3f}", peak, ", ".join(words), *moved])
+    heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
+    title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
+    tail = "\n  scores after each epoch on the right" if epochs else ""
+    return f"{title}\n{table(heads, rows)}{tail}"
+
+
+# Distributions
+
+
+def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
+    """Values in tenths of 0 to 1, over all visited samples."""
+    counts = {"scores": np.zeros(BINS, np.int64), "heatmaps": np.zeros(BINS, np.int64)}
+    written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
+    with progress("reading", len(written), "shards") as advance:
+        for shard in written:
+            for name, values in _values(store, shard):
+                counts[name] += np.histogram(values, bins=BINS, range=(0, 1))[0]
+            advance(1, f"shard {shard}")
+    return {name: found.tolist() for name, found in counts.items() if found.any()}
+
+
+def _values(store: HeatmapStore, shard: int) -> Iterator[tuple[str, Array]]:
+    rows = store.load_shard(shard)
+    seen = rows.visited[: store.spec.shard_sizes[shard]] >= 0
+    yield "scores", rows.scores[: len(seen)][seen]
+    if rows.heatmaps is not None:
+        yield "heatmaps", rows.heatmaps[: len(seen)][seen]
+
+
+def _histogram_text(facts: dict[str, Any]) -> str:
+    labels = [f"{low / BINS:.1f} - {(low + 1) / BINS:.1f}" for low in range(BINS)]
+    parts = [f"{facts['url']}: values of visited samples at snapshot {facts['snapshot']}"]
+    for name, counts in facts["histograms"].items():
+        parts.append(f"{name}\n{bars(labels, counts)}")
+    return "\n".join(parts if facts["histograms"] else [*parts, "  no sample was visited yet"])
