@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bigscl.precision import at_least_float32
 
@@ -26,12 +27,11 @@ class Tap:
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
 
-    def attach(self, module: nn.Module, side: Side) -> None:
+    def attach(self, module: nn.Module, side: Side) -> RemovableHandle:
         """Watch one side of `module`. Methods, not closures: a deep copy of the model gets its own tap."""
         if side == "input":
-            module.register_forward_pre_hook(self._before)
-        else:
-            module.register_forward_hook(self._after)
+            return module.register_forward_pre_hook(self._before)
+        return module.register_forward_hook(self._after)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._tensor = args[0]
