@@ -1,0 +1,190 @@
+"""`bigscl compact`: make a store smaller, by what it keeps of each image and by the snapshots it keeps."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+
+from store import GroupSpec, HeatmapStore
+from store.layout import shard_bytes
+from store.lease import read_holder
+from store.spec import Codec
+from store.versions import by_version, versions_of
+from tools.opening import (
+    Anonymous,
+    Apply,
+    AsJson,
+    Endpoint,
+    IndexFile,
+    Region,
+    Shards,
+    Store,
+    checkpoints_by_snapshot,
+    locate,
+    need_data,
+    open_store,
+    options,
+)
+from tools.progress import progress
+from tools.text import counted, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is asked for."""
+
+    group: GroupSpec | None
+    """The new layout; None: the arrays stay."""
+    keep: tuple[int, ...]
+    """Snapshots that stay beside the newest."""
+    drop: tuple[int, ...]
+
+
+def command(
+    store: Store,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Keep heatmaps of so many classes per image, the strongest.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=2, help="Versions of each shard there is room for.")
+    ] = None,
+    codec: Annotated[Codec | None, typer.Option(help="Compress chunks.")] = None,
+    keep: Annotated[
+        list[int] | None,
+        typer.Option(help="A snapshot to keep beside the newest; may be repeated. All others are dropped."),
+    ] = None,
+    apply: Apply = False,
+    shards: Shards = None,
+    index: IndexFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """Drop all but the newest snapshot and free their space; with --top, --slots or --codec, rewrite it.
+
+    Interrupted at any moment, the store is as it was before or as it should be; run it again.
+
+    Example: bigscl compact runs/imagenet/store --top 10 --apply
+    """
+    reach = options(endpoint, region, anonymous)
+    opened = open_store(store, None, reach)
+    change = _change(opened, top, slots, codec, keep or [])
+    facts = _forecast(opened, change, checkpoints_by_snapshot(store))
+    if apply:
+        data = need_data("--apply", store, opened.spec.fingerprint, shards, index)
+        # The rows stay those of the run that learnt them, so the snapshot keeps its name.
+        with HeatmapStore.open(
+            locate(store), annotations=data.annotations, mode="w", run=opened.snapshot.run, options=reach
+        ) as writer:
+            _apply(writer, change)
+            facts["bytes_after"] = sum(writer.sizes().values())
+            facts["snapshot"] = writer.snapshot.id
+    facts["applied"] = apply
+    print(json.dumps(facts) if as_json else _text(facts))
+    if facts["holder"] is not None and not apply:
+        raise typer.Exit(1)
+
+
+def _change(
+    store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None, keep: list[int]
+) -> Change:
+    there = [one.id for one in store.snapshots()]
+    if missing := sorted(set(keep) - set(there)):
+        raise ValueError(f"--keep {missing[0]}: no such snapshot; there are {there}")
+    group = _new_group(store, top, slots, codec)
+    stays = {*keep} if group is not None else {*keep, store.snapshot.id}
+    return Change(group=group, keep=tuple(sorted(stays)), drop=tuple(n for n in there if n not in stays))
+
+
+def _new_group(
+    store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None
+) -> GroupSpec | None:
+    old = store.group
+    if top is None and slots is None and codec is None:
+        return None
+    if top is None and old.layout != "topk":
+        what = "--slots" if slots is not None else "--codec"
+        raise ValueError(
+            f"{what}: a {old.layout} store is rewritten only with --top K, its strongest classes. "
+            f"To free old snapshots alone, leave {what} away."
+        )
+    new = replace(old, layout="topk", top=top or old.top, slots=slots or old.slots, codec=codec or old.codec)
+    if new == old:
+        raise ValueError(f"nothing to rewrite: the store has --top {old.top}, --slots {old.slots} already")
+    if old.top is not None and new.top is not None and new.top > old.top:
+        raise ValueError(f"--top: {new.top}, but only {old.top} classes per image are there")
+    return new
+
+
+def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[str]]) -> dict[str, Any]:
+    """What there is, what will be, and who would miss it."""
+    listing = list(store.backend.sizes(""))
+    versions = by_version(listing)
+    before = sum(num_bytes for _, num_bytes in listing)
+    kept = [one for one in store.snapshots() if one.id in change.keep]
+    named = {version for one in kept for version in versions_of(one)}
+    written = sum(slot >= 0 for slot in store.snapshot.slots)
+    new = 0 if change.group is None else written * shard_bytes(store.spec, change.group)
+    holder = read_holder(store.backend)
+    return {
+        "url": store.backend.url,
+        "layout": store.group.to_json(),
+        "new_layout": None if change.group is None else change.group.to_json(),
+        "drop": list(change.drop),
+        "keep": list(change.keep),
+        "checkpoints_lost": [name for number in change.drop for name in checkpoints.get(number, ())],
+        "holder": None if holder is None else str(holder),
+        "bytes_before": before,
+        "bytes_needed_meanwhile": new,
+        "bytes_after": before - versions.total() + sum(versions[one] for one in named) + new,
+    }
+
+
+def _apply(store: HeatmapStore, change: Change) -> None:
+    if change.group is not None:
+        assert change.group.top is not None
+        written = sum(slot >= 0 for slot in store.snapshot.slots)
+        with progress("rewriting", written, "shards") as advance:
+            store.compact(
+                change.group.top,
+                slots=change.group.slots,
+                codec=change.group.codec,
+                progress=lambda done: advance(1, f"shard {done} of {written}"),
+            )
+    store.drop_snapshots(keep=change.keep)
+    store.delete_free()
+
+
+def _text(facts: dict[str, Any]) -> str:
+    done = facts["applied"]
+    lines = [f"{facts['url']}: {size(facts['bytes_before'])}"]
+    if (new := facts["new_layout"]) is not None:
+        old = facts["layout"]
+        lines.append(f"  {'rewritten' if done else 'rewrite'} from {_layout(old)} to {_layout(new)}")
+        if not done:
+            lines.append(f"  needs {size(facts['bytes_needed_meanwhile'])} more while it runs")
+    if facts["drop"]:
+        verb = "dropped" if done else "drop"
+        lines.append(f"  {verb} {counted(len(facts['drop']), 'snapshot')}: {_numbers(facts['drop'])}")
+    if facts["checkpoints_lost"]:
+        lost = ", ".join(facts["checkpoints_lost"])
+        lines.append(f"  no longer possible: going on from {lost}")
+    lines.append(f"  {'now' if done else 'then'} {size(facts['bytes_after'])}")
+    if not done:
+        held = facts["holder"]
+        free = "nothing was changed; add --apply to do it"
+        lines.append(f"  {free}" if held is None else f"  refused for now: in use by {held}")
+    return "\n".join(lines)
+
+
+def _layout(group: dict[str, Any]) -> str:
+    classes = "all classes" if group["layout"] == "dense" else f"the {group['top']} strongest classes"
+    maps = "scores only" if group["layout"] == "scores" else f"heatmaps of {classes}"
+    codec = "" if group["codec"] == "none" else f", {group['codec']}"
+    return f"{maps} in {group['slots']} slots{codec}"
+
+
+def _numbers(values: list[int]) -> str:
+    return ", ".join(map(str, values))

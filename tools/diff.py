@@ -1,0 +1,259 @@
+"""`bigscl diff`: what differs between two snapshots, or two stores of the same data."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from store import HeatmapStore, Rows, StorageOptions
+from store.errors import IndexMismatch
+from store.spec import Array
+from tools.expected import expected_positives
+from tools.opening import (
+    Anonymous,
+    AsJson,
+    Data,
+    Endpoint,
+    IndexFile,
+    Region,
+    Shards,
+    find_data,
+    open_store,
+    options,
+)
+from tools.progress import progress
+from tools.samples import class_name, name_of
+from tools.text import table
+
+Place = Annotated[
+    str, typer.Argument(help="A store or the folder of a run; @ID for an older snapshot of it.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """What was found in one shard: by sample, by array and by class."""
+
+    ids: NDArray[np.int64]
+    differs: dict[str, NDArray[np.bool_]]
+    """By array, which rows differ in it."""
+    change: NDArray[np.float32]
+    """Largest change of a score, by row."""
+    total_change: float
+    only_a: NDArray[np.int64]
+    """By class, expected positives of A that are none of B."""
+    only_b: NDArray[np.int64]
+    both: NDArray[np.int64]
+
+
+def command(
+    a: Place,
+    b: Place,
+    count: Annotated[int, typer.Option(min=0, help="Most changed samples and classes to list.")] = 10,
+    shards: Shards = None,
+    index: IndexFile = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare rows, scores and expected positives; exit code 0 if nothing differs, 1 if anything does.
+
+    Example: bigscl diff runs/quickstart@3 runs/quickstart
+    """
+    reach = options(endpoint, region, anonymous)
+    one, other, data = _open_both(a, b, reach, shards, index)
+    results = _compare(one, other)
+    facts = _facts(one, other, results, data, count)
+    print(json.dumps(facts) if as_json else _text(facts))
+    if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
+        raise typer.Exit(1)
+
+
+def _open_both(
+    a: str, b: str, reach: StorageOptions, shards: list[str] | None, index: Path | None
+) -> tuple[HeatmapStore, HeatmapStore, Data | None]:
+    (url_a, at_a), (url_b, at_b) = _parsed(a), _parsed(b)
+    one, other = open_store(url_a, at_a, reach), open_store(url_b, at_b, reach)
+    if one.spec.fingerprint != other.spec.fingerprint:
+        raise IndexMismatch(
+            f"{one.backend.url} is made for data {one.spec.fingerprint[:12]}, {other.backend.url} for "
+            f"{other.spec.fingerprint[:12]}: their rows "
+            f"are not of the same images. Compare stores of one dataset."
+        )
+    data = find_data(url_a, one.spec.fingerprint, shards, index)
+    if data is not None:
+        one = open_store(url_a, one.snapshot.id, reach, data)
+        other = open_store(url_b, other.snapshot.id, reach, data)
+    return one, other, data
+
+
+def _parsed(place: str) -> tuple[str, int | None]:
+    """(store, snapshot) of `store@7`."""
+    url, at, number = place.rpartition("@")
+    return (url, int(number)) if at and number.isdecimal() else (place, None)
+
+
+def _compare(one: HeatmapStore, other: HeatmapStore) -> list[Compared]:
+    """The shards that are not the same version (or both initial) on both sides, compared row by row."""
+    same_store = one.backend.url == other.backend.url and one.snapshot.group == other.snapshot.group
+    cuts = [store.snapshot.attributes.get("selection") for store in (one, other)]
+    wanted = [
+        shard
+        for shard, (slot, its) in enumerate(zip(one.snapshot.slots, other.snapshot.slots, strict=True))
+        if cuts[0] != cuts[1] or not (slot == its and (same_store or slot == -1))
+    ]
+    results = []
+    with progress("comparing", len(wanted), "shards") as advance:
+        for shard in wanted:
+            results.append(_compare_shard(one, other, shard))
+            advance(1, f"shard {shard}")
+    return results
+
+
+def _compare_shard(one: HeatmapStore, other: HeatmapStore, shard: int) -> Compared:
+    ids = one.spec.sample_ids(shard)
+    mine, its = (store.load_shard(shard).take(slice(0, len(ids))) for store in (one, other))
+    change = np.abs(mine.scores.astype(np.float32) - its.scores.astype(np.float32))
+    expected = [
+        expected_positives(store.snapshot, rows.scores, ids) for store, rows in ((one, mine), (other, its))
+    ]
+    return Compared(
+        ids=ids,
+        differs=_differing(mine, its),
+        change=change.max(axis=1, initial=0),
+        total_change=float(change.sum(dtype=np.float64)),
+        only_a=(expected[0] & ~expected[1]).sum(axis=0),
+        only_b=(expected[1] & ~expected[0]).sum(axis=0),
+        both=(expected[0] & expected[1]).sum(axis=0),
+    )
+
+
+def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
+    """By array, which rows are not the same; heatmaps of classes that only one side keeps are left out."""
+    found = {"scores": _unequal(mine.scores, its.scores), "visited": mine.visited != its.visited}
+    if mine.heatmaps is not None and its.heatmaps is not None:
+        if mine.classes is not None and its.classes is not None and mine.classes.shape == its.classes.shape:
+            found["classes"] = _unequal(mine.classes, its.classes)
+        found["heatmaps"] = _heatmaps_differ(mine, its)
+    return found
+
+
+def _unequal(mine: Array, its: Array) -> NDArray[np.bool_]:
+    differs: NDArray[np.bool_] = (mine != its).any(axis=tuple(range(1, mine.ndim)))
+    return differs
+
+
+def _heatmaps_differ(mine: Rows, its: Rows) -> NDArray[np.bool_]:
+    """Which rows have different heatmaps of a class that both sides keep."""
+    assert mine.heatmaps is not None
+    assert its.heatmaps is not None
+    if mine.classes is None and its.classes is None:
+        return _unequal(mine.heatmaps, its.heatmaps)
+    kept = [
+        np.broadcast_to(np.arange(rows.scores.shape[1]), rows.scores.shape)
+        if rows.classes is None
+        else rows.classes
+        for rows in (mine, its)
+    ]
+    differs = np.zeros(len(mine), bool)
+    for column in range(kept[0].shape[1]):
+        equal = kept[1] == kept[0][:, column, None]
+        rows = np.flatnonzero(equal.any(axis=1))
+        places = equal[rows].argmax(axis=1)
+        differs[rows] |= _unequal(mine.heatmaps[rows, column], its.heatmaps[rows, places])
+    return differs
+
+
+def _facts(
+    one: HeatmapStore, other: HeatmapStore, results: list[Compared], data: Data | None, count: int
+) -> dict[str, Any]:
+    rows: Counter[str] = Counter()
+    any_row = 0
+    for found in results:
+        rows.update({name: int(mask.sum()) for name, mask in found.differs.items()})
+        any_row += int(np.any(list(found.differs.values()), axis=0).sum())
+    index = None if data is None else data.index
+    values = one.spec.num_samples * one.spec.num_classes
+    return {
+        "a": _side(one),
+        "b": _side(other),
+        "samples": one.spec.num_samples,
+        "shards_compared": len(results),
+        "rows_differing": any_row,
+        "rows_differing_by_array": dict(rows),
+        "largest_score_change": max((float(found.change.max(initial=0)) for found in results), default=0.0),
+        "mean_score_change": sum(found.total_change for found in results) / max(1, values),
+        "most_changed": [
+            {"id": sample, "name": name_of(sample, index), "change": change}
+            for sample, change in _most_changed(results, count)
+        ],
+        "expected": _expected(results, index, count),
+    }
+
+
+def _side(store: HeatmapStore) -> dict[str, Any]:
+    at = store.snapshot
+    return {"url": store.backend.url, "snapshot": at.id, "epoch": at.epoch, "layout": store.group.layout}
+
+
+def _most_changed(results: list[Compared], count: int) -> list[tuple[int, float]]:
+    if not results:
+        return []
+    ids = np.concatenate([found.ids for found in results])
+    change = np.concatenate([found.change for found in results])
+    order = np.lexsort((ids, -change))[:count]
+    return [(int(ids[n]), float(change[n])) for n in order if change[n] > 0]
+
+
+def _expected(results: list[Compared], index: Any, count: int) -> dict[str, Any]:
+    """How the expected positives of the compared shards differ, in all and by class."""
+    if not results:
+        return {"only_a": 0, "only_b": 0, "both": 0, "classes": []}
+    totals = {name: sum(getattr(found, name) for found in results) for name in ("only_a", "only_b", "both")}
+    moved = totals["only_a"] + totals["only_b"]
+    order = [int(number) for number in np.argsort(-moved, kind="stable")[:count] if moved[number]]
+    return {
+        **{name: int(values.sum()) for name, values in totals.items()},
+        "classes": [
+            {
+                "class": number,
+                "name": class_name(number, index),
+                **{name: int(values[number]) for name, values in totals.items()},
+            }
+            for number in order
+        ],
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{side.upper()}  {facts[side]['url']}: snapshot {facts[side]['snapshot']}, "
+        f"epoch {facts[side]['epoch']}, {facts[side]['layout']}"
+        for side in ("a", "b")
+    ]
+    arrays = ", ".join(f"{name} {rows:,}" for name, rows in facts["rows_differing_by_array"].items() if rows)
+    lines.append(
+        f"rows that differ: {facts['rows_differing']:,} of {facts['samples']:,}"
+        f"{f' ({arrays})' if arrays else ''}"
+    )
+    lines.append(
+        f"scores: largest change {facts['largest_score_change']:.3f}, mean {facts['mean_score_change']:.4f}"
+    )
+    if facts["most_changed"]:
+        rows = [[one["id"], one["name"], f"{one['change']:.3f}"] for one in facts["most_changed"]]
+        lines.append(table(("id", "most changed", "by"), rows))
+    expected = facts["expected"]
+    lines.append(
+        f"expected positives in the shards that differ: {expected['both']:,} of both, "
+        f"{expected['only_a']:,} of A only, {expected['only_b']:,} of B only"
+    )
+    if expected["classes"]:
+        rows = [[one["name"], one["only_a"], one["only_b"], one["both"]] for one in expected["classes"]]
+        lines.append(table(("class", "A only", "B only", "both"), rows))
+    return "\n".join(lines)

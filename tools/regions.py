@@ -1,0 +1,47 @@
+"""Where a heatmap is strongest, as a box."""
+
+# Shapes: n heatmaps, W their side.
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.spec import Array
+
+
+def strongest_boxes(heatmaps: Array, share: float = 0.5) -> NDArray[np.float64]:
+    """`[n,4]` (x0, y0, x1, y1) in 0..1: the box around the connected cells that hold the peak of each map.
+
+    Cells belong together if they share an edge and have at least `share` of the peak. A map without heat has
+    no box: NaN.
+    """
+    values = heatmaps.astype(np.float32)
+    num_maps, side, _ = values.shape
+    flat = values.reshape(num_maps, -1)
+    peaks = flat.max(axis=1)
+    hot = values >= (share * peaks)[:, None, None]
+    region = np.zeros(flat.shape, bool)
+    region[np.arange(num_maps), flat.argmax(axis=1)] = True
+    region = _grown(region.reshape(values.shape), hot)
+    columns, rows = np.asarray(region.any(axis=1)), np.asarray(region.any(axis=2))
+    edges = [_first(columns), _first(rows), side - _first(columns[:, ::-1]), side - _first(rows[:, ::-1])]
+    boxes: NDArray[np.float64] = np.stack(edges, axis=1) / side
+    boxes[peaks <= 0] = np.nan
+    return boxes
+
+
+def _grown(region: NDArray[np.bool_], hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """All hot cells that can be reached from the region, of all maps at once."""
+    while True:
+        wider = region.copy()
+        wider[:, 1:] |= region[:, :-1]
+        wider[:, :-1] |= region[:, 1:]
+        wider[:, :, 1:] |= region[:, :, :-1]
+        wider[:, :, :-1] |= region[:, :, 1:]
+        wider &= hot
+        if (wider == region).all():
+            return region
+        region = wider
+
+
+def _first(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    return np.asarray(mask.argmax(axis=1))

@@ -1,0 +1,227 @@
+"""`bigscl verify`: read everything a store's snapshots name, and say what is wrong with it."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from store import Annotations, HeatmapStore, Snapshot, StorageOptions
+from store.errors import ChunkCorrupt, IndexMismatch
+from store.layout import shard_bytes
+from store.snapshots import SnapshotLog
+from store.verify import verify
+from store.versions import Version
+from tools.opening import (
+    Anonymous,
+    AsJson,
+    AtSnapshot,
+    Endpoint,
+    IndexFile,
+    Region,
+    Shards,
+    Store,
+    find_data,
+    open_store,
+    options,
+)
+from tools.progress import progress
+from tools.text import counted, size
+
+MAX_LINES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something wrong, and where."""
+
+    snapshot: int | None
+    where: str
+    samples: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        at = "" if self.snapshot is None else f"snapshot {self.snapshot}, "
+        who = f" ({counted(len(self.samples), 'sample')} from {self.samples[0]} on)" if self.samples else ""
+        return f"{at}{self.where}{who}: {self.reason}"
+
+
+def command(
+    store: Store,
+    snapshot: AtSnapshot = None,
+    all_snapshots: Annotated[
+        bool, typer.Option("--all", help="Every retained snapshot; what they share is read once.")
+    ] = False,
+    shards: Shards = None,
+    index: IndexFile = None,
+    threads: Annotated[int, typer.Option(min=1, help="Shards read at the same time.")] = min(
+        4, os.cpu_count() or 1
+    ),
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check checksums, ranges, visit stamps, class ids and the index; exit code 1 if anything is wrong.
+
+    Example: bigscl verify runs/quickstart --all
+    """
+    reach = options(endpoint, region, anonymous)
+    opened = open_store(store, snapshot, reach)
+    findings: list[Finding] = []
+    annotations = None
+    try:
+        data = find_data(store, opened.spec.fingerprint, shards, index)
+        annotations = None if data is None else data.annotations
+    except IndexMismatch as error:
+        findings.append(Finding(snapshot=None, where="index", samples=(), reason=str(error)))
+    started = time.perf_counter()
+    numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
+    checked = _Checked()
+    for one in _stores(store, numbers, reach, findings):
+        findings += _check_cuts(one)
+        findings += _check_shards(one, annotations, threads, checked)
+    seconds = time.perf_counter() - started
+    facts = {
+        "url": opened.backend.url,
+        "snapshots": numbers,
+        "versions": len(checked.versions),
+        "bytes": checked.num_bytes,
+        "seconds": seconds,
+        "checksums": opened.group.checksum,
+        "index": annotations is not None,
+        "problems": [asdict(finding) for finding in findings],
+    }
+    print(json.dumps(facts) if as_json else _text(facts, findings))
+    if findings:
+        raise typer.Exit(1)
+
+
+class _Checked:
+    """What has been read already: snapshots share the shards that did not change between them."""
+
+    def __init__(self) -> None:
+        self.versions: set[Version] = set()
+        self.num_bytes = 0
+
+    def new(self, store: HeatmapStore) -> list[int]:
+        """The shards whose version at this snapshot was not yet read."""
+        found = []
+        for shard, slot in enumerate(store.snapshot.slots):
+            version = (store.snapshot.group, slot, shard)
+            if slot >= 0 and version not in self.versions:
+                self.versions.add(version)
+                found.append(shard)
+        self.num_bytes += len(found) * shard_bytes(store.spec, store.group)
+        return found
+
+
+def _stores(
+    store: str, numbers: Sequence[int], reach: StorageOptions, findings: list[Finding]
+) -> Iterator[HeatmapStore]:
+    """The store at each snapshot, oldest first; a snapshot that cannot be opened is a finding."""
+    for number in numbers:
+        try:
+            opened = open_store(store, number, reach)
+            if complaint := _complaint(opened, opened.snapshot):
+                raise ValueError(complaint)
+            yield opened
+        except (ValueError, KeyError, TypeError, ChunkCorrupt) as error:
+            findings.append(
+                Finding(snapshot=number, where="snapshot file", samples=(), reason=f"{error}" or repr(error))
+            )
+
+
+def _complaint(store: HeatmapStore, snapshot: Snapshot) -> str | None:
+    """What a snapshot cannot be, if it is that."""
+    if len(snapshot.slots) != store.spec.num_shards:
+        return f"names {len(snapshot.slots)} shards, the store has {store.spec.num_shards}"
+    if not all(-1 <= slot < store.group.slots for slot in snapshot.slots):
+        return f"names slots outside -1..{store.group.slots - 1}"
+    return None
+
+
+def _check_cuts(store: HeatmapStore) -> Iterator[Finding]:
+    """The selection of a snapshot must have a cut for each class."""
+    cuts = store.snapshot.attributes.get("selection")
+    if cuts is None:
+        return
+    for name in ("tau", "last_id"):
+        found = len(cuts.get(name, ()))
+        if found != store.spec.num_classes:
+            reason = f"{found} values of {name}, expected {store.spec.num_classes}, one per class"
+            yield Finding(snapshot=store.snapshot.id, where="selection", samples=(), reason=reason)
+
+
+def _check_shards(
+    store: HeatmapStore, annotations: Annotations | None, threads: int, checked: _Checked
+) -> Iterator[Finding]:
+    number = store.snapshot.id
+    wanted = checked.new(store)
+    with (
+        progress(f"verifying snapshot {number}", len(wanted), "shards") as advance,
+        ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool,
+    ):
+        for shard, found in pool.map(lambda shard: _check_shard(store, annotations, shard), wanted):
+            yield from found
+            advance(1, f"shard {shard}")
+    if not SnapshotLog(store.backend).exists(number):
+        reason = "was dropped while it was read; what was found may be a newer version's. Run it again."
+        yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)
+
+
+def _check_shard(
+    store: HeatmapStore, annotations: Annotations | None, shard: int
+) -> tuple[int, list[Finding]]:
+    number = store.snapshot.id
+    findings = [
+        Finding(
+            snapshot=number,
+            where=f"shard {shard}, {problem.array}",
+            samples=problem.samples,
+            reason=problem.reason,
+        )
+        for _, problems in verify(store, [shard])
+        for problem in problems
+    ]
+    if annotations is not None and store.group.layout == "topk" and not findings:
+        findings += _lost_positives(store, annotations, shard)
+    return shard, findings
+
+
+def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -> Iterator[Finding]:
+    """Annotated positives whose heatmaps are not kept: the data is not that of the store."""
+    slot = store.snapshot.slots[shard]
+    classes = store.arrays.read(shard, slot, ("classes",))["classes"]
+    positions, positives = annotations.of_shard(shard)
+    lost = ~(classes[positions] == positives[:, None]).any(axis=1)
+    if lost.any():
+        ids = np.unique(shard * store.spec.rows_per_shard + positions[lost])
+        yield Finding(
+            snapshot=store.snapshot.id,
+            where=f"shard {shard}, classes",
+            samples=tuple(ids.tolist()),
+            reason="annotated positives are not among the kept classes",
+        )
+
+
+def _text(facts: dict[str, Any], findings: list[Finding]) -> str:
+    rate = size(facts["bytes"] / max(facts["seconds"], 1e-9))
+    what = f"{counted(facts['versions'], 'shard')} of {counted(len(facts['snapshots']), 'snapshot')}"
+    lines = [str(finding) for finding in findings[:MAX_LINES]]
+    if len(findings) > MAX_LINES:
+        lines.append(f"... and {len(findings) - MAX_LINES} more; --json lists them all")
+    lines.append(
+        f"{facts['url']}: {counted(len(findings), 'problem') if findings else 'all is well'}; read {what}, "
+        f"{size(facts['bytes'])} at {rate}/s"
+    )
+    if not facts["checksums"]:
+        lines.append("  made without checksums: damage that leaves values in range goes unnoticed")
+    if not facts["index"]:
+        lines.append("  not compared with its data: add --shards to do so")
+    return "\n".join(lines)
