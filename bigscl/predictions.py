@@ -1,4 +1,4 @@
-"""Predictions as they are kept: enough to score them again without the network, from us or from other tools."""
+"""Predictions as they are kept, ours or those of other tools: enough to score them without the network."""
 
 # Shapes: n images, L classes, R best classes of an image.
 
@@ -94,7 +94,9 @@ def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | Non
     """
     if path.suffix not in (".npy", ".npz"):
         if keys is not None or labels is not None:
-            raise ValueError(f"{path}: has keys and labels of its own; --keys and --labels are for .npy files")
+            raise ValueError(
+                f"{path}: has keys and labels of its own; --keys and --labels are for .npy files"
+            )
         return _load_group(path if path.suffix == ".zarr" else path / FILE_NAME)
     arrays = _arrays(path)
     if keys is not None:
@@ -156,15 +158,15 @@ def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
 def _as_matrix(path: Path, labels: NDArray[Any], shape: Sequence[int]) -> NDArray[np.int8]:
     """Labels [n,L], whether they came so or as one class per image."""
     if labels.shape == (shape[0],) and np.issubdtype(labels.dtype, np.integer):
-        if labels.size and not (0 <= labels.min() and labels.max() < shape[1]):
+        if labels.size and (labels.min() < 0 or labels.max() >= shape[1]):
             raise ValueError(f"{path}: labels go from {labels.min()} to {labels.max()} of {shape[1]} classes")
         matrix = np.zeros(shape, np.int8)
         matrix[np.arange(len(labels)), labels] = 1
         return matrix
     if labels.shape != tuple(shape) or not np.isin(labels, (-1, 0, 1)).all():
         raise ValueError(
-            f"{path}: labels are {labels.dtype} {list(labels.shape)}; expected class numbers [{shape[0]}], or "
-            f"{list(shape)} of 1 (positive), 0 (negative) and -1 (unknown)"
+            f"{path}: labels are {labels.dtype} {list(labels.shape)}; expected class numbers [{shape[0]}], "
+            f"or {list(shape)} of 1 (positive), 0 (negative) and -1 (unknown)"
         )
     return labels.astype(np.int8)
 

@@ -29,7 +29,9 @@ class RealLabels:
 def read_real(path: Path) -> list[list[int]]:
     """The classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file. It is real.json of google-research/reassessed-imagenet.")
+        raise FileNotFoundError(
+            f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
+        )
     try:
         lists = json.loads(path.read_text())
     except ValueError as error:
@@ -82,7 +84,9 @@ def _check_classes(real: Sequence[Sequence[int]], class_names: Sequence[str]) ->
         raise ValueError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
     wnids = [name.split()[0] for name in class_names if WNID.match(name)]
     if len(wnids) == len(class_names) and wnids != sorted(wnids):
-        place = next(n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other)
+        place = next(
+            n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other
+        )
         raise ValueError(
             f"class {place} is {wnids[place]}; ReaL counts classes by sorted wnid, where it is "
             f"{sorted(wnids)[place]}. Index the shards with the classes in that order."
