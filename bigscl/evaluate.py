@@ -1,0 +1,197 @@
+r"""Evaluation of a network on shards, over any number of processes: every image once, the same report.
+
+A run (its best weights), a checkpoint or a weights file of it, on the run's validation shards or others:
+
+  accelerate launch -m bigscl.evaluate runs/mine
+  accelerate launch -m bigscl.evaluate runs/mine --shards 'test/test-*.tar' -o runs/mine/test
+
+The row of a network in the paper's ReaL table, here that of ResNet-50 with published weights:
+
+  accelerate launch -m bigscl.evaluate --backbone resnet50 --weights IMAGENET1K_V1 \
+      --shards 'imagenet/val-*.tar' --real real.json -o evaluation/resnet50
+
+It leaves report.md, report.json, scores.png and predictions.zarr in the output folder. `bigscl score` makes
+the same report of the latter without a network, `bigscl compare` sets several beside each other.
+"""
+
+import json
+import logging
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from bigscl.data.batch import Batch
+from bigscl.data.index import Index, load_index
+from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.plan import evaluation_plan
+from bigscl.evaluate_options import parse
+from bigscl.inference import predict
+from bigscl.launch import rank_of_this_process
+from bigscl.localization import Pointing, network_pointing, pointing, read_objects
+from bigscl.log import start_logging
+from bigscl.model import SpatialClassifier
+from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
+from bigscl.ranks import transport
+from bigscl.real import match_real, read_real
+from bigscl.report import make_report
+from bigscl.report_files import main_table, to_json, write_report
+from bigscl.run import open_data
+from bigscl.subject import Subject, build_network, find_subject, see_as
+from store import HeatmapStore, StoreError
+
+logger = logging.getLogger(__name__)
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def evaluate(options: Namespace) -> None:
+    """Predict every image, and write down what that is worth."""
+    subject = see_as(find_subject(options.model, options.backbone, options.weights), options)
+    index = _open_index(subject, options)
+    real = None if options.real is None else read_real(options.real)
+    if real is not None:
+        # Hours before the report would find out.
+        match_real(real, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names)
+    folder = options.output or (subject.config.run if subject.config else Path()) / "evaluation"
+    saved = Evaluation(subject, index, options).predictions()
+    if saved is None:
+        return
+    report = make_report(saved, real=real, activation=options.activation)
+    saved.save(folder / FILE_NAME)
+    write_report(report, folder)
+    print(json.dumps(to_json(report)) if options.json else f"{report.headline}\n\n{main_table([report])}")
+    logger.info("report: %s", folder / "report.md")
+
+
+class Evaluation:
+    """A network before the images it is evaluated on, in every process."""
+
+    def __init__(self, subject: Subject, index: Index, options: Namespace) -> None:
+        self._subject, self._index, self._options = subject, index, options
+        state = PartialState()
+        self._device = state.device
+        self._ranks = transport()
+        if self._device.type == "cpu":
+            # Sums are split among threads, so their number would show in the last bits. For speed there
+            # are processes.
+            torch.set_num_threads(1)
+        # Published weights are downloaded once.
+        with state.main_process_first():
+            self._network: SpatialClassifier = build_network(subject, index.num_classes).to(self._device)
+        logger.info(
+            "%s on %d images, %d processes on %s",
+            *(subject.name, index.num_samples, self._ranks.world_size, self._device.type),
+        )
+
+    def predictions(self) -> SavedPredictions | None:
+        """Everything that the report is made of, on rank 0; None elsewhere."""
+        found = predict(
+            self._network,
+            self._batches(),
+            self._device,
+            mean=self._subject.mean,
+            std=self._subject.std,
+            transport=self._ranks,
+        )
+        about: dict[str, Any] = {"model": self._subject.name, "shards": _names(self._index)}
+        heat = self._localization()
+        if found is None:
+            return None
+        if heat:
+            about["localization"] = {
+                source: {kind: asdict(one) for kind, one in kinds.items()} for source, kinds in heat.items()
+            }
+        return from_network(found, self._index, about)
+
+    def _localization(self) -> dict[str, dict[str, Pointing]]:
+        """Pointing games by what points, on rank 0, as far as they were asked for."""
+        heat = {}
+        if self._options.boxes:
+            found = network_pointing(
+                self._network,
+                self._batches(),
+                self._index,
+                read_objects(self._index, self._index.ids()),
+                self._device,
+                mean=self._subject.mean,
+                std=self._subject.std,
+                transport=self._ranks,
+            )
+            if found is not None:
+                heat["network maps"] = found
+        if self._options.heatmaps and self._ranks.rank == 0:
+            heat["stored heatmaps of training images"] = _stored_pointing(self._subject)
+        return heat
+
+    def _batches(self) -> Iterator[Batch]:
+        """The batches of this rank; rank 0 says now and then how far it is."""
+        options, index, ranks = self._options, self._index, self._ranks
+        plan = evaluation_plan(
+            index.shard_sizes,
+            index.rows_per_shard,
+            batch_size=options.batch_size,
+            world_size=ranks.world_size,
+            workers=options.workers,
+        )
+        bad = BadSamples(index, plan.num_samples(ranks.rank), max_share=options.max_bad_share)
+        loader = Loader(index, plan, ranks.rank, self._subject.look, bad=bad, allow_pipe=options.allow_pipe)
+        said = time.monotonic()
+        for number, batch in enumerate(loader):
+            if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                logger.info("batch %d of %d of this process", number, len(loader))
+            yield batch
+
+
+def _open_index(subject: Subject, options: Namespace) -> Index:
+    """The index of the shards that were named, or of the run's validation shards."""
+    if options.shards:
+        return load_index(options.shards, options.index)
+    if subject.config is None or subject.config.data.val is None:
+        raise ValueError("--shards: which images? There is no run that names its validation shards.")
+    return load_index(subject.config.data.val, options.index or subject.config.data.val_index)
+
+
+def _stored_pointing(subject: Subject) -> dict[str, Pointing]:
+    config = subject.config
+    if config is None or config.store.kind != "disk":
+        raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
+    data = open_data(config)
+    with HeatmapStore.open(
+        config.store_url, annotations=data.annotations, options=config.store.options()
+    ) as store:
+        return pointing(store, data.train)
+
+
+def _names(index: Index) -> str:
+    """The shards in a few words."""
+    first, last = index.urls[0], index.shard_names[-1]
+    return first if len(index.urls) == 1 else f"{len(index.urls)} shards, {first} to {last}"
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 when the report is written, 2 after a mistake of the user's."""
+    rank = rank_of_this_process()
+    try:
+        options = parse(arguments, __doc__ or "")
+        start_logging(rank)
+        evaluate(options)
+    except (StoreError, ValueError, FileNotFoundError) as error:
+        if rank == 0:
+            print(f"bigscl.evaluate: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
