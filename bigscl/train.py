@@ -174,7 +174,7 @@ class Trainer:
         self.accelerator.backward(loss.total.sum() * scale)
         if self.state.estimator is not None and estimates is not None:
             assert estimates.grad is not None
-            self.state.estimator.step(batch.ids, estimates.grad, rate)
+            self.state.estimator.step(batch.ids, estimates.grad / self._gradient_factor, rate)
         return loss, self._updates(batch, memory, prediction)
 
     def _normalized(self, images: Tensor) -> Tensor:
@@ -224,6 +224,12 @@ class Trainer:
         counted = (logits,) if estimates is None else (logits, estimates)
         sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
         return tuple(self.accelerator.reduce(sums, reduction="sum") * scale / self.ranks.world_size)
+
+    @property
+    def _gradient_factor(self) -> float:
+        """How many times a gradient is that of the mean loss, before DDP and the scaler undo it."""
+        scaler = self.accelerator.scaler
+        return self.ranks.world_size * (1.0 if scaler is None else scaler.get_scale())
 
     def _idle_step(self) -> None:
         """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
