@@ -1,0 +1,239 @@
+"""Real runs of the trainer in processes of their own, and what they leave behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bigscl.checkpoint import Checkpoints
+from bigscl.data.index import Index, load_index
+from bigscl.data.scan import scan
+from bigscl.data.scenes import scenes
+from bigscl.data.write import write
+from store import HeatmapStore, Rows
+
+ROOT = Path(__file__).parent.parent.parent
+TIMEOUT = 150
+# One thread for each process: sums come out in one order, and ranks do not fight for two cores.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def make_shards(folder: Path, train: int, samples_per_shard: int, val: int = 1) -> Path:
+    """A folder of indexed scenes of digits."""
+    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0, samples_per_shard)
+    for _ in write(drawn, folder):
+        pass
+    for part in ("train", "val"):
+        tars = sorted(map(str, folder.glob(f"{part}-*.tar")))
+        index, problems = scan(tars, class_names=drawn.classes)
+        assert not problems
+        index.save(folder / f"bigscl-index-{part}.npz")
+    return folder
+
+
+def index_of(shards: Path) -> Index:
+    return load_index(str(shards / "train-*.tar"))
+
+
+def settings(shards: Path) -> dict[str, Any]:
+    """EN + SCL with everything the paper does, in 3 epochs: a warm-up, compaction, and the whole network."""
+    return {
+        "data": {
+            "train": str(shards / "train-*.tar"),
+            "size": 48,
+            "batch_size": 8,
+            "workers": 1,
+            "shuffle_buffer": 40,
+            "crop": {"scale": [0.25, 1.0]},
+        },
+        "model": {"backbone": "tests.integration.tiny:tiny_net"},
+        "objective": {"gamma": {"epochs": 2}},
+        "selection": {"K": 2.5},
+        "store": {"top": 4, "slots": 4},
+        "schedule": {
+            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
+            "main": {"epochs": 2, "learning_rate": 2e-3},
+        },
+        "optimizer": {"weight_decay": 1e-4},
+        "log": {"trackers": [], "pictures_every": 0, "every_steps": 1},
+    }
+
+
+def write_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:
+    """A config file of `settings`, some of whose sections have other values."""
+    values = settings(shards)
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({"run": str(path.with_suffix("")), **values}))
+    return path
+
+
+def command(arguments: Sequence[object], processes: int = 1, **launcher: object) -> list[str]:
+    """The command line of a run: plain python for one process, accelerate's launcher for more."""
+    call = ["-m", "bigscl.train", *map(str, arguments)]
+    if processes == 1 and not launcher:
+        return [sys.executable, *call]
+    options = {
+        "num_processes": processes,
+        "num_machines": 1,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+        "main_process_port": free_port(),
+        **launcher,
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *flags, *call]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def train(*arguments: object, processes: int = 1) -> "subprocess.CompletedProcess[str]":
+    """A whole run, which must end well."""
+    done = run(command(arguments, processes))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+
+
+class Running:
+    """A run that is going on, to be interrupted."""
+
+    def __init__(self, folder: Path, *arguments: object, processes: int = 1) -> None:
+        self._folder = folder
+        self._log = folder.parent / f"{folder.name}.log"
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                command(arguments, processes), cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes, by rank."""
+        family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(True)]
+        found = {}
+        for process in family:
+            if "accelerate.commands.launch" not in process.cmdline() and "RANK" in process.environ():
+                # The loader's workers inherit the rank; their parents are older.
+                found.setdefault(process.environ()["RANK"], process)
+        return [found[rank] for rank in sorted(found)] or family[:1]
+
+    def wait_for(self, happened: Callable[[], bool]) -> bool:
+        """Whether it happened before the run ended."""
+        deadline = time.monotonic() + TIMEOUT
+        while self._process.poll() is None and not happened():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.002)
+        return self._process.poll() is None
+
+    def wait_for_step(self, step: int) -> bool:
+        return self.wait_for(lambda: steps_of(self._folder) >= step)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To rank 0, which is the run itself if it has one process."""
+        self.ranks()[0].send_signal(number)
+
+    def kill(self) -> None:
+        """`kill -9`, of every process at once."""
+        family = [*psutil.Process(self._process.pid).children(True), psutil.Process(self._process.pid)]
+        for process in family:
+            process.kill()
+        self.wait()
+
+    def wait(self, seconds: float = TIMEOUT) -> int:
+        return self._process.wait(seconds)
+
+
+def steps_of(folder: Path) -> int:
+    """The last step in a run's metrics."""
+    try:
+        return len([line for line in (folder / "metrics.jsonl").read_text().splitlines() if "train" in line])
+    except FileNotFoundError:
+        return 0
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every line in a run's metrics."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["total"]) for line in lines if line["kind"] == "train"]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The weights in a run's last checkpoint."""
+    latest = Checkpoints(folder / "checkpoints", 1).latest()
+    assert latest is not None
+    return load_file(latest.path / "model.safetensors")
+
+
+def store_of(folder: Path, shards: Path, snapshot: int | None = None) -> HeatmapStore:
+    return HeatmapStore.open(folder / "store", annotations=index_of(shards).annotations(), snapshot=snapshot)
+
+
+def memory_of(folder: Path, shards: Path, snapshot: int | None = None) -> Rows:
+    """What a run's store holds of every sample."""
+    return store_of(folder, shards, snapshot).read(index_of(shards).ids())
+
+
+def assert_same_rows(one: Rows, other: Rows) -> None:
+    """Bit for bit."""
+    arrays, others = dict(one.arrays()), dict(other.arrays())
+    assert arrays.keys() == others.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, others[name], err_msg=name)
+
+
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(
+            weight, other[name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_same_runs(one: Path, other: Path, shards: Path) -> None:
+    """The same weights, memory, selection, and losses of every step, to the last bit."""
+    assert_same_weights(weights_of(one), weights_of(other))
+    first, second = store_of(one, shards), store_of(other, shards)
+    assert first.snapshot.attributes == second.snapshot.attributes
+    assert_same_rows(memory_of(one, shards), memory_of(other, shards))
+    assert losses_of(one) == losses_of(other)
+
+
+def ids_of(folder: Path) -> Counter[tuple[int, int]]:
+    """How often each (epoch, id) is in the logs of ids of all ranks."""
+    lines = [line for file in folder.glob("ids-*.txt") for line in file.read_text().splitlines()]
+    return Counter((int(line.split()[0]), int(line.split()[1])) for line in lines)
+
+
+def copy_run(source: Path, target: Path) -> Path:
+    """A run's folder under another name, without its log of ids."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("ids-*.txt"))
+    return target

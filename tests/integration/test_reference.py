@@ -1,0 +1,101 @@
+"""The real trainer, with its shards, store, threads and ranks, equals the paper's equations written plainly.
+
+What may differ is the order of sums in float32, about 1e-7, so weights agree to 1e-5. Stored values are
+float16: where such a difference meets the edge between two of them, they are neighbours (a step of 5e-4 just
+below 1), and the next epochs carry that on. So nearly all stored bits must be equal, and the rest be at most
+two steps away. The network has no batch statistics, which belong to each rank's own batch by definition.
+"""
+
+import numpy as np
+import torch
+
+from bigscl.checkpoint import Checkpoints
+from bigscl.config import load_config
+from bigscl.selection import Selection
+from tests.integration.reference import Reference
+from tests.integration.runs import (
+    assert_same_runs,
+    assert_same_weights,
+    index_of,
+    make_shards,
+    memory_of,
+    store_of,
+    train,
+    weights_of,
+    write_config,
+)
+
+MAX_STEPS, MAX_SHARE = 2, 1e-3
+WEIGHTS = 1e-5
+
+
+def assert_same_halves(found, expected):
+    """Float16 values in 0 to 1 that differ by rounding only; neighbours there have neighbouring bits."""
+    steps = np.abs(found.view(np.int16).astype(int) - expected.view(np.int16))
+    assert steps.max() <= MAX_STEPS
+    assert (steps > 0).mean() < MAX_SHARE
+
+
+def spread(values, classes, num_classes):
+    """Values [N,k,...] of each image's own classes [N,k], among zeros for the others."""
+    whole = np.zeros((len(values), num_classes, *values.shape[2:]), values.dtype)
+    whole[np.arange(len(values))[:, None], classes] = values
+    return whole
+
+
+def assert_equals_reference(folder, shards, world_size):
+    index, config = index_of(shards), load_config(folder.with_suffix(".yaml"))
+    reference = Reference(config, index, world_size).train()
+    checkpoints = Checkpoints(folder / "checkpoints", keep=3).all()
+    assert len(checkpoints) == len(reference.epochs) == 3
+    for epoch, (checkpoint, wanted) in enumerate(zip(checkpoints, reference.epochs, strict=True)):
+        store = store_of(folder, shards, checkpoint.progress.snapshot)
+        rows = store.read(index.ids())
+        assert (rows.visited == epoch).all()
+        assert_same_halves(rows.scores, wanted["scores"])
+        kept = spread(np.ones_like(rows.classes, bool), rows.classes, index.num_classes)
+        np.testing.assert_array_equal(kept, wanted["kept"])
+        assert_same_halves(spread(rows.heatmaps, rows.classes, index.num_classes), wanted["heatmaps"])
+        selection = Selection.from_json(store.snapshot.attributes["selection"])
+        expected = selection.expected(torch.from_numpy(rows.scores), torch.from_numpy(index.ids()))
+        np.testing.assert_array_equal(expected.numpy(), wanted["expected"])
+        assert_same_weights(checkpoint.tensors("model.safetensors"), wanted["weights"], WEIGHTS)
+
+
+def test_run_equals_the_equations(plain, shards):
+    assert_equals_reference(plain, shards, world_size=1)
+
+
+def test_run_on_two_processes_equals_the_equations(tmp_path, shards):
+    config = write_config(tmp_path / "run.yaml", shards)
+    train(config, processes=2)
+    assert_equals_reference(tmp_path / "run", shards, world_size=2)
+
+
+def test_run_on_four_processes_with_three_shards_equals_the_equations(tmp_path, few_shards):
+    config = write_config(tmp_path / "run.yaml", few_shards)
+    train(config, processes=4)
+    assert_equals_reference(tmp_path / "run", few_shards, world_size=4)
+
+
+def test_a_rank_without_samples_changes_not_a_bit(tmp_path):
+    """The gradient is halved by averaging over two ranks after it was doubled: both are exact.
+
+    ROLE has the most to exchange: gradients, mean counts of the batch, and the label estimates.
+    """
+    shards = make_shards(tmp_path / "shards", 20, 20)
+    for name, processes in (("alone", 1), ("beside", 2)):
+        train(
+            write_config(tmp_path / f"{name}.yaml", shards, objective={"base": "role"}), processes=processes
+        )
+    assert_same_runs(tmp_path / "alone", tmp_path / "beside", shards)
+
+
+def test_two_accumulated_batches_equal_one_of_twice_the_size(tmp_path, plain, shards):
+    optimizer = {"accumulate": 2, "weight_decay": 1e-4}
+    train(write_config(tmp_path / "run.yaml", shards, data={"batch_size": 4}, optimizer=optimizer))
+    found, expected = memory_of(tmp_path / "run", shards), memory_of(plain, shards)
+    assert_same_weights(weights_of(tmp_path / "run"), weights_of(plain), WEIGHTS)
+    assert_same_halves(found.scores, expected.scores)
+    np.testing.assert_array_equal(found.classes, expected.classes)
+    assert_same_halves(found.heatmaps, expected.heatmaps)
