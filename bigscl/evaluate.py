@@ -42,7 +42,7 @@ from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.ranks import transport
 from bigscl.real import match_real, read_real
 from bigscl.report import make_report
-from bigscl.report_files import main_table, to_json, write_report
+from bigscl.report_files import summary, to_json, write_report
 from bigscl.run import open_data
 from bigscl.subject import Subject, build_network, find_subject, see_as
 from store import HeatmapStore, StoreError
@@ -66,7 +66,7 @@ def evaluate(options: Namespace) -> None:
     report = make_report(saved, real=real, activation=options.activation)
     saved.save(folder / FILE_NAME)
     write_report(report, folder)
-    print(json.dumps(to_json(report)) if options.json else f"{report.headline}\n\n{main_table([report])}")
+    print(json.dumps(to_json(report)) if options.json else summary(report))
     logger.info("report: %s", folder / "report.md")
 
 

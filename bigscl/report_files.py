@@ -25,7 +25,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 def to_json(report: Report) -> dict[str, Any]:
     """Plain values; fractions to six digits, null where there is nothing to take a figure of."""
-    values: dict[str, Any] = _plain({"headline": report.headline, **asdict(report)})
+    values: dict[str, Any] = plain({"headline": report.headline, **asdict(report)})
     return values
 
 
@@ -46,6 +46,13 @@ def to_markdown(report: Report) -> str:
         _class_table(report),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(report: Report) -> str:
+    """The main figures for a terminal."""
+    return "\n\n".join(
+        [report.headline, main_table([report]), _precision_table(report), *_localization(report)]
+    )
 
 
 def main_table(reports: Sequence[Report]) -> str:
@@ -78,6 +85,15 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def percent(fraction: float) -> str:
     """A fraction in percent with two digits; a dash where there is none."""
     return "–" if math.isnan(fraction) else f"{100 * fraction:.2f}"
+
+
+def plain(value: Any) -> Any:
+    """The same value for JSON: floats to six digits, null for NaN."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, DIGITS)
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _about(report: Report) -> str:
@@ -160,14 +176,6 @@ def _class_table(report: Report) -> str:
         for c in report.per_class
     ]
     return markdown_table(header, rows)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return None if math.isnan(value) else round(value, DIGITS)
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def draw_score_distribution(histograms: Sequence[Sequence[int]], title: str, path: Path) -> None:

@@ -1,0 +1,44 @@
+"""`bigscl score`: the report on saved predictions, without the network."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Activation = Literal["sigmoid", "softmax"]
+
+
+def command(
+    predictions: Annotated[
+        Path, typer.Argument(help="A folder of bigscl.evaluate, or another tool's logits: .npz, or .npy.")
+    ],
+    keys: Annotated[
+        Path | None, typer.Option(help="Names of the .npy's images: one a line, or .npy.")
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help=".npy with a class number for each image, or 1, 0, -1 for each class.")
+    ] = None,
+    real: Annotated[
+        Path | None, typer.Option(help="real.json: score ImageNet's validation images by the ReaL labels.")
+    ] = None,
+    activation: Annotated[Activation, typer.Option(help="What makes scores of logits.")] = "sigmoid",
+    name: Annotated[str | None, typer.Option(help="What the report calls the model.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write report.md, report.json, scores.png there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Score saved predictions: the same report as bigscl.evaluate gives."""
+    from bigscl.predictions import load_predictions
+    from bigscl.real import read_real
+    from bigscl.report import make_report
+    from bigscl.report_files import summary, to_json, write_report
+
+    saved = load_predictions(predictions, keys=keys, labels=labels)
+    if name is not None:
+        saved.about["model"] = name
+    report = make_report(saved, real=None if real is None else read_real(real), activation=activation)
+    if output is not None:
+        write_report(report, output)
+    print(json.dumps(to_json(report)) if as_json else summary(report))
