@@ -80,6 +80,8 @@ def web_server(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iter
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handle) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

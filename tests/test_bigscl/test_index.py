@@ -293,6 +293,19 @@ def test_a_truncated_tar_keeps_its_whole_samples(tmp_path, compressed):
         assert any("breaks off" in p.what or "ends at byte" in p.what for p in problems)
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_image_that_is_cut_off_is_left_out_though_its_label_came_before(tmp_path, compressed):
+    members = [member for n in range(3) for member in reversed(classed(f"k{n}", n, n))]
+    content = write_tar(tmp_path / "x.tar", members).read_bytes()
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        content = content[: tar.getmember("k2.jpg").offset_data + 100]
+    (tmp_path / "x.tar").write_bytes(gzip.compress(content) if compressed else content)
+    index, problems = scan(str(tmp_path / "x.tar"))
+    assert keys(index) == ["k0", "k1"]
+    assert [problem.key for problem in problems] == ["k2", "k2"]
+    assert "cut off" in problems[0].what
+
+
 def test_shards_without_any_sample_are_refused_with_the_problems(tmp_path):
     with pytest.raises(NoSamples, match="no sample with an image and a label") as caught:
         scan(str(write_tar(tmp_path / "x.tar", [("a.jpg", jpeg(1)), ("b.txt", b"?")])))

@@ -154,6 +154,12 @@ def test_the_buffer_mixes_samples_over_its_length():
     assert moved.mean() > 100
 
 
+def test_large_shards_are_dealt_first_so_that_small_ones_even_them_out():
+    for epoch in range(10):
+        plan = training_plan(np.array([1] * 8 + [8]), 8, seed=1, epoch=epoch, batch_size=2, world_size=2)
+        assert [plan.num_samples(rank) for rank in range(2)] == [8, 8]
+
+
 def test_fewer_shards_than_ranks_leaves_ranks_idle():
     plan = training_plan(np.array([5, 3]), 5, seed=1, epoch=1, batch_size=2, world_size=4, workers=2)
     assert sorted(plan.num_samples(rank) for rank in range(4)) == [0, 0, 3, 5]
