@@ -99,7 +99,9 @@ class DataConfig:
     observed: ObservedConfig | None = None
     """Draw the observed labels anew; none: those in the shards."""
     size: Annotated[int, Field(ge=16)] = 224
-    """Side of the network's input."""
+    """Side of the network's input in training."""
+    eval_size: Annotated[int, Field(ge=16)] | None = None
+    """Side of the network's input in evaluation; none: that of training."""
     batch_size: Count = 64
     """Images per process and step."""
     workers: CountOrNone = 4
@@ -144,7 +146,7 @@ class DataConfig:
 
     def evaluation_look(self) -> EvaluationLook:
         """How images are looked at in validation."""
-        return EvaluationLook(size=self.size, resize=self.resize, shorter=self.shorter)
+        return EvaluationLook(size=self.eval_size or self.size, resize=self.resize, shorter=self.shorter)
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)
@@ -212,7 +214,7 @@ class StoreConfig:
     compact_after: Count | None = None
     """Epochs before the heatmaps are reduced to `top` classes; none: the warm-up's."""
     warmup_heatmaps: Literal["dense", "scores"] = "dense"
-    """Until then: heatmaps of all classes, or scores only."""
+    """Until then: heatmaps of all classes, or scores only; for ever, where there is no `top`."""
     slots: Annotated[int, Field(ge=2)] = 3
     """Versions of each shard on disk; one less can be resumed from."""
     codec: Codec = "none"
@@ -374,7 +376,7 @@ NEEDS_K = ("en", "ep", "epr", "role")
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong) for settings that contradict each other or would have no effect."""
-    objective, store, default = config.objective, config.store, StoreConfig()
+    objective, store = config.objective, config.store
     remembers = objective.base in NEEDS_MEMORY or objective.consistency != "none"
     if store.kind == "none" and remembers:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
@@ -392,8 +394,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.compact_after", "has no effect without store.top"
     if store.top is not None and not (store.compact_after or config.schedule.warmup.epochs):
         yield "store.compact_after", "needed: without warm-up nothing says when to choose the top classes"
-    if store.top is None and store.warmup_heatmaps != default.warmup_heatmaps:
-        yield "store.warmup_heatmaps", "has no effect without store.top"
+    if store.top is None and store.warmup_heatmaps == "scores" and objective.consistency == "scl":
+        yield "store.warmup_heatmaps", "scores without store.top keeps no heatmaps, and scl needs them"
     if store.url is not None and not store.url.startswith("s3://") and (store.endpoint or store.region):
         yield "store.endpoint", "has no effect on a file system"
     if config.schedule.warmup.epochs + config.schedule.main.epochs < 1:
@@ -402,6 +404,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.rand_augment", "choose it or data.color_jitter"
     if config.data.labels == "labels" and config.data.observed is not None:
         yield "data.observed", "has no effect with data.labels: labels"
+    if config.data.resize == "shorter" and config.data.shorter < (config.data.eval_size or config.data.size):
+        yield "data.shorter", f"{config.data.shorter}: the centre that is cut out of it is larger"
     if config.data.resize == "square" and config.data.shorter != 256:
         yield "data.shorter", "has no effect with data.resize: square"
     if store.kind == "disk" and config.keep_checkpoints >= store.slots:
