@@ -9,7 +9,22 @@ import typer
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
 # `bigscl show` answers at once.
-VERBS: tuple[str, ...] = ("index", "shards", "show", "render", "unlock")
+VERBS: tuple[str, ...] = (
+    "quickstart",
+    "index",
+    "shards",
+    "plan",
+    "doctor",
+    "score",
+    "compare",
+    "show",
+    "render",
+    "export",
+    "diff",
+    "verify",
+    "compact",
+    "unlock",
+)
 
 
 class Verbs(typer.core.TyperGroup):
@@ -25,7 +40,8 @@ class Verbs(typer.core.TyperGroup):
         if hasattr(module, "app"):
             return typer.main.get_command(module.app)
         verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        verb.command(name=cmd_name)(module.command)
+        settings = getattr(module, "context_settings", None)
+        verb.command(name=cmd_name, context_settings=settings)(module.command)
         return typer.main.get_command(verb)
 
 
