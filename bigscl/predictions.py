@@ -3,6 +3,7 @@
 # Shapes: n images, L classes, R best classes of an image.
 
 import shutil
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,9 +129,9 @@ def _load_group(path: Path) -> SavedPredictions:
 def _arrays(path: Path) -> dict[str, Any]:
     try:
         content = np.load(_there(path), allow_pickle=False)
-    except ValueError as error:
+        return {"logits": content} if path.suffix == ".npy" else dict(content)
+    except (ValueError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: not a numpy file of plain arrays ({error})") from error
-    return {"logits": content} if path.suffix == ".npy" else dict(content)
 
 
 def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
