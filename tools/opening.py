@@ -153,5 +153,6 @@ def checkpoints_by_snapshot(store: str) -> dict[int, list[str]]:
 
 
 def has_selection(snapshot: Snapshot) -> bool:
-    """Whether expected positives had been chosen by then."""
-    return snapshot.attributes.get("selection") is not None
+    """Whether any expected positives had been chosen by then."""
+    cuts = snapshot.attributes.get("selection")
+    return cuts is not None and any(last_id >= 0 for last_id in cuts["last_id"])

@@ -1,0 +1,207 @@
+"""`bigscl doctor`: whether this environment, and every node of a launcher, is fit to train."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from store import Transport
+from tools.opening import Anonymous, AsJson, Endpoint, Region, options
+from tools.reachable import probe_place
+from tools.text import size
+
+NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
+OPTIONAL = {
+    "timm": "timm backbones",
+    "sklearn": "quickstart",
+    "tensorboard": "tracking",
+    "pyarrow": ".parquet",
+}
+# Loader workers hand over their batches through it.
+LITTLE_SHARED_MEMORY = 2**30
+
+
+def command(
+    place: Annotated[
+        str | None, typer.Argument(help="Where the store will be: a path or s3://bucket/prefix.")
+    ] = None,
+    endpoint: Endpoint = None,
+    region: Region = None,
+    anonymous: Anonymous = False,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, devices, backends, free disk; under a launcher, whether all processes see the same place.
+
+    Exit code 1 if anything is wrong.
+
+    Example: accelerate launch --config_file configs/accelerate/2x8gpu.yaml -m tools.cli doctor /shared/store
+    """
+    with _launched_ranks() as ranks:
+        mine = _environment(place)
+        payloads = ranks.gather(json.dumps(mine).encode())
+        reach = options(endpoint, region, anonymous)
+        sharing = None if place is None else probe_place(place, reach, ranks)
+        if payloads is None:
+            return
+        processes = [json.loads(payload) for payload in payloads]
+        facts = {
+            "processes": processes,
+            "place": place,
+            "sharing": sharing,
+            "problems": [*_problems(processes), *(sharing or ())],
+        }
+    print(json.dumps(facts) if as_json else _text(facts))
+    if facts["problems"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _launched_ranks() -> Iterator[Transport]:
+    """The processes of the launcher as one group, or this process alone."""
+    import torch.distributed as dist
+
+    from bigscl.ranks import transport
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield transport()
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield transport()
+    finally:
+        dist.destroy_process_group()
+
+
+def _environment(place: str | None) -> dict[str, Any]:
+    """What one process has."""
+    import torch
+    import torch.distributed as dist
+
+    devices = [
+        {"name": torch.cuda.get_device_name(n), "bytes": torch.cuda.get_device_properties(n).total_memory}
+        for n in range(torch.cuda.device_count())
+    ]
+    backends = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "python": sys.version.split()[0],
+        "versions": {name: _version(name) for name in NEEDED},
+        "optional": {name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "shared_memory_bytes": _free("/dev/shm"),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "devices": devices,
+        "bf16": _bf16(),
+        "backends": backends,
+        "free_bytes": None if place is None or "://" in place else _free(place),
+        "launched": "WORLD_SIZE" in os.environ,
+        "accelerate": any(name.startswith("ACCELERATE_") for name in os.environ),
+    }
+
+
+def _bf16() -> bool:
+    import torch
+
+    from bigscl.hardware import usable_precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return usable_precision("bf16", device) == "bf16"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _free(place: str) -> int | None:
+    """Free bytes at a path, or at the nearest folder above it that exists."""
+    path = Path(place).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free if place != "/dev/shm" or path == Path(place) else None
+
+
+def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with the processes, alone or together."""
+    for name in NEEDED:
+        found = {one["versions"][name] for one in processes}
+        if None in found:
+            hosts = sorted({one["host"] for one in processes if one["versions"][name] is None})
+            yield f"{name} is not installed on {', '.join(hosts)}: pip install {name}"
+        elif len(found) > 1:
+            yield f"{name} is of several versions: {', '.join(sorted(found))}. Install the same everywhere."
+    if len({one["python"] for one in processes}) > 1:
+        yield f"several versions of Python: {', '.join(sorted({one['python'] for one in processes}))}"
+    for host, one in {one["host"]: one for one in processes}.items():
+        yield from _problems_of_host(host, one)
+    if len(processes) == 1 and processes[0]["accelerate"] and not processes[0]["launched"]:
+        yield (
+            "accelerate started one process only. On CPUs `--cpu --num_processes 2` does that: use "
+            "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2"
+        )
+
+
+def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
+    if not one["backends"]["gloo"]:
+        yield f"{host}: torch has no gloo, which the ranks talk over. Install another build of torch."
+    if one["devices"] and not one["backends"]["nccl"]:
+        yield f"{host}: has GPUs, but torch has no nccl. Install another build of torch."
+    shared = one["shared_memory_bytes"]
+    if shared is not None and shared < LITTLE_SHARED_MEMORY:
+        yield f"{host}: {size(shared)} free in /dev/shm, loader workers may die; docker: --shm-size 8g"
+
+
+def _text(facts: dict[str, Any]) -> str:
+    processes = facts["processes"]
+    hosts: dict[str, list[dict[str, Any]]] = {}
+    for one in processes:
+        hosts.setdefault(one["host"], []).append(one)
+    first = processes[0]
+    packages = ", ".join(f"{name} {found}" for name, found in first["versions"].items())
+    extras = ", ".join(
+        f"{name} {'yes' if first['optional'][name] else 'no'} ({use})" for name, use in OPTIONAL.items()
+    )
+    lines = [
+        f"python {first['python']}, {packages}",
+        f"optional: {extras}",
+        f"world size {len(processes)}{'' if first['launched'] else ' (not under a launcher)'}",
+        *(_host_text(host, ones) for host, ones in hosts.items()),
+    ]
+    if facts["place"] is not None:
+        free = "" if first["free_bytes"] is None else f", {size(first['free_bytes'])} free"
+        seen = "the same for all processes" if not facts["sharing"] else "NOT fit for a store"
+        lines.append(f"{facts['place']}: {seen}{free}")
+    lines += [f"problem: {problem}" for problem in facts["problems"]] or ["all is well"]
+    return "\n".join(lines)
+
+
+def _host_text(host: str, processes: list[dict[str, Any]]) -> str:
+    one = processes[0]
+    devices = [f"{device['name']} ({size(device['bytes'])})" for device in one["devices"]] or ["no GPU"]
+    backends = ", ".join(name for name, there in one["backends"].items() if there)
+    cuda = "" if one["cuda"] is None else f", CUDA {one['cuda']}"
+    precision = "bf16 works" if one["bf16"] else "bf16 does not work"
+    return (
+        f"{host}: {len(processes)} x process, {one['cpus']} CPUs, {size(one['ram_bytes'])} RAM, "
+        f"{', '.join(devices)}{cuda}, {precision}, backends {backends}; {one['system']}"
+    )

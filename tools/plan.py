@@ -1,0 +1,264 @@
+"""`bigscl plan`: what a run will need, before anyone trains."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from store import StoreSpec
+from tools.opening import AsJson
+from tools.text import counted, size, table
+
+if TYPE_CHECKING:
+    from bigscl.config import Config
+    from bigscl.data.plan import Plan
+    from tools.forecast import MemoryPhase
+
+# `--section.key value` overrides the config, as for training.
+context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def command(
+    context: typer.Context,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A run's YAML; --section.key value overrides it.")
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="Training processes of all nodes: GPUs.")] = 1,
+    images_per_second: Annotated[
+        float, typer.Option(min=0.001, help="What one process trains, to know the store's load.")
+    ] = 400,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Plan for so many images that are not there yet.")
+    ] = None,
+    classes: Annotated[int | None, typer.Option(min=1, help="With --samples: their classes.")] = None,
+    per_shard: Annotated[int, typer.Option(min=1, help="With --samples: images in a shard.")] = 1000,
+    probe: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Measure this place and say whether it will keep up.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes, MB/s and RAM a run needs, steps and balance of its shards, and what is likely to go wrong.
+
+    Exit code 1 if there are warnings, or the probed place is too slow.
+
+    Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
+    """
+    from bigscl.config import load_config
+
+    settings = load_config(config, context.args)
+    spec, mean_bytes = _data(settings, samples, classes, per_shard)
+    facts = _facts(settings, spec, processes, images_per_second, mean_bytes)
+    if probe is not None:
+        facts["probe"] = _probe(settings, spec, facts, probe)
+    print(json.dumps(facts) if as_json else _text(facts))
+    if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
+        raise typer.Exit(1)
+
+
+def _data(
+    config: "Config", samples: int | None, classes: int | None, per_shard: int
+) -> tuple[StoreSpec, float | None]:
+    """The store's rows and the mean bytes of an image: of the shards that are there, or of those told."""
+    from bigscl.data.index import load_index
+
+    if (samples is None) != (classes is None):
+        raise ValueError("--samples, --classes: give both, or neither to plan for the shards that are there")
+    if samples is not None and classes is not None:
+        full, rest = divmod(samples, per_shard)
+        sizes = [per_shard] * full + [rest] * (rest > 0)
+        mean_bytes = None
+    else:
+        index = load_index(config.data.train, config.data.train_index)
+        sizes, classes = index.shard_sizes.tolist(), index.num_classes
+        mean_bytes = float(index.image_bytes[index.ids()].mean())
+    return (
+        StoreSpec(
+            fingerprint="",
+            num_classes=classes,
+            heatmap_size=_heatmap_size(config, classes),
+            rows_per_shard=max(sizes),
+            shard_sizes=tuple(sizes),
+        ),
+        mean_bytes,
+    )
+
+
+def _heatmap_size(config: "Config", num_classes: int) -> int:
+    from bigscl.model import build_model
+    from bigscl.state import map_side
+
+    return 2 * map_side(build_model(config.model.backbone, num_classes), config.data.size)
+
+
+def _plan(config: "Config", spec: StoreSpec, processes: int) -> "Plan":
+    from bigscl.data.plan import training_plan
+
+    return training_plan(
+        np.asarray(spec.shard_sizes),
+        spec.rows_per_shard,
+        seed=config.seed,
+        epoch=0,
+        batch_size=config.data.batch_size,
+        world_size=processes,
+        workers=config.data.workers,
+        shuffle_buffer=config.data.shuffle_buffer,
+    )
+
+
+def _facts(
+    config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
+) -> dict[str, Any]:
+    from tools import forecast
+
+    plan = _plan(config, spec, processes)
+    phases = forecast.memory_phases(config, spec, plan)
+    steps = -(-plan.num_steps // config.optimizer.accumulate)
+    free = _free_bytes(config.store_url) if config.store.kind == "disk" else None
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "run": str(config.run),
+        "samples": spec.num_samples,
+        "shards": spec.num_shards,
+        "classes": spec.num_classes,
+        "heatmap_size": spec.heatmap_size,
+        "processes": processes,
+        "images_per_second": rate,
+        "epochs": config.phases().epochs,
+        "steps_per_epoch": steps,
+        "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
+        "samples_per_rank": asdict(forecast.samples_per_rank(plan)),
+        "shards_per_rank": asdict(forecast.shards_per_rank(plan)),
+        "shards_per_worker": asdict(forecast.shards_per_worker(plan)),
+        "imbalance": forecast.imbalance(plan),
+        "hours": spec.num_samples * config.phases().epochs / (rate * processes) / 3600,
+        "loader_bytes": _loader_bytes(config, mean_bytes),
+        "store": config.store.kind,
+        "store_url": config.store_url if config.store.kind == "disk" else None,
+        "disk_bytes": forecast.disk_needed(phases),
+        "free_bytes": free,
+        "phases": [_phase(config, phase, rate * processes) for phase in phases],
+        "warnings": list(forecast.warnings(config, plan, phases, free, ram)),
+    }
+
+
+def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
+    """Encoded images that wait to be shuffled, and batches that the workers have ready, per process."""
+    if mean_bytes is None:
+        return None
+    workers = max(1, config.data.workers)
+    batches = 2 * config.data.batch_size * 3 * config.data.size**2
+    return int(workers * (config.data.shuffle_buffer * mean_bytes + batches))
+
+
+def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any]:
+    limit = None if config.store.resident_gb is None else int(config.store.resident_gb * 2**30)
+    return {
+        "first_epoch": phase.epochs.start,
+        "last_epoch": phase.epochs.stop - 1,
+        "layout": phase.group.layout,
+        "top": phase.group.top,
+        "slot_bytes": phase.slot_bytes,
+        "disk_bytes": phase.disk_bytes,
+        "bytes_per_second": phase.image_bytes * rate,
+        "resident_bytes": phase.resident_bytes if limit is None else min(limit, phase.resident_bytes),
+    }
+
+
+def _free_bytes(url: str) -> int | None:
+    """Free bytes where the store will be; None for an object store."""
+    if "://" in url:
+        return None
+    place = Path(url).absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
+    """Whether a place takes and gives the bytes of the heaviest phase fast enough."""
+    from tools import forecast
+    from tools.probe import measure
+
+    phases = forecast.memory_phases(config, spec, _plan(config, spec, 1))
+    if not phases:
+        raise ValueError("--probe: has no effect with store.kind: none")
+    heaviest = max(phases, key=lambda phase: phase.image_bytes)
+    speed = measure(place, spec, heaviest.group, config.store.io_threads, config.store.options())
+    needed = max(phase["bytes_per_second"] for phase in facts["phases"]) / 2
+    return {
+        "place": place,
+        "read_bytes_per_second": speed.read,
+        "write_bytes_per_second": speed.write,
+        "sustained_bytes_per_second": speed.both,
+        "needed_bytes_per_second": needed,
+        "keeps_up": speed.both >= needed,
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    one = facts
+    data = f"{one['samples']:,} samples in {counted(one['shards'], 'shard')}, {one['classes']} classes"
+    shards = f"{_span(one['shards_per_rank'])} per process, {_span(one['shards_per_worker'])} per worker"
+    lines = [
+        f"{one['run']}: {data}",
+        f"  world size {one['processes']}, global batch {one['global_batch']}, "
+        f"{one['steps_per_epoch']:,} steps per epoch, {one['epochs']} epochs; "
+        f"{_hours(one['hours'])} at {one['images_per_second']:g} images/s per process",
+        f"  shards: {shards}; the busiest process has {one['imbalance']:.1%} more samples than the mean",
+    ]
+    if one["loader_bytes"] is not None:
+        lines.append(f"  loader: about {size(one['loader_bytes'])} RAM per process")
+    lines += _store_lines(one)
+    lines += _probe_lines(one["probe"]) if "probe" in one else []
+    lines += [f"  warning: {warning}" for warning in one["warnings"]]
+    return "\n".join(lines)
+
+
+def _store_lines(facts: dict[str, Any]) -> list[str]:
+    if not facts["phases"]:
+        return ["  store: none, this objective remembers nothing"]
+    side = facts["heatmap_size"]
+    rows = [
+        [
+            f"{phase['first_epoch']} - {phase['last_epoch']}",
+            phase["layout"] if phase["top"] is None else f"top {phase['top']}",
+            size(phase["slot_bytes"]),
+            size(phase["disk_bytes"]),
+            f"{size(phase['bytes_per_second'] / 2)}/s",
+            size(phase["resident_bytes"]),
+        ]
+        for phase in facts["phases"]
+    ]
+    free = "" if facts["free_bytes"] is None else f", {size(facts['free_bytes'])} free there"
+    where = facts["store_url"] or "in memory"
+    return [
+        f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
+        table(
+            ("epochs", "heatmaps", "a slot", "all slots", "read and write, each", "RAM per process"),
+            rows,
+            indent="    ",
+        ),
+    ]
+
+
+def _probe_lines(probe: dict[str, Any]) -> list[str]:
+    read, write = size(probe["read_bytes_per_second"]), size(probe["write_bytes_per_second"])
+    times = probe["sustained_bytes_per_second"] / probe["needed_bytes_per_second"]
+    verdict = "keeps up" if probe["keeps_up"] else "is too slow"
+    return [
+        f"  probe: {probe['place']} reads {read}/s, writes {write}/s; it {verdict}: "
+        f"{times:.3g} times the {size(probe['needed_bytes_per_second'])}/s needed each way"
+    ]
+
+
+def _span(share: dict[str, int]) -> str:
+    return str(share["most"]) if share["fewest"] == share["most"] else f"{share['fewest']} to {share['most']}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:.1f} h"
