@@ -1,0 +1,146 @@
+"""Configs: strict, complete, and every mistake reported at once."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigscl.config import Config, ConfigError, load_config, make_config, to_yaml
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def values(**sections):
+    base = {"run": "runs/x", "data": {"train": "t", "val": "v"}, "model": {"backbone": "resnet18"}}
+    for name, settings in sections.items():
+        base[name] = {**base.get(name, {}), **settings} if isinstance(settings, dict) else settings
+    return base
+
+
+def complaints(**sections):
+    with pytest.raises(ConfigError) as caught:
+        make_config(values(**sections))
+    _, *lines = str(caught.value).splitlines()
+    return [line.strip() for line in lines]
+
+
+def test_every_mistake_is_listed_with_its_dotted_path():
+    found = complaints(
+        data={"batch_size": 0, "batch_sice": 3, "crop": {"scale": [1, 2, 3]}},
+        objective={"base": "enn"},
+        selection={"K": -1},
+        schedule={"main": {"epochs": 1}},
+    )
+    assert [line.split(":")[0] for line in found] == [
+        "data.batch_size",
+        "data.crop.scale",
+        "data.batch_sice",
+        "objective.base",
+        "selection.K",
+        "selection.K",
+        "schedule.main.learning_rate",
+    ]
+    assert "data.batch_sice: no such setting" in found
+    assert "schedule.main.learning_rate: missing" in found
+    assert any("'enn'" in line and "'en'" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"store": {"kind": "none"}}, "store.kind"),
+        ({"store": {"kind": "memory", "url": "x"}}, "store.url"),
+        ({"objective": {"consistency": "none", "norm": "l2"}}, "objective.norm"),
+        ({"objective": {"smoothing": 0.3}}, "objective.smoothing"),
+        ({"data": {"val": None}}, "selection.K"),
+        ({"store": {"compact_after": 3}}, "store.compact_after"),
+        ({"store": {"warmup_heatmaps": "scores"}}, "store.warmup_heatmaps"),
+        ({"store": {"url": "here", "endpoint": "http://x"}}, "store.endpoint"),
+        ({"data": {"labels": "labels", "observed": {"seed": 1}}}, "data.observed"),
+        ({"data": {"color_jitter": {"hue": 0.1}, "rand_augment": {}}}, "data.rand_augment"),
+        ({"data": {"resize": "square", "shorter": 300}}, "data.shorter"),
+        ({"data": {"eval_size": 288}}, "data.shorter"),
+        ({"checkpoint": {"keep": 3}}, "checkpoint.keep"),
+        ({"data": {"crop": {"scale": [0.9, 0.1]}}}, "data.crop.scale"),
+        ({"data": {"crop": {"scale": [0.5, 1.5]}}}, "data.crop.scale"),
+        ({"objective": {"base": "epr"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
+    ],
+)
+def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
+    assert [line.split(":")[0] for line in complaints(**sections)] == [path]
+
+
+def test_top_classes_without_warmup_must_say_when_they_are_chosen():
+    without = {"warmup": {"epochs": 0, "learning_rate": 1}}
+    found = complaints(store={"top": 10}, schedule=without)
+    assert found[0].startswith("store.compact_after: needed")
+    config = make_config(values(store={"top": 10, "compact_after": 3}, schedule=without))
+    assert config.compact_after == 3
+    assert make_config(values(store={"top": 10})).compact_after == 5
+
+
+def test_overrides_reach_any_depth_and_keep_the_rest(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(values(optimizer={"weight_decay": 0.1})))
+    overrides = [
+        "--data.crop.flip",
+        "0",
+        "--optimizer.name=sgd",
+        "--schedule.main",
+        "{epochs: 2, learning_rate: 1e-3}",
+    ]
+    config = load_config(path, overrides)
+    assert (config.data.crop.flip, config.optimizer.name, config.optimizer.weight_decay) == (0, "sgd", 0.1)
+    assert config.schedule.main.learning_rate == 1e-3, "PyYAML reads 1e-3 as a string"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "complaint"),
+    [
+        ("{a: [", [], "cannot be read"),
+        ("3", [], "expected sections"),
+        ("{}", ["data.train"], "expected --section.key value"),
+        ("{}", ["--data.train"], "expected a value after it"),
+    ],
+)
+def test_what_is_no_config_is_said_in_one_line(tmp_path, text, overrides, complaint):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(path, overrides)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_resolved_config_loads_again_as_the_same():
+    config = make_config(values(data={"erase": {}, "observed": {"seed": 3}}, weight_ema=0.99))
+    again = make_config(yaml.safe_load(to_yaml(config)))
+    assert again == config
+    assert isinstance(again, Config)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_are_valid_and_open_with_what_one_must_know(path):
+    config = load_config(path)
+    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    for word in ("command:", "machine:", "duration:", "expected:"):
+        assert any(word in line for line in head), f"{path.name} says nothing of its {word}"
+    assert f"configs/{path.name}" in "\n".join(head)
+    assert config.run.name in (path.stem, path.stem.removeprefix("quickstart_"))
+
+
+def test_the_papers_hyper_parameters_are_in_its_configs():
+    root = CONFIGS[0].parent
+    coco = load_config(root / "coco14_resnet50_scl.yaml")
+    assert (coco.selection.K, coco.data.size, coco.data.batch_size, coco.store.momentum) == (2.9, 448, 8, 0.8)
+    assert (coco.schedule.warmup.epochs, coco.schedule.main.epochs) == (5, 25)
+    assert coco.schedule.main.learning_rate == 1e-5
+    assert (coco.data.crop.scale, coco.data.crop.squash) == ((0.25, 1.0), True)
+    scratch = load_config(root / "voc12_resnet50_scratch_scl.yaml")
+    assert (scratch.selection.K, scratch.schedule.warmup.epochs, scratch.schedule.main.epochs) == (
+        1.5,
+        0,
+        100,
+    )
+    imagenet = load_config(root / "imagenet_resnet50_scl.yaml")
+    assert (imagenet.store.top, imagenet.optimizer.weight_decay, imagenet.compact_after) == (10, 1e-4, 5)

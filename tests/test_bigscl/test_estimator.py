@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+import torch
+
+from bigscl import estimator
+from bigscl.estimator import LabelEstimator
+from bigscl.ranks import Single
+from tests.test_store.conftest import make_annotations
+
+
+def test_observed_labels_start_sure_and_the_others_undecided():
+    annotations = make_annotations((4, 2), 5)
+    start = LabelEstimator(annotations, seed=0).logits.sigmoid()
+    observed = torch.zeros_like(start, dtype=torch.bool)
+    owners = np.repeat(np.arange(len(start)), np.diff(annotations.offsets))
+    observed[owners, annotations.classes] = True
+    torch.testing.assert_close(start[observed], torch.full_like(start[observed], 0.995))
+    assert ((start[~observed] >= 0.4) & (start[~observed] <= 0.6)).all()
+
+
+def test_steps_are_those_of_adam_for_each_sample_alone():
+    annotations = make_annotations((6,), 3)
+    ours = LabelEstimator(annotations, seed=1)
+    rows = [torch.nn.Parameter(row.clone()) for row in ours.logits]
+    optimizers = [torch.optim.Adam([row], lr=10 * 1e-2) for row in rows]
+    generator = torch.Generator().manual_seed(0)
+    for ids in ([0, 3], [3, 5], [3, 0]):
+        gradient = torch.randn(2, 3, generator=generator)
+        ours.step(torch.tensor(ids), gradient, 1e-2)
+        for n, slope in zip(ids, gradient, strict=True):
+            rows[n].grad = slope.clone()
+            optimizers[n].step()
+    torch.testing.assert_close(ours.logits, torch.stack([row.detach() for row in rows]))
+    before = ours.logits.clone()
+    ours.share(Single())
+    assert torch.equal(ours.logits, before)
+
+
+def test_a_dataset_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
+    monkeypatch.setattr(estimator, "MAX_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"3 x 4 bytes for each of 20 images x 5 classes = .* GB"):
+        LabelEstimator(make_annotations((20,), 5), seed=0)
