@@ -398,6 +398,9 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.warmup_heatmaps", "scores without store.top keeps no heatmaps, and scl needs them"
     if store.url is not None and not store.url.startswith("s3://") and (store.endpoint or store.region):
         yield "store.endpoint", "has no effect on a file system"
+    for name, phase in (("warmup", config.schedule.warmup), ("main", config.schedule.main)):
+        if phase.decay == "constant" and phase.final_learning_rate:
+            yield f"schedule.{name}.final_learning_rate", "has no effect with decay constant"
     if config.schedule.warmup.epochs + config.schedule.main.epochs < 1:
         yield "schedule", "no epochs at all"
     if config.data.color_jitter is not None and config.data.rand_augment is not None:

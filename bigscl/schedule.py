@@ -63,16 +63,12 @@ class Phase:
     final_learning_rate: float = 0.0
     trains: Literal["head", "all"] = "all"
     """`head`: the linear layer only, over a backbone frozen in eval mode."""
-    frozen_stages: int = 0
-    """Stages of the backbone, from the image up, that stay frozen in eval mode."""
 
     def __post_init__(self) -> None:
         _at_least(0, epochs=self.epochs, learning_rate=self.learning_rate, warmup_steps=self.warmup_steps)
-        _at_least(0, final_learning_rate=self.final_learning_rate, frozen_stages=self.frozen_stages)
+        _at_least(0, final_learning_rate=self.final_learning_rate)
         if self.decay == "constant" and self.final_learning_rate:
             raise ValueError(f"final_learning_rate: no effect on phase {self.name!r}, whose rate is constant")
-        if self.trains == "head" and self.frozen_stages:
-            raise ValueError(f"frozen_stages: no effect on phase {self.name!r}, which trains the head only")
 
     def rate(self, step: int, steps_per_epoch: int) -> float:
         """The learning rate of the phase's own step, counted from the phase's start."""

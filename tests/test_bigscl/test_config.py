@@ -60,6 +60,14 @@ def test_every_mistake_is_listed_with_its_dotted_path():
         ({"data": {"color_jitter": {"hue": 0.1}, "rand_augment": {}}}, "data.rand_augment"),
         ({"data": {"resize": "square", "shorter": 300}}, "data.shorter"),
         ({"data": {"eval_size": 288}}, "data.shorter"),
+        (
+            {
+                "schedule": {
+                    "main": {"epochs": 1, "learning_rate": 1, "decay": "constant", "final_learning_rate": 0.1}
+                }
+            },
+            "schedule.main.final_learning_rate",
+        ),
         ({"checkpoint": {"keep": 3}}, "checkpoint.keep"),
         ({"data": {"crop": {"scale": [0.9, 0.1]}}}, "data.crop.scale"),
         ({"data": {"crop": {"scale": [0.5, 1.5]}}}, "data.crop.scale"),
