@@ -1,15 +1,15 @@
 """Real runs of the trainer in processes of their own, and what they leave behind."""
 
+import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +122,21 @@ def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
 
 
 class Running:
-    """A run that is going on, to be interrupted."""
+    """A run that is going on, to be interrupted; it is over at the end of the block at the latest."""
 
     def __init__(self, folder: Path, *arguments: object, processes: int = 1) -> None:
-        self._folder = folder
-        self._log = folder.parent / f"{folder.name}.log"
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
+        self._folder, self._processes = folder, processes
+        self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
+        with self._log.open("w") as log:
+            self._launched = subprocess.Popen(
                 command(arguments, processes), cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log
             )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     @property
     def output(self) -> str:
@@ -138,38 +144,32 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, by rank."""
-        family = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(True)]
-        found = {}
-        for process in family:
-            if "accelerate.commands.launch" not in process.cmdline() and "RANK" in process.environ():
-                # The loader's workers inherit the rank; their parents are older.
-                found.setdefault(process.environ()["RANK"], process)
-        return [found[rank] for rank in sorted(found)] or family[:1]
-
-    def wait_for(self, happened: Callable[[], bool]) -> bool:
-        """Whether it happened before the run ended."""
-        deadline = time.monotonic() + TIMEOUT
-        while self._process.poll() is None and not happened():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.002)
-        return self._process.poll() is None
+        launched = psutil.Process(self._launched.pid)
+        if self._processes == 1:
+            return [launched]
+        ranks = {child.environ().get("RANK"): child for child in launched.children()}
+        return [ranks[str(rank)] for rank in range(self._processes)]
 
     def wait_for_step(self, step: int) -> bool:
-        return self.wait_for(lambda: steps_of(self._folder) >= step)
-
-    def signal(self, number: signal.Signals) -> None:
-        """To rank 0, which is the run itself if it has one process."""
-        self.ranks()[0].send_signal(number)
+        """Whether the run came that far, before it ended."""
+        deadline = time.monotonic() + TIMEOUT
+        while self._launched.poll() is None and steps_of(self._folder) < step:
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.002)
+        return self._launched.poll() is None
 
     def kill(self) -> None:
         """`kill -9`, of every process at once."""
-        family = [*psutil.Process(self._process.pid).children(True), psutil.Process(self._process.pid)]
-        for process in family:
-            process.kill()
+        if self._launched.poll() is None:
+            for process in psutil.Process(self._launched.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self._launched.kill()
         self.wait()
 
     def wait(self, seconds: float = TIMEOUT) -> int:
-        return self._process.wait(seconds)
+        """The exit code."""
+        return self._launched.wait(seconds)
 
 
 def steps_of(folder: Path) -> int:
@@ -237,3 +237,12 @@ def copy_run(source: Path, target: Path) -> Path:
     """A run's folder under another name, without its log of ids."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("ids-*.txt"))
     return target
+
+
+def call_all(folder: Path, calls: dict[str, Sequence[object]]) -> dict[str, dict[str, Any]]:
+    """How calls of the trainer ended (`code`, `output`, `errors`), one after the other in one process."""
+    given, found = folder / "calls.json", folder / "results.json"
+    given.write_text(json.dumps([[str(word) for word in words] for words in calls.values()]))
+    done = run([sys.executable, "-m", "tests.integration.many_runs", str(given), str(found)])
+    assert done.returncode == 0, done.stderr
+    return dict(zip(calls, json.loads(found.read_text()), strict=True))

@@ -1,0 +1,74 @@
+"""What must not matter does not: where the memory is kept, and how many processes read the images."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from bigscl.config import load_config
+from bigscl.data.pipeline import Loader
+from bigscl.data.plan import training_plan
+from store import Rows
+from tests.integration.runs import (
+    assert_same_rows,
+    assert_same_runs,
+    assert_same_weights,
+    ids_of,
+    index_of,
+    losses_of,
+    memory_of,
+    run,
+    train,
+    weights_of,
+    write_config,
+)
+
+
+def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, plain, shards):
+    config = write_config(tmp_path / "run.yaml", shards, store={"kind": "memory"})
+    kept = tmp_path / "rows.npz"
+    done = run([sys.executable, "-m", "tests.integration.keep_memory", str(kept), str(config)])
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "store").exists()
+    assert_same_weights(weights_of(tmp_path / "run"), weights_of(plain))
+    assert losses_of(tmp_path / "run") == losses_of(plain)
+    with np.load(kept) as arrays:
+        assert_same_rows(Rows(**arrays), memory_of(plain, shards))
+
+
+def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):
+    train(write_config(tmp_path / "run.yaml", shards, data={"workers": 0}))
+    assert_same_runs(tmp_path / "run", plain, shards)
+
+
+def test_three_workers_train_every_sample_once_an_epoch(tmp_path, shards):
+    train(write_config(tmp_path / "run.yaml", shards, data={"workers": 3}), "--log.ids", "true")
+    index = index_of(shards)
+    assert ids_of(tmp_path / "run") == {(epoch, int(n)): 1 for epoch in range(3) for n in index.ids()}
+    assert (memory_of(tmp_path / "run", shards).visited == 2).all()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_any_number_of_workers_gives_the_same_samples_and_views(tmp_path, shards, workers):
+    config = load_config(write_config(tmp_path / "run.yaml", shards))
+
+    def looks(workers):
+        index = index_of(shards)
+        plan = training_plan(
+            index.shard_sizes,
+            index.rows_per_shard,
+            seed=config.seed,
+            epoch=1,
+            batch_size=8,
+            workers=workers,
+            shuffle_buffer=40,
+        )
+        seen = {}
+        for batch in Loader(index, plan, 0, config.data.training_look(config.seed, 1)):
+            for place, n in enumerate(batch.ids.tolist()):
+                assert n not in seen
+                seen[n] = batch.views[place].tolist(), batch.images[place].numpy().tobytes()
+        return seen
+
+    assert looks(workers) == looks(0)

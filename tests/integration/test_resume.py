@@ -1,0 +1,148 @@
+"""Runs that are killed or asked to stop at any moment, and go on as if nothing had happened.
+
+A moment is a random step and a random time after it. With a checkpoint every third step, most of a run's time
+goes into commits and checkpoints, so many of the kills fall into one.
+"""
+
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from bigscl.checkpoint import Checkpoints
+from tests.integration.runs import (
+    Running,
+    assert_same_runs,
+    copy_run,
+    ids_of,
+    index_of,
+    memory_of,
+    steps_of,
+    store_of,
+    train,
+    write_config,
+)
+
+NUM_STEPS = {1: 57, 2: 30}
+STOPPED = "stopped by a signal; saved. Resume with the same command: "
+
+
+def noisy_config(path, shards):
+    return write_config(
+        path,
+        shards,
+        model={"backbone": "tests.integration.tiny:noisy_net"},
+        checkpoint={"every_steps": 3},
+        log={"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True},
+    )
+
+
+def interrupt(config, moments, how, processes=1):
+    """Start the run or go on with it, and end it somewhere on its way; False if it was done before."""
+    folder = config.with_suffix("")
+    # In the next third of what is left, so that a run is interrupted often before it is done.
+    had = steps_of(folder)
+    step = had + moments.randint(1, max(1, (NUM_STEPS[processes] - had) // 3))
+    with Running(folder, config, processes=processes) as running:
+        if running.wait_for_step(step):
+            time.sleep(moments.uniform(0, 0.1))
+            return how(running)
+        assert running.wait() == 0, running.output
+    return False
+
+
+def kill(running):
+    running.kill()
+    return True
+
+
+def kill_a_rank(running):
+    """The others end with it, and the launcher says so."""
+    running.ranks()[-1].kill()
+    assert running.wait(60) != 0, running.output
+    return True
+
+
+def stop(running):
+    """A signal to one rank stops all, unless there was no step left to stop after."""
+    running.ranks()[-1].send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0, running.output
+    return STOPPED in running.output
+
+
+def visited_by_checkpoint(folder, shards):
+    """(epoch, ids that it has had) according to the newest checkpoint."""
+    latest = Checkpoints(folder / "checkpoints", 1).latest()
+    stamps = store_of(folder, shards, latest.progress.snapshot).visited()
+    return latest.progress.epoch, set(np.flatnonzero(stamps == latest.progress.epoch).tolist())
+
+
+def assert_each_sample_once(folder, shards, epoch, had):
+    """In all that a run trained since it was resumed in mid-epoch."""
+    everything = set(index_of(shards).ids().tolist())
+    wanted = {(epoch, n): 1 for n in everything - had}
+    wanted |= {(later, n): 1 for later in range(epoch + 1, 3) for n in everything}
+    assert ids_of(folder) == wanted
+    assert (memory_of(folder, shards).visited == 2).all()
+
+
+def test_run_that_is_killed_and_stopped_ends_as_if_it_never_was(tmp_path, noisy, shards):
+    config, moments = noisy_config(tmp_path / "run.yaml", shards), random.Random(1)
+    for how in (kill, stop, kill):
+        assert interrupt(config, moments, how)
+    train(config)
+    assert_same_runs(tmp_path / "run", noisy[1], shards)
+
+
+def test_run_whose_rank_dies_ends_soon_and_resumes_bit_for_bit(tmp_path, noisy, shards):
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    assert interrupt(config, random.Random(2), kill_a_rank, processes=2)
+    train(config, processes=2)
+    assert_same_runs(tmp_path / "run", noisy[2], shards)
+
+
+def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, shards):
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    with Running(tmp_path / "run", config, processes=2) as running:
+        assert running.wait_for_step(12)
+        assert stop(running)
+    epoch, had = visited_by_checkpoint(tmp_path / "run", shards)
+    logged = ids_of(tmp_path / "run")
+    assert {n for seen, n in logged if seen == epoch} == had
+    assert set(logged.values()) == {1}
+    for processes in (1, 3):
+        folder = copy_run(tmp_path / "run", tmp_path / f"run-{processes}")
+        train(config, "--run", folder, processes=processes)
+        assert_each_sample_once(folder, shards, epoch, had)
+
+
+def test_killed_run_repeats_only_what_no_checkpoint_has(tmp_path, shards):
+    """Also the log of ids: what was logged after the checkpoint is trained again."""
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    with Running(tmp_path / "run", config) as running:
+        assert running.wait_for_step(30)
+        kill(running)
+    epoch, had = visited_by_checkpoint(tmp_path / "run", shards)
+    for file in (tmp_path / "run").glob("ids-*.txt"):
+        file.unlink()
+    train(config, "--data.workers", 2)
+    assert_each_sample_once(tmp_path / "run", shards, epoch, had)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("processes", "interruptions"), [(1, 20), (2, 10)])
+def test_many_interruptions_end_as_if_there_were_none(tmp_path, noisy, shards, processes, interruptions):
+    moments = random.Random(processes)
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    ways = [kill, kill, stop] if processes == 1 else [kill, kill_a_rank, stop]
+    done = 0
+    while done < interruptions:
+        done += interrupt(config, moments, moments.choice(ways), processes)
+        if done == interruptions or steps_of(tmp_path / "run") == NUM_STEPS[processes]:
+            train(config, processes=processes)
+            assert_same_runs(tmp_path / "run", noisy[processes], shards)
+            shutil.rmtree(tmp_path / "run")
