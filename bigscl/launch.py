@@ -27,6 +27,11 @@ def rank_of_this_process() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def first_on_this_machine() -> bool:
+    """Whether this is the process that speaks for its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def parse(arguments: list[str]) -> tuple[Config, str, bool]:
     """(config, resume, whether only to show it) of a command line."""
     if not arguments or {"-h", "--help"} & set(arguments):

@@ -121,7 +121,7 @@ class Journal:
         self.write("train", step, {"epoch": epoch, **values})
         shares = (f"{name.removeprefix('wait_')} {values[name]:.0%}" for name in values if "wait_" in name)
         rate = f"{values['images_per_second']:.0f} images/s"
-        text = f"loss {values['total']:.4f}, {rate}, waits: {' '.join(shares) or 'none'}"
+        text = f"loss {values['total']:.4f}, {rate}, waits: {' '.join(shares)}"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], state=text)
         elif self._speaks:

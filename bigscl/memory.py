@@ -1,5 +1,6 @@
 """The memory of one epoch: batches come with what is remembered of them, and give back what was learnt."""
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
@@ -23,6 +24,7 @@ class EpochMemory:
     ) -> None:
         self._stack = ExitStack()
         self._store = store
+        self._data_seconds = 0.0
         if store is None:
             return
         limit = None if config.resident_gb is None else int(config.resident_gb * 2**30)
@@ -38,10 +40,14 @@ class EpochMemory:
 
     def pair(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Rows | None]]:
         """Each batch with the rows of its samples."""
-        if self._store is None:
-            yield from ((batch, None) for batch in batches)
-        else:
+        if self._store is not None:
             yield from self._prefetcher.pair(batches, lambda batch: batch.ids.numpy())
+            return
+        asked = time.perf_counter()
+        for batch in batches:
+            self._data_seconds += time.perf_counter() - asked
+            yield batch, None
+            asked = time.perf_counter()
 
     def put(self, batch: Batch, updates: dict[str, Tensor]) -> None:
         """Take back the rows of a batch; its samples that could not be read keep theirs."""
@@ -61,7 +67,7 @@ class EpochMemory:
     def waits(self) -> dict[str, float]:
         """Seconds the step stood still in this epoch, by what it waited for."""
         if self._store is None:
-            return {}
+            return {"wait_data": self._data_seconds}
         seen = self._prefetcher.waits
         return {
             "wait_data": seen.data,

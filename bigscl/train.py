@@ -8,6 +8,7 @@ them where no label says what is there. `Trainer.train_epoch` is the loop, `Trai
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
 import logging
+import math
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
 from bigscl.gallery import picture_of_epoch
 from bigscl.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.launch import parse, rank_of_this_process, start_accelerator
+from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
 from bigscl.losses import predicted_count
 from bigscl.memory import EpochMemory
@@ -233,14 +234,14 @@ class Trainer:
 
     def _idle_step(self) -> None:
         """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
-        side = self.config.data.size
-        self.state.model.eval()
-        prediction = self.state.model(
-            torch.zeros(1, 3, side, side, device=self.device), maps=self._needs_maps
-        )
+        # SyncBatchNorm leaves an empty batch out of the statistics, but wants to hear of it from every rank.
+        synced, side = self.config.hardware.sync_batchnorm, self.config.data.size
+        nothing = torch.zeros(0 if synced else 1, 3, side, side, device=self.device)
+        self.state.model.train(synced)
+        prediction = self.state.model(nothing, maps=self._needs_maps)
         if self.objective.base in ("epr", "role"):
-            nothing = torch.zeros(2 if self.objective.base == "role" else 1, device=self.device)
-            self.accelerator.reduce(nothing, reduction="sum")
+            counts = torch.zeros(2 if self.objective.base == "role" else 1, device=self.device)
+            self.accelerator.reduce(counts, reduction="sum")
         used = prediction.logits if prediction.logit_map is None else prediction.logit_map
         self.accelerator.backward(used.sum() * 0.0)
         self.state.model.train()
@@ -262,8 +263,15 @@ class Trainer:
 
     def _log(self, epoch: int, meter: Meter, memory: EpochMemory, values: dict[str, float]) -> None:
         self.journal.advance()
-        if self.state.progress.step % self.config.log.every_steps == 0:
-            self.journal.step(epoch, self.state.progress.step, meter.read(memory.waits) | values)
+        step = self.state.progress.step
+        if step % self.config.log.every_steps == 0:
+            seen = meter.read(memory.waits)
+            self.journal.step(epoch, step, seen | values)
+            if not math.isfinite(seen["total"]):
+                raise ValueError(
+                    f"the loss is {seen['total']} at step {step}. Resume from an earlier checkpoint with a "
+                    f"lower learning rate, or clip the gradient (optimizer.clip)."
+                )
 
     # The end of an epoch
 
@@ -434,21 +442,22 @@ def batched(pairs: Iterator[tuple[Batch, Rows | None]], size: int) -> Iterator[W
 
 def main(arguments: list[str]) -> int:
     """Exit code of a run: 0 when it is done, or saved after a signal; 2 after a mistake of the user's."""
-    speaks = rank_of_this_process() == 0
+    trainer = None
     try:
         config, resume, show = parse(arguments)
         if show:
-            print(to_yaml(config) if speaks else "", end="")
+            print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
             return 0
         with Trainer(config, resume, sys.argv) as trainer:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, trainer.stop_soon)
             trainer.train()
     except Stopped:
-        if speaks:
+        if rank_of_this_process() == 0:
             print(f"stopped by a signal; saved. Resume with the same command: {' '.join(sys.argv)}")
     except (ConfigError, StoreError, ValueError, FileNotFoundError) as error:
-        if speaks or not isinstance(error, ConfigError):
+        # What stops a run from starting is met by every rank: one of each machine says it.
+        if trainer is not None or first_on_this_machine():
             print(f"bigscl.train: {error}", file=sys.stderr)
         return 2
     return 0

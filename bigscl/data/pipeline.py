@@ -102,8 +102,12 @@ class Loader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
+        # Here, not at the first batch: whoever asks for the iterator forks the workers.
+        return self._watched(iter(self._loader) if self._num_batches else iter(()))
+
+    def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         started = time.perf_counter()
-        for batch in self._loader if self._num_batches else ():
+        for batch in batches:
             self.wait_seconds += time.perf_counter() - started
             self.bad.see(batch)
             yield batch
