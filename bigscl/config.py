@@ -295,7 +295,7 @@ class CheckpointConfig:
     every_epochs: Count = 1
     """Save at the end of every so many epochs, and of the last."""
     keep: Count | None = None
-    """Checkpoints to resume from; none: slots - 1, all that the store can hold."""
+    """Checkpoints to resume from; none: all that the store's slots can hold."""
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)
@@ -358,7 +358,12 @@ class Config:
     @property
     def keep_checkpoints(self) -> int:
         """Checkpoints to resume from."""
-        return self.checkpoint.keep or max(1, self.store.slots - 1)
+        return self.checkpoint.keep or max(1, self.store.slots - self.spare_slots)
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots that no checkpoint may hold: one to write to, one for epochs that end without a checkpoint."""
+        return 1 if self.checkpoint.every_epochs == 1 else 2
 
     def phases(self) -> Schedule:
         """The phases of the run."""
@@ -411,9 +416,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.shorter", f"{config.data.shorter}: the centre that is cut out of it is larger"
     if config.data.resize == "square" and config.data.shorter != 256:
         yield "data.shorter", "has no effect with data.resize: square"
-    if store.kind == "disk" and config.keep_checkpoints >= store.slots:
-        most = store.slots - 1
-        yield "checkpoint.keep", f"{config.keep_checkpoints}; {store.slots} slots can keep {most}"
+    most = store.slots - config.spare_slots
+    if store.kind != "none" and config.keep_checkpoints > most:
+        every = f" when every_epochs is {config.checkpoint.every_epochs}" if config.spare_slots > 1 else ""
+        yield "checkpoint.keep", f"{config.keep_checkpoints}, but {store.slots} slots can keep {most}{every}"
     for name in ("scale", "ratio"):
         low, high = getattr(config.data.crop, name)
         if low > high:

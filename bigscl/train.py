@@ -290,6 +290,8 @@ class Trainer:
             self._validate(epoch)
         if (epoch + 1) % self.config.checkpoint.every_epochs == 0 or epoch + 1 == self.schedule.epochs:
             self._save_checkpoint()
+        else:
+            self._drop_snapshots()
         if self.store is not None and self.ranks.rank == 0:
             self._look(epoch)
 
@@ -378,6 +380,10 @@ class Trainer:
             logger.info("saved %s", self.run.checkpoints.save(self.state.progress, files))
         self.ranks.broadcast(b"saved" if self.ranks.rank == 0 else None)
         # The checkpoint names its snapshot, so older ones may go only now that it is saved.
+        self._drop_snapshots()
+
+    def _drop_snapshots(self) -> None:
+        """Keep the snapshots that checkpoints name, and the current one."""
         if self.store is not None:
             self.store.drop_snapshots(keep=self.run.checkpoints.snapshots())
 

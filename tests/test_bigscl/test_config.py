@@ -69,6 +69,8 @@ def test_every_mistake_is_listed_with_its_dotted_path():
             "schedule.main.final_learning_rate",
         ),
         ({"checkpoint": {"keep": 3}}, "checkpoint.keep"),
+        ({"checkpoint": {"keep": 2, "every_epochs": 2}}, "checkpoint.keep"),
+        ({"checkpoint": {"every_epochs": 2}, "store": {"slots": 2}}, "checkpoint.keep"),
         ({"data": {"crop": {"scale": [0.9, 0.1]}}}, "data.crop.scale"),
         ({"data": {"crop": {"scale": [0.5, 1.5]}}}, "data.crop.scale"),
         ({"objective": {"base": "epr"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
