@@ -145,11 +145,12 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
-    """Bytes by array as `group/array`, and of everything else together."""
-    totals: dict[str, int] = {"other": 0}
+    """Bytes by array as `group/array`, of the tracked samples' history, of snapshots, and of the rest."""
+    totals: dict[str, int] = {}
     for key, num_bytes in listing:
         parts = key.split("/")
-        name = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else "other"
+        folder = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else parts[0]
+        name = folder if len(parts) > 1 else "other"
         totals[name] = totals.get(name, 0) + num_bytes
     return totals
 

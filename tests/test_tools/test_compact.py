@@ -1,0 +1,156 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from store import HeatmapStore
+from store.lease import KEY
+from tests.test_store.conftest import assert_same_rows
+from tests.test_tools.conftest import bigscl
+
+
+def files(run):
+    """Every file of a store with its bytes."""
+    return {file: file.read_bytes() for file in sorted((run / "store").rglob("*")) if file.is_file()}
+
+
+def total(run):
+    return sum(map(len, files(run).values()))
+
+
+def read(run, ids=range(24), **options):
+    return HeatmapStore.open(run / "store", **options).read(ids)
+
+
+def test_a_dry_run_changes_nothing_and_foretells_the_size(run):
+    before = files(run)
+    for arguments in ([], ["--top", 3], ["--keep", 2]):
+        answer = bigscl("compact", run, *arguments)
+        assert answer.code == 0
+        assert "nothing was changed" in answer.out
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["--top", 3], ["--top", 3, "--slots", 2], ["--keep", 2]])
+def test_the_foretold_size_is_met(run, arguments):
+    foretold = bigscl("compact", run, *arguments, "--json").json()
+    done = bigscl("compact", run, *arguments, "--apply", "--json").json()
+    assert foretold["bytes_before"] == done["bytes_before"]
+    assert done["bytes_after"] == pytest.approx(foretold["bytes_after"], rel=0.02)
+    # The lease is gone by now.
+    assert total(run) == pytest.approx(done["bytes_after"], abs=400)
+
+
+def test_old_snapshots_go_and_the_newest_stays_bit_for_bit(run):
+    before = read(run)
+    size = total(run)
+    done = bigscl("compact", run, "--apply", "--json").json()
+    assert done["drop"] == [2]
+    assert total(run) < 0.7 * size
+    assert_same_rows(read(run), before)
+    assert [one["id"] for one in bigscl("show", run, "--json").json()["snapshots"]] == [3]
+    assert bigscl("verify", run).code == 0
+
+
+def test_kept_snapshots_stay_bit_for_bit(run):
+    before = {number: read(run, snapshot=number) for number in (2, 3)}
+    assert bigscl("compact", run, "--keep", 2, "--apply").code == 0
+    for number, rows in before.items():
+        assert_same_rows(read(run, snapshot=number), rows)
+
+
+def test_the_strongest_classes_keep_their_heatmaps(run, index):
+    before = read(run)
+    assert bigscl("compact", run, "--top", 3, "--apply").code == 0
+    after = read(run)
+    np.testing.assert_array_equal(after.scores, before.scores)
+    assert after.classes.shape == (24, 3)
+    annotated = index.labels_of(np.arange(24)) == 1
+    for row in range(24):
+        strength = before.scores[row].astype(float) + annotated[row]
+        best = sorted(np.argsort(-strength, kind="stable")[:3].tolist())
+        assert after.classes[row].tolist() == best
+        np.testing.assert_array_equal(after.heatmaps[row], before.heatmaps[row, best])
+    assert not (run / "store" / "arrays-000").exists()
+    assert bigscl("verify", run).code == 0
+
+
+def test_a_compacted_store_is_compacted_further_and_compressed(topk):
+    done = bigscl("compact", topk, "--top", 2, "--slots", 2, "--codec", "zstd", "--apply", "--json").json()
+    assert done["applied"]
+    layout = bigscl("show", topk, "--json").json()["layout"]
+    assert (layout["top"], layout["slots"], layout["codec"]) == (2, 2, "zstd")
+
+
+def test_checkpoints_that_lose_their_snapshot_are_named(run):
+    (run / "checkpoints" / "step-00000020").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000020" / "progress.json").write_text('{"snapshot": 2}')
+    assert "no longer possible: going on from step-00000020" in bigscl("compact", run).out
+    assert "no longer possible" not in bigscl("compact", run, "--keep", 2).out
+
+
+def test_a_leased_store_is_refused(run, index):
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="busy"):
+        answer = bigscl("compact", run)
+        assert answer.code == 1
+        assert "refused for now: in use by run 'busy'" in answer.out
+        answer = bigscl("compact", run, "--apply")
+        assert answer.code == 2
+        assert "in use by run 'busy'" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("dense", ["--slots", "2"], "is rewritten only with --top K"),
+        ("dense", ["--keep", "9"], "--keep 9: no such snapshot; there are [2, 3]"),
+        ("topk", ["--top", "4"], "nothing to rewrite"),
+        ("topk", ["--top", "6"], "only 4 classes per image are there"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(runs, name, arguments, message):
+    answer = bigscl("compact", runs / name, *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+
+
+def test_rewriting_needs_the_data(bare):
+    answer = bigscl("compact", bare, "--top", "3", "--apply")
+    assert answer.code == 2
+    assert "Add --shards PATTERN" in answer.err
+
+
+SLOWLY = """
+import sys, time
+from store.arrays import ArrayGroup
+from tools.cli import main
+write = ArrayGroup.write
+def slow(self, shard, slot, rows):
+    write(self, shard, slot, rows)
+    print("wrote", flush=True)
+    time.sleep(1)
+ArrayGroup.write = slow
+main(["compact", sys.argv[1], "--top", "3", "--apply"])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_compaction_leaves_the_store_as_it_was(run, how):
+    before = read(run)
+    command = [sys.executable, "-c", SLOWLY, str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        os.kill(process.pid, how)
+        assert process.wait(30) != 0
+    assert_same_rows(read(run), before)
+    assert [one["id"] for one in bigscl("show", run, "--json").json()["snapshots"]] == [2, 3]
+    assert (run / "store" / KEY).exists() == (how == signal.SIGKILL)
+    started = time.monotonic()
+    assert bigscl("compact", run, "--top", 3, "--apply").code == 0
+    assert time.monotonic() - started < 30
+    assert json.loads((run / "store" / "snapshots" / "00000004.json").read_text())["group"] == "arrays-001"

@@ -1,0 +1,205 @@
+import subprocess
+import sys
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from bigscl.selection import Selection
+from store import Annotations, HeatmapStore, Snapshot, update
+from tests.test_tools.conftest import bigscl
+from tests.test_tools.quickstart import make_store
+from tools.expected import expected_positives
+
+
+def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):
+    answer = bigscl("show", runs / "dense")
+    assert answer.code == 0
+    assert "30 samples in 4 shards of up to 8, 10 classes" in answer.out
+    assert "heatmaps 12 x 12 of all classes, 3 slots, checksums" in answer.out
+    assert "lease     free" in answer.out
+    assert "30 in epoch 2 (at snapshot 3)" in answer.out
+    assert index.annotations().fingerprint[:12] in answer.out
+
+
+def test_json_has_sizes_by_array_and_by_snapshot(runs):
+    facts = bigscl("show", runs / "dense" / "store", "--json").json()
+    files = [file for file in (runs / "dense" / "store").rglob("*") if file.is_file()]
+    assert sum(facts["bytes"].values()) == sum(file.stat().st_size for file in files)
+    scores = [file for file in files if file.parent.name == "scores" and "arrays-000" in str(file)]
+    assert facts["bytes"]["arrays-000/scores"] == sum(file.stat().st_size for file in scores)
+    assert [one["id"] for one in facts["snapshots"]] == [2, 3]
+    for one in facts["snapshots"]:
+        # Every epoch rewrote every shard: nothing is shared.
+        assert one["bytes"] == one["bytes_only_here"] > 0
+        assert (one["shards_written"], one["selection"]) == (4, True)
+    assert facts["visited"] == {"2": 30}
+
+
+def test_an_older_snapshot_is_shown_as_it_was(runs):
+    facts = bigscl("show", runs / "topk", "--snapshot", 3, "--json").json()
+    assert (facts["snapshot"], facts["layout"]["layout"], facts["visited"]) == (3, "topk", {"1": 30})
+
+
+def test_samples_never_visited_are_counted(tmp_path, index):
+    annotations = index.annotations()
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, layout="scores")
+    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
+        scores = np.zeros((3, 10), np.float16)
+        update(store, 5, np.array([0, 1, 24]), scores=scores)
+        store.commit(epoch=5)
+    assert bigscl("show", tmp_path / "store", "--json").json()["visited"] == {"never": 27, "5": 3}
+
+
+def test_checkpoints_tag_the_snapshots_they_name(run):
+    (run / "checkpoints" / "step-00000030").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000030" / "progress.json").write_text('{"snapshot": 3}')
+    facts = bigscl("show", run, "--json").json()
+    assert [one["checkpoints"] for one in facts["snapshots"]] == [[], ["step-00000030"]]
+
+
+def test_a_held_lease_names_its_holder(run, index):
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="busy"):
+        lease = bigscl("show", run, "--json").json()["lease"]
+        assert (lease["run"], lease["alive"]) == ("busy", True)
+        assert "held by run busy" in bigscl("show", run).out
+
+
+def test_a_sample_is_found_by_key_by_shard_and_key_and_by_id(runs, index):
+    for name in (index.key(9), index.name(9), "9"):
+        (sample,) = bigscl("show", runs / "dense", "--sample", name, "--json").json()["samples"]
+        assert (sample["id"], sample["name"], sample["visited"]) == (9, index.name(9), 2)
+
+
+def test_a_sample_shows_its_scores_labels_and_expected_classes(runs, index):
+    (sample,) = bigscl("show", runs / "dense", "--sample", 9, "--json").json()["samples"]
+    store = HeatmapStore.open(runs / "dense" / "store")
+    rows, ids = store.read([9]), np.array([9])
+    expected = expected_positives(store.snapshot, rows.scores, ids)[0]
+    annotated, present = index.labels_of(ids)[0] == 1, index.labels_of(ids, "labels")[0] == 1
+    assert sorted(one["class"] for one in sample["classes"]) == list(range(10))
+    assert annotated[sample["classes"][0]["class"]]
+    for one in sample["classes"]:
+        number = one["class"]
+        assert one["score"] == float(rows.scores[0, number])
+        assert one["peak"] == float(rows.heatmaps[0, number].max())
+        assert (one["annotated"], one["present"]) == (annotated[number], present[number])
+        assert one["expected"] == expected[number]
+
+
+def test_tracked_samples_show_how_they_moved(runs):
+    store = HeatmapStore.open(runs / "dense" / "store")
+    tracked = store.spec.tracked[1]
+    (sample,) = bigscl("show", runs / "dense", "--sample", tracked, "--json").json()["samples"]
+    first = sample["classes"][0]["class"]
+    assert {int(epoch) for epoch in sample["history"]} == {0, 1, 2}
+    for epoch, rows in store.history(tracked).items():
+        assert sample["history"][str(epoch)][0] == float(rows.scores[0, first])
+    assert "e0" in bigscl("show", runs / "dense", "--sample", tracked).out
+
+
+def test_histograms_count_every_value_of_visited_samples(runs):
+    histograms = bigscl("show", runs / "topk", "--histograms", "--json").json()["histograms"]
+    rows = HeatmapStore.open(runs / "topk" / "store").read(range(24))
+    assert sum(histograms["scores"]) == 30 * 10
+    assert sum(histograms["heatmaps"]) == 30 * rows.heatmaps[0].size
+    assert "0.9 - 1.0" in bigscl("show", runs / "topk", "--histograms").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}"], "nothing there"),
+        (["{runs}/dense", "--snapshot", "99"], "no snapshot 99; retained are [2, 3]"),
+        (["{runs}/dense", "--sample", "nobody"], "there is no such key"),
+        (["{runs}/dense", "--sample", "31"], "no such id; there are 30 samples"),
+        (["{bare}", "--sample", "train_000003"], "Add --shards PATTERN"),
+        (["{runs}/dense", "--sample", "3", "--shards", "{other}"], "made for data"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_2(tmp_path, runs, bare, other_shards, arguments, message):
+    places = {"folder": tmp_path / "empty", "runs": runs, "bare": bare, "other": other_shards}
+    answer = bigscl("show", *(argument.format(**places) for argument in arguments))
+    assert answer.code == 2
+    assert message in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
+
+
+def test_shards_may_be_told_instead_of_a_config(bare, index):
+    (sample,) = bigscl(
+        *("show", bare, "--sample", index.key(3), "--json"),
+        *("--shards", index.urls[0].replace("000000", "*")),
+    ).json()["samples"]
+    assert sample["id"] == 3
+
+
+def test_labels_drawn_anew_by_the_run_are_found_through_its_config(tmp_path, index):
+    make_store(tmp_path / "run" / "store", index.draw_observed(seed=7), epochs=1)
+    train = index.urls[0].replace("000000", "*")
+    config = f"data:\n  train: {train}\n  observed: {{seed: 7, positives: 1, negatives: 0}}\n"
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    assert bigscl("show", tmp_path / "run", "--sample", index.key(3)).code == 0
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("seed: 7", "seed: 8"))
+    assert "made for data" in bigscl("show", tmp_path / "run", "--sample", index.key(3)).err
+
+
+def test_a_store_on_s3_is_shown_like_one_on_disk(s3_options, index):
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    make_store(url, index, epochs=1, options=s3_options)
+    reach = ("--endpoint", s3_options.endpoint, "--region", "us-east-1")
+    facts = bigscl("show", url, *reach, "--json").json()
+    assert (facts["samples"], facts["visited"]) == (30, {"0": 30})
+    assert bigscl("verify", url, *reach).code == 0
+
+
+def test_cuts_are_applied_as_in_training():
+    random = np.random.default_rng(0)
+    scores = (random.integers(0, 4, (50, 6)) / 4).astype(np.float16)
+    ids = random.permutation(200)[:50]
+    import torch
+
+    chosen = Selection(
+        tau=torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], dtype=torch.float16),
+        last_id=torch.tensor([100, 50, -1, 150, 199, 0]),
+    )
+    snapshot = Snapshot(
+        id=1, parent=0, time=0, run="", epoch=0, step=0, group="", slots=(),
+        attributes={"selection": chosen.to_json()},
+    )  # fmt: skip
+    expected = chosen.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    np.testing.assert_array_equal(expected_positives(snapshot, scores, ids), expected)
+    assert expected.any()
+    assert not expected.all()
+
+
+def test_show_answers_without_torch(runs):
+    code = (
+        "import sys; from tools.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "show", str(runs / "dense"), "--sample", "train_000003"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
+    rows = 1281 * 1000
+    annotations = Annotations(
+        fingerprint="x" * 64,
+        num_classes=1000,
+        rows_per_shard=1000,
+        shard_sizes=np.full(1281, 1000, np.int64),
+        offsets=np.arange(rows + 1),
+        classes=np.zeros(rows, np.int64),
+    )
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=14, layout="topk", top=10)
+    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
+        store.save_shard(7, store.load_shard(7))
+        store.commit(epoch=0)
+    started = time.process_time()
+    facts = bigscl("show", tmp_path / "store", "--json").json()
+    # Processor time: the machine may be busy with other tests.
+    assert time.process_time() - started < 1.0
+    assert (facts["samples"], facts["snapshots"][1]["shards_written"]) == (rows, 1)

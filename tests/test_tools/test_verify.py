@@ -1,0 +1,121 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from store import HeatmapStore
+from tests.test_tools.conftest import bigscl
+from tests.test_tools.quickstart import make_store
+
+
+def chunk(run, array, shard, group="arrays-000"):
+    """The first file of an array in the version of a shard that the newest snapshot names."""
+    store = HeatmapStore.open(run / "store")
+    slot = store.snapshot.slots[shard]
+    return next((run / "store" / group / array).glob(f"c.{slot}.{shard}.0*"))
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[10] ^= 4
+    file.write_bytes(bytes(data))
+
+
+def test_a_good_store_is_well_and_says_what_was_read(runs):
+    for name in ("dense", "topk"):
+        answer = bigscl("verify", runs / name, "--all")
+        assert answer.code == 0
+        assert "all is well; read 8 shards of 2 snapshots" in answer.out
+
+
+def test_a_flipped_bit_is_found_with_its_samples(run):
+    flip_a_bit(chunk(run, "scores", 2))
+    answer = bigscl("verify", run, "--json")
+    assert answer.code == 1
+    (problem,) = answer.json()["problems"]
+    assert (problem["snapshot"], problem["where"]) == (3, "shard 2, scores")
+    assert problem["samples"] == list(range(16, 24))
+    assert bigscl("verify", run, "--snapshot", 2).code == 0
+    assert "shard 2, scores (8 samples from 16 on)" in bigscl("verify", run).out
+
+
+def test_a_missing_file_is_found(run):
+    chunk(run, "heatmaps", 1).unlink()
+    answer = bigscl("verify", run)
+    assert answer.code == 1
+    assert "a chunk file is missing" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("array", "value", "reason"),
+    [
+        ("scores", 1.5, "values outside [0, 1]"),
+        ("visited", 9, "visit stamps outside -1..2"),
+        ("classes", 77, "class ids not ascending within 0..9"),
+    ],
+)
+def test_values_that_cannot_be_are_found_behind_good_checksums(topk, array, value, reason):
+    store = HeatmapStore.open(topk / "store")
+    rows = store.load_shard(1)
+    values = getattr(rows, array).copy()
+    values[3] = value
+    writable = HeatmapStore(store.backend, store.spec, store.snapshot, None, writable=True)
+    writable.arrays.write(1, store.snapshot.slots[1], dataclasses.replace(rows, **{array: values}))
+    answer = bigscl("verify", topk, "--json")
+    assert answer.code == 1
+    (problem,) = answer.json()["problems"]
+    assert (problem["where"], problem["samples"]) == (f"shard 1, {array}", [11])
+    assert reason in problem["reason"]
+
+
+def test_what_snapshots_share_is_read_once(run, index):
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
+        store.save_shard(0, store.load_shard(0))
+        store.commit(epoch=3)
+    facts = bigscl("verify", run, "--all", "--json").json()
+    assert (facts["snapshots"], facts["versions"]) == ([2, 3, 4], 9)
+
+
+def test_other_data_is_a_problem(runs, other_shards):
+    answer = bigscl("verify", runs / "dense", "--shards", other_shards)
+    assert answer.code == 1
+    assert "index: " in answer.out
+
+
+def test_lost_annotated_positives_are_a_problem(topk, index):
+    store = HeatmapStore.open(topk / "store")
+    rows = store.load_shard(0)
+    annotated = index.labels_of(np.arange(8))[5] == 1
+    others = np.flatnonzero(~annotated)[:4].astype(rows.classes.dtype)
+    rows.classes[5] = others
+    writable = HeatmapStore(store.backend, store.spec, store.snapshot, None, writable=True)
+    writable.arrays.write(0, store.snapshot.slots[0], rows)
+    (problem,) = bigscl("verify", topk, "--json").json()["problems"]
+    assert problem["samples"] == [5]
+    assert "annotated positives" in problem["reason"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("slots", [0, 0, 0], "names 3 shards, the store has 4"),
+        ("slots", [0, 0, 0, 7], "names slots outside -1..2"),
+        ("group", "arrays-009", "cannot be read"),
+        ("attributes", {"selection": {"tau": [1.0], "last_id": [-1] * 10}}, "1 values of tau, expected 10"),
+    ],
+)
+def test_impossible_snapshots_are_found(run, field, value, reason):
+    file = run / "store" / "snapshots" / "00000002.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    answer = bigscl("verify", run, "--all", "--json")
+    assert answer.code == 1
+    assert reason in " ".join(problem["reason"] for problem in answer.json()["problems"])
+
+
+def test_a_store_without_checksums_says_so(tmp_path, index):
+    make_store(tmp_path / "store", index, epochs=1, checksum=False)
+    answer = bigscl("verify", tmp_path / "store")
+    assert answer.code == 0
+    assert "made without checksums" in answer.out
+    assert "not compared with its data" in answer.out
