@@ -1,0 +1,52 @@
+"""`bigscl compare`: runs beside the first, as a table or as JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.test_bigscl.test_report import problem, saved
+from tests.test_tools.test_score import run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs on the same images, of which the second knows more."""
+    logits, labels = problem(num_images=300)
+    saved(logits, labels, model="first").save(tmp_path / "a" / "predictions.zarr")
+    better = (logits + 2 * labels).astype(np.float16)
+    saved(better, labels, model="better").save(tmp_path / "b" / "predictions.zarr")
+    return tmp_path
+
+
+def test_the_table_has_values_differences_and_intervals(runs, capsys):
+    assert run("compare", runs / "a", runs / "b", "--resamples", "50") == 0
+    text = capsys.readouterr().out
+    header, _, first, better = [line for line in text.splitlines() if line.startswith("|")][:4]
+    assert header == "| run | mAP | top-1 | F1 at 0.5 |"
+    assert (first.count(" [+"), better.count(" [+")) == (0, 3)
+    assert "300 images; differences from first" in text
+    assert "| AP of first | AP of better |" in text
+
+
+def test_json_has_the_same_figures(runs, capsys):
+    assert run("compare", runs / "a", runs / "b", "--resamples", "50", "--classes", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first"] == "first"
+    better = found["runs"][1]
+    change = better["figures"]["map"]
+    assert 0 < change["low"] < change["difference"] < change["high"]
+    assert len(better["changes"]) == 3
+    assert found["runs"][0]["changes"] == []
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(runs, capsys):
+    assert run("compare", runs / "a", runs / "a" / "predictions.zarr", "--resamples", "10") == 0
+    assert f"differences from {runs / 'a'} " in capsys.readouterr().out
+
+
+def test_runs_on_other_images_are_refused(runs, capsys):
+    logits, labels = problem(num_images=10)
+    saved(logits, labels).save(runs / "c.zarr")
+    assert run("compare", runs / "a", runs / "c.zarr") == 2
+    assert "Only predictions of the same images" in capsys.readouterr().err

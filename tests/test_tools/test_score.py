@@ -1,0 +1,80 @@
+"""`bigscl score`: the report again, from our predictions or those of another tool."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bigscl.report import make_report
+from bigscl.report_files import write_report
+from tests.test_bigscl.test_report import image, problem, saved
+from tools.cli import main
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments])
+    return exit_.value.code
+
+
+def test_scoring_saved_predictions_again_leaves_the_same_files(tmp_path):
+    logits, labels = problem()
+    predictions = saved(logits, labels, missing=["lost"], shards="somewhere")
+    predictions.save(tmp_path / "first" / "predictions.zarr")
+    write_report(make_report(predictions), tmp_path / "first")
+    assert run("score", tmp_path / "first", "-o", tmp_path / "again") == 0
+    for name in ("report.json", "report.md", "scores.png"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+
+
+def test_json_is_the_report_file_and_a_name_can_be_given(tmp_path, capsys):
+    logits, labels = problem()
+    saved(logits, labels).save(tmp_path / "p.zarr")
+    assert run("score", tmp_path / "p.zarr", "--json", "--name", "mine", "-o", tmp_path) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "report.json").read_text())
+    assert printed["model"] == "mine"
+
+
+def test_logits_of_another_tool_are_scored_by_real(tmp_path, capsys):
+    logits = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    np.save(tmp_path / "logits.npy", logits)
+    np.save(tmp_path / "labels.npy", np.array([0, 1, 2, 0, 1]))
+    (tmp_path / "keys.txt").write_text("\n".join(image(n) for n in (5, 3, 1, 2, 4)))
+    best = logits.argmax(1).tolist()
+    real = [[best[2]], [], [best[1]], [(best[4] + 1) % 3], [best[0], 0]]
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    options = ["--keys", tmp_path / "keys.txt", "--labels", tmp_path / "labels.npy", "--json"]
+    assert run("score", tmp_path / "logits.npy", "--real", tmp_path / "real.json", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["top1"] == 0.75
+    assert report["original"]["top1"] == np.mean(np.array(best) == [0, 1, 2, 0, 1])
+    assert report["num_images"] == 4
+
+
+def test_softmax_can_be_asked_for(tmp_path, capsys):
+    logits, labels = problem()
+    saved(logits, labels).save(tmp_path / "p.zarr")
+    run("score", tmp_path / "p.zarr", "--json", "--activation", "softmax")
+    report = json.loads(capsys.readouterr().out)
+    expected = make_report(saved(logits, labels), activation="softmax")
+    assert report["activation"] == "softmax"
+    assert report["mean_ap"]["present"] == round(expected.mean_ap.present, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{here}/nothing"], "no predictions there"),
+        (["{here}/p.zarr", "--real", "{here}/real.json"], "no such file"),
+        (["{here}/p.zarr", "--keys", "{here}/keys.txt"], "has keys and labels of its own"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, complaint):
+    logits, labels = problem(num_images=5)
+    saved(logits, labels).save(tmp_path / "p.zarr")
+    assert run("score", *(argument.format(here=tmp_path) for argument in arguments)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("bigscl: ")
+    assert complaint in said
+    assert len(said.splitlines()) == 1
