@@ -362,7 +362,7 @@ class Config:
 
     @property
     def spare_slots(self) -> int:
-        """Slots that no checkpoint may hold: one to write to, one for epochs that end without a checkpoint."""
+        """Slots that no checkpoint may hold: one to write to, one for epochs that end without one."""
         return 1 if self.checkpoint.every_epochs == 1 else 2
 
     def phases(self) -> Schedule:

@@ -356,7 +356,10 @@ class HeatmapStore:
         return current
 
     def drop_snapshots(self, keep: Iterable[int] = ()) -> None:
-        """Keep only these snapshots and the current one; delete array groups that none of them names."""
+        """Keep only these snapshots and the current one; delete array groups that none of them names.
+
+        What rank 0 wants kept counts.
+        """
         self._check_writable()
         kept = {*keep, self._snapshot.id}
 
@@ -365,33 +368,12 @@ class HeatmapStore:
                 if number not in kept:
                     self._log.drop(number)
             delete_unnamed_groups(self.backend, self._log)
-            return b""
+            return json.dumps(self._log.ids()).encode()
 
         # The slots are reused by any rank only after rank 0 has removed the snapshots that name them.
-        on_rank_zero(self._transport, drop)
+        left = json.loads(on_rank_zero(self._transport, drop))
         with self._lock:
-            self._retained = {number: held for number, held in self._retained.items() if number in kept}
-
-    def delete_free(self) -> int:
-        """Delete the files of versions that no retained snapshot names; gives back the bytes that were freed.
-
-        For a store that nobody trains on any more: a run would write those slots anew.
-        """
-        self._check_writable()
-        if self._pending:
-            raise StoreError(f"{self.backend.url}: commit first: {len(self._pending)} shards pending")
-
-        def delete() -> bytes:
-            named = {version for kept in self._log.read_all().values() for version in versions_of(kept)}
-            freed = 0
-            for key, num_bytes in list(self.backend.sizes("")):
-                version = version_of(key)
-                if version is not None and version not in named:
-                    self.backend.delete(key)
-                    freed += num_bytes
-            return str(freed).encode()
-
-        return int(on_rank_zero(self._transport, delete))
+            self._retained = {number: self._retained[number] for number in left}
 
     def compact(
         self,
