@@ -5,6 +5,7 @@ import uuid
 
 import numpy as np
 import pytest
+import torch
 
 from bigscl.selection import Selection
 from store import Annotations, HeatmapStore, Snapshot, update
@@ -157,8 +158,6 @@ def test_cuts_are_applied_as_in_training():
     random = np.random.default_rng(0)
     scores = (random.integers(0, 4, (50, 6)) / 4).astype(np.float16)
     ids = random.permutation(200)[:50]
-    import torch
-
     chosen = Selection(
         tau=torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], dtype=torch.float16),
         last_id=torch.tensor([100, 50, -1, 150, 199, 0]),

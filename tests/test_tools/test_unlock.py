@@ -1,4 +1,5 @@
 import json
+import pickle
 import subprocess
 import sys
 
@@ -21,8 +22,6 @@ sys.stdin.read()
 @pytest.fixture
 def dead(run, index, tmp_path):
     """A run whose process was killed while it held the store."""
-    import pickle
-
     (tmp_path / "annotations").write_bytes(pickle.dumps(index.annotations()))
     command = [sys.executable, "-c", HOLD, str(run / "store"), str(tmp_path / "annotations")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+
+from store import HeatmapStore, update
+from tests.test_tools.conftest import bigscl
+from tests.test_tools.quickstart import make_shards, make_store
+
+
+def test_a_store_does_not_differ_from_itself(runs):
+    answer = bigscl("diff", runs / "dense", runs / "dense", "--json")
+    assert answer.code == 0
+    assert answer.json()["shards_compared"] == 0
+
+
+def test_equal_rows_in_other_layouts_do_not_differ(runs):
+    answer = bigscl("diff", runs / "dense", runs / "topk", "--json")
+    assert answer.code == 0
+    facts = answer.json()
+    assert (facts["shards_compared"], facts["rows_differing"]) == (4, 0)
+    assert facts["expected"]["both"] > 30
+
+
+def test_a_single_changed_row_is_found(run, index):
+    before = HeatmapStore.open(run / "store").read([17])
+    scores = before.scores.copy()
+    scores[0, 4] = 1
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
+        update(store, 3, np.array([17]), scores=scores, heatmaps=before.heatmaps)
+        store.commit(epoch=3, attributes=store.snapshot.attributes)
+    answer = bigscl("diff", f"{run}@3", run, "--json")
+    assert answer.code == 1
+    facts = answer.json()
+    assert facts["rows_differing_by_array"] == {"scores": 1, "visited": 1, "heatmaps": 0}
+    assert (facts["shards_compared"], facts["rows_differing"]) == (1, 1)
+    change = float(1 - before.scores[0, 4].astype(np.float32))
+    assert facts["largest_score_change"] == pytest.approx(change)
+    assert facts["mean_score_change"] == pytest.approx(change / 300)
+    assert [one["id"] for one in facts["most_changed"]] == [17]
+    assert facts["expected"]["only_b"] == 1
+    assert [one["class"] for one in facts["expected"]["classes"]] == [4]
+
+
+def test_changes_of_the_selection_alone_are_found(run, index):
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
+        cuts = store.snapshot.attributes["selection"]
+        store.commit(epoch=2, attributes={"selection": {**cuts, "tau": [1.0] * 10, "last_id": [-1] * 10}})
+    answer = bigscl("diff", f"{run}@3", run, "--json")
+    assert answer.code == 1
+    facts = answer.json()
+    assert facts["rows_differing"] == 0
+    assert (facts["expected"]["only_b"], facts["expected"]["both"]) == (0, 0)
+    assert facts["expected"]["only_a"] > 30
+
+
+def test_different_classes_and_heatmaps_of_compacted_stores_are_found(topk, index):
+    store = HeatmapStore.open(topk / "store")
+    rows = store.load_shard(0)
+    rows.heatmaps[2, 1] = 0
+    free = sorted(set(range(10)) - set(rows.classes[5].tolist()))[0]
+    rows.classes[5] = np.sort([*rows.classes[5][:3], free])
+    with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as writer:
+        writer.save_shard(0, rows)
+        writer.commit(epoch=2, attributes=writer.snapshot.attributes)
+    facts = bigscl("diff", f"{topk}@4", topk, "--json").json()
+    assert facts["rows_differing_by_array"]["classes"] == 1
+    assert facts["rows_differing_by_array"]["heatmaps"] in (1, 2)
+    assert facts["rows_differing"] == 2
+
+
+def test_two_runs_are_told_apart_in_words(runs):
+    answer = bigscl("diff", runs / "dense", runs / "weak", "--count", 2)
+    assert answer.code == 1
+    assert "rows that differ: 30 of 30" in answer.out
+    assert "of A only" in answer.out
+
+
+def test_stores_of_other_data_are_not_compared(runs, tmp_path):
+    make_store(tmp_path / "other", make_shards(tmp_path / "data", train=4), epochs=1)
+    answer = bigscl("diff", runs / "dense", tmp_path / "other")
+    assert answer.code == 2
+    assert "not of the same images" in answer.err
+
+
+def test_initial_rows_are_compared_when_the_data_is_told(runs, tmp_path, index):
+    HeatmapStore.create(tmp_path / "fresh", index.annotations(), heatmap_size=12)
+    answer = bigscl("diff", runs / "dense", tmp_path / "fresh", "--json")
+    assert answer.json()["rows_differing"] == 30
