@@ -1,10 +1,10 @@
 """What the memory costs the trainer: images/s of EN + SCL with the store, beside AN without any.
 
-    python -m tests.benchmarks.train [--backbone resnet18] [--size 224] [--images 640] [--rounds 3] [--json OUT]
+    python -m tests.benchmarks.train [--backbone resnet18] [--size 224] [--images 640] [--rounds 3]
 
-The real trainer, one process and one loader worker, on JPEGs made of scikit-learn's photographs, 1000 classes,
-heatmaps of the top 10. The three kinds of run take turns, so that a noisy machine hits all alike; only epochs
-after the warm-up count.
+The real trainer, one process and one loader worker, on JPEGs made of scikit-learn's photographs, 1000
+classes, heatmaps of the top 10. The three kinds of run take turns, so that a noisy machine hits all alike;
+only epochs after the warm-up count.
 """
 
 import argparse
