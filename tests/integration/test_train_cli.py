@@ -1,0 +1,305 @@
+"""What a user meets: every objective and option runs, and every mistake ends in one clear message."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from bigscl.config import load_config
+from bigscl.data.scan import scan
+from bigscl.objective import Base, Consistency
+from store import HeatmapStore
+from tests.integration.runs import (
+    assert_same_rows,
+    assert_same_weights,
+    call_all,
+    command,
+    copy_run,
+    index_of,
+    losses_of,
+    make_shards,
+    run,
+    weights_of,
+    write_config,
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two shards with two batches each."""
+    return make_shards(tmp_path_factory.mktemp("small"), 24, 12, val=8)
+
+
+def dotted(**changes):
+    return [word for name, value in changes.items() for word in (f"--{name}", json.dumps(value))]
+
+
+# Every objective and option
+
+OBJECTIVES = {
+    f"{base}+{consistency}": {"objective.base": base, "objective.consistency": consistency}
+    for base in get_args(Base)
+    for consistency in get_args(Consistency)
+}
+NO_MEMORY = {"objective.base": "an", "objective.consistency": "none", "store.top": None}
+OPTIONS = {
+    "no store": {**NO_MEMORY, "store.kind": "none"},
+    "oracle": {**NO_MEMORY, "objective.base": "bce", "data.labels": "labels"},
+    "scores in warm-up": {"store.warmup_heatmaps": "scores"},
+    "dense for ever": {"store.top": None},
+    "no warm-up": {"schedule.warmup.epochs": 0, "schedule.main.epochs": 2, "store.compact_after": 1},
+    "debiased": {"store.ema": "debiased"},
+    "debiased from scores": {"store.ema": "debiased", "store.warmup_heatmaps": "scores"},
+    "average of weights": {"weight_ema": 0.9},
+    "clipping": {"optimizer.clip": 0.1},
+    "erasing": {"data.erase": {"probability": 0.8}},
+    "colours": {"data.color_jitter": {"brightness": 0.4, "hue": 0.1}},
+    "more observed": {"data.observed": {"seed": 3, "positives": 2, "negatives": 1}},
+    "bf16": {"hardware.precision": "bf16"},
+    "channels last": {"hardware.channels_last": True},
+    "probabilities": {"model.pooling": "probabilities"},
+    "frozen stages": {"model.freeze_stages": 1, "model.backbone": "bigscl.smallnet:small_resnet"},
+    "rms": {"objective.norm": "rms"},
+    "accumulation": {"optimizer.accumulate": 3},
+    "sgd": {"optimizer.name": "sgd"},
+    "K from validation": {"selection.K": "auto"},
+    "pictures": {"log.pictures_every": 2, "log.trackers": ["tensorboard"]},
+}
+
+
+SAME_NETWORK = {"bf16", "channels last", "pictures", "average of weights"}
+"""Options that change nothing in the trained weights, or only how they are rounded."""
+RESUMED = ["role+scl", "ep+cl", "en+scl", "no store", "scores in warm-up", "debiased", "average of weights"]
+RESUMED += ["erasing", "accumulation", "sgd"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, small):
+    """A config of two epochs with four batches each: the last checkpoints are of steps 4, 6 and 8."""
+    return write_config(
+        tmp_path_factory.mktemp("runs") / "base.yaml",
+        small,
+        data={"val": str(small / "val-*.tar"), "workers": 0, "batch_size": 6},
+        schedule={
+            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
+            "main": {"epochs": 1, "learning_rate": 2e-3},
+        },
+        checkpoint={"every_steps": 3},
+    )
+
+
+@pytest.fixture(scope="module")
+def ended(base):
+    """How the run of each variant ended; its folder is `base.parent / name`."""
+    variants = {**OBJECTIVES, **OPTIONS}
+    calls = {name: [base, "--run", base.parent / name, *dotted(**variants[name])] for name in variants}
+    return call_all(base.parent, calls)
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, *OPTIONS])
+def test_objectives_and_options_train(base, ended, small, name):
+    folder = base.parent / name
+    assert ended[name]["code"] == 0, ended[name]["errors"]
+    losses = losses_of(folder)
+    assert [step for step, _ in losses] == list(range(1, len(losses) + 1))
+    assert all(math.isfinite(loss) and loss > 0 for _, loss in losses)
+    assert (folder / "best" / "model.safetensors").exists()
+    if name != "no store":
+        assert (memory_of_variant(folder, small).visited == 1).all()
+
+
+def memory_of_variant(folder, shards):
+    """What the store holds, whichever labels the config chose."""
+    data, index = load_config(folder / "config.yaml").data, index_of(shards)
+    if data.observed is not None:
+        index = index.draw_observed(data.observed.seed, data.observed.positives, data.observed.negatives)
+    return HeatmapStore.open(folder / "store", annotations=index.annotations(data.labels)).read(index.ids())
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - SAME_NETWORK))
+def test_options_have_an_effect(base, ended, name):
+    """A setting that changed nothing would be accepted and ignored."""
+    weights, usual = (weights_of(base.parent / each) for each in (name, "en+scl"))
+    assert weights.keys() != usual.keys() or any(not weights[key].equal(usual[key]) for key in usual)
+
+
+def test_frozen_stages_keep_their_weights(base, ended):
+    first, last = sorted((base.parent / "frozen stages" / "checkpoints").iterdir())[::2]
+    first, last = (load_file(path / "model.safetensors") for path in (first, last))
+    moved = {name.split(".")[0] for name in first if not first[name].equal(last[name])}
+    assert moved == {"layer1", "layer2", "layer3", "fc"}
+
+
+def test_average_of_the_weights_is_what_is_kept_as_best(base, ended):
+    folder = base.parent / "average of weights"
+    best = load_file(folder / "best" / "model.safetensors")
+    candidates = [load_file(path / "model.safetensors") for path in (folder / "checkpoints").iterdir()]
+    assert not any(best["fc.weight"].equal(weights["fc.weight"]) for weights in candidates)
+
+
+def test_pictures_and_trackers_are_written(base, ended):
+    folder = base.parent / "pictures"
+    assert [path.name for path in (folder / "pictures").iterdir()] == ["epoch-001.png"]
+    assert list((folder / "tracked").rglob("events.*"))
+
+
+def test_precision_that_the_cpu_lacks_is_replaced_aloud(base, ended):
+    same = losses_of(base.parent / "bf16") == losses_of(base.parent / "en+scl")
+    assert same == ("bf16 does not work on this CPU" in ended["bf16"]["errors"])
+
+
+def test_variants_resume_in_mid_epoch_bit_for_bit(base, ended, small):
+    """From the only checkpoint in mid-epoch that was kept."""
+    calls = {}
+    for name in RESUMED:
+        folder = copy_run(base.parent / name, base.parent / f"{name} resumed")
+        _, middle, _ = sorted((folder / "checkpoints").iterdir())
+        changes = {**OBJECTIVES, **OPTIONS}[name]
+        calls[name] = [base, "--run", folder, *dotted(**changes), "--resume", middle]
+    for name, end in call_all(base.parent, calls).items():
+        once, again = base.parent / name, base.parent / f"{name} resumed"
+        assert end["code"] == 0, end["errors"]
+        assert "going on from" in end["errors"]
+        assert losses_of(again) == losses_of(once), name
+        assert_same_weights(weights_of(again), weights_of(once))
+        assert_same_weights(*(load_file(run / "best" / "model.safetensors") for run in (again, once)))
+        if name != "no store":
+            assert_same_rows(memory_of_variant(again, small), memory_of_variant(once, small))
+
+
+# Mistakes
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory, base, ended, small):
+    """How calls with a mistake in them ended."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    bare = folder / "bare"
+    bare.mkdir()
+    shutil.copy(small / "train-000000.tar", bare)
+    other, _ = scan([str(small / "val-000000.tar")], class_names=list("abcdefghij"))
+    other.save(folder / "other.npz")
+    wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
+    conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
+    finished, another = base.parent / "en+scl", ["--run", folder / "another"]
+    copied = copy_run(finished, folder / "copied")
+    memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "memory"})]
+    return call_all(
+        folder,
+        {
+            "wrong values": [base, *another, *dotted(**wrong)],
+            "conflicts": [base, *another, *dotted(**conflict)],
+            "no config": [folder / "nowhere.yaml"],
+            "no index": [base, *another, "--data.train", bare],
+            "no shards": [base, *another, "--data.train", folder / "empty"],
+            "other classes": [base, *another, "--data.val_index", folder / "other.npz"],
+            "never": [base, "--run", finished, "--resume", "never"],
+            "no checkpoint": [base, *another, "--resume", folder],
+            "store of a run": [base, *another, "--store.url", finished / "store"],
+            "store of other data": [base, "--run", copied, *dotted(**{"data.observed": {"seed": 1}})],
+            "store of other maps": [base, *another, "--store.url", finished / "store", "--data.size", 64],
+            "memory": memory,
+            "memory again": memory,
+            "fp16": [base, *another, *dotted(**{"hardware.precision": "fp16"})],
+            "backbone": [base, *another, "--model.backbone", "resnet5000"],
+            "print": [base, "--print-config", "--seed", 7],
+            "finished": [base, "--run", finished],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "wrong values",
+            ["4 mistakes", "data.batch_size", "store.slots", "objective.base", "optimizer.speed"],
+        ),
+        ("conflicts", ["2 mistakes", "store.kind", "objective.norm"]),
+        ("no config", ["nowhere.yaml"]),
+        ("no index", ["bare", "bigscl index"]),
+        ("no shards", ["empty"]),
+        ("other classes", ["data.val", "classes"]),
+        ("never", ["en+scl", "step-00000008", "--resume"]),
+        ("no checkpoint", ["--resume", "not a checkpoint"]),
+        ("store of a run", ["was written by run", "store.url"]),
+        ("store of other data", ["made for data"]),
+        ("store of other maps", ["side 12", "needs 16"]),
+        ("memory again", ["store.kind: memory", "cannot be resumed"]),
+        ("fp16", ["hardware.precision", "needs a GPU"]),
+        ("backbone", ["resnet5000"]),
+    ],
+)
+def test_mistakes_end_in_one_message_and_exit_code_2(mistakes, name, parts):
+    assert mistakes[name]["code"] == 2, mistakes[name]["errors"]
+    assert mistakes[name]["errors"].count("bigscl.train: ") == 1
+    assert "Traceback" not in mistakes[name]["errors"]
+    message = mistakes[name]["errors"].split("bigscl.train: ")[1]
+    assert all(part in message for part in parts), message
+
+
+def test_mistakes_leave_a_finished_run_alone(mistakes, base, small):
+    assert mistakes["finished"]["code"] == 0
+    assert (memory_of_variant(base.parent / "en+scl", small).visited == 1).all()
+    assert len(losses_of(base.parent / "en+scl")) == 8
+
+
+def test_store_in_memory_leaves_nothing_behind(mistakes):
+    assert mistakes["memory"]["code"] == 0, mistakes["memory"]["errors"]
+    assert not list(Path("/dev/shm").glob("bigscl-*"))
+
+
+def test_printed_config_says_the_same_when_it_is_loaded(tmp_path, mistakes, base):
+    assert mistakes["print"]["code"] == 0
+    (tmp_path / "printed.yaml").write_text(mistakes["print"]["output"])
+    assert load_config(tmp_path / "printed.yaml") == load_config(base, ["--seed", "7"])
+
+
+@pytest.mark.parametrize("mistake", [["--data.batch_size", 0], ["--data.train", "/nowhere/train-*.tar"]])
+def test_ranks_make_one_mistake_together(base, mistake):
+    done = run(command([base, *mistake], processes=2))
+    assert done.returncode != 0
+    assert done.stderr.count("bigscl.train: ") == 1, done.stderr
+
+
+# Bad images
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory, small):
+    """The small shards with garbage in place of one picture, and its id."""
+    folder = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(small, folder, dirs_exist_ok=True)
+    index = index_of(folder)
+    sample = int(index.ids()[5])
+    with Path(index.urls[0]).open("r+b") as tar:
+        tar.seek(int(index.image_offsets[sample]))
+        tar.write(b"\0" * int(index.image_bytes[sample]))
+    return folder, sample
+
+
+def test_damaged_picture_is_skipped_until_they_are_too_many(tmp_path, base, damaged):
+    folder, sample = damaged
+    train = ["--data.train", folder / "train-*.tar"]
+    ended = call_all(
+        tmp_path,
+        {
+            "few": [base, *train, "--run", tmp_path / "few", "--data.max_bad_share", 0.05],
+            "too many": [base, *train, "--run", tmp_path / "many"],
+        },
+    )
+    name = index_of(folder).name(sample)
+    assert ended["few"]["code"] == 0, ended["few"]["errors"]
+    assert ended["few"]["errors"].count(f"skipped {name}") == 2
+    rows = memory_of_variant(tmp_path / "few", folder)
+    skipped = index_of(folder).ids() == sample
+    np.testing.assert_array_equal(rows.visited, np.where(skipped, -1, 1))
+    assert set(rows.scores[skipped].flatten().tolist()) == {0.0, 1.0}
+    assert ended["too many"]["code"] == 2, ended["too many"]["errors"]
+    assert "1 of 24 samples could not be read" in ended["too many"]["errors"]
+    assert name in ended["too many"]["errors"].split("max_bad_share")[1]
