@@ -107,7 +107,8 @@ def _environment(place: str | None) -> dict[str, Any]:
         "shared_memory_bytes": _free("/dev/shm"),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": devices,
-        "bf16": _bf16(),
+        # One process of a node tries it for all: it takes seconds.
+        "bf16": _bf16() if os.environ.get("LOCAL_RANK", "0") == "0" else None,
         "backends": backends,
         "free_bytes": None if place is None or "://" in place else _free(place),
         "launched": "WORLD_SIZE" in os.environ,

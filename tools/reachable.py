@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from store.transport import Transport
 PATIENCE_SECONDS = 10.0
 
 
-def probe_place(place: str, options: StorageOptions, ranks: Transport) -> list[str] | None:
+def probe_place(
+    place: str, options: StorageOptions, ranks: Transport, *, patience_seconds: float = PATIENCE_SECONDS
+) -> list[str] | None:
     """What is wrong with a place, on rank 0 (None elsewhere): every process writes there, and all read it.
 
     Nothing is left behind, neither files nor folders that were not there before.
@@ -23,24 +26,31 @@ def probe_place(place: str, options: StorageOptions, ranks: Transport) -> list[s
     token = ranks.broadcast(uuid.uuid4().hex.encode() if ranks.rank == 0 else None).decode()
     missing = _missing_folders(place)
     _wait_for_all(ranks)
-    written = _write(place, options, _key(token, ranks.rank), token)
-    _wait_for_all(ranks)
-    seen = [_read(place, options, _key(token, rank), token) for rank in range(ranks.world_size)]
-    reports = ranks.gather(json.dumps({"written": written, "seen": seen}).encode())
-    _wait_for_all(ranks)
+    failures = _shared(ranks, _write(place, options, _key(token, ranks.rank), token))
+    able = [rank for rank, failure in enumerate(failures) if failure is None]
+    deadline = time.monotonic() + patience_seconds
+    unseen = [rank for rank in able if not _sees(place, options, _key(token, rank), token, deadline)]
+    all_unseen = _shared(ranks, unseen)
     with contextlib.suppress(Exception):  # whoever could not write there cannot delete there
         open_backend(place, options).delete(_key(token, ranks.rank))
     _wait_for_all(ranks)
     with contextlib.suppress(OSError):  # of the ranks on one node, the first removes it
         for folder in missing:
             folder.rmdir()
-    return None if reports is None else _problems(place, [json.loads(report) for report in reports])
+    return list(_problems(place, failures, all_unseen)) if ranks.rank == 0 else None
+
+
+def _shared(ranks: Transport, mine: Any) -> list[Any]:
+    """Everyone's value in rank order, on every rank."""
+    payloads = ranks.gather(json.dumps(mine).encode())
+    values = None if payloads is None else json.dumps([json.loads(payload) for payload in payloads]).encode()
+    shared: list[Any] = json.loads(ranks.broadcast(values))
+    return shared
 
 
 def _wait_for_all(ranks: Transport) -> None:
     """Return when every process has come here."""
-    ranks.gather(b"")
-    ranks.broadcast(b"" if ranks.rank == 0 else None)
+    _shared(ranks, None)
 
 
 def _key(token: str, rank: int) -> str:
@@ -58,9 +68,8 @@ def _write(place: str, options: StorageOptions, key: str, token: str) -> str | N
     return None
 
 
-def _read(place: str, options: StorageOptions, key: str, token: str) -> bool:
+def _sees(place: str, options: StorageOptions, key: str, token: str, deadline: float) -> bool:
     """Whether this process sees what another wrote."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             if open_backend(place, options).read(key) == token.encode():
@@ -80,17 +89,13 @@ def _missing_folders(place: str) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
-def _problems(place: str, reports: list[dict[str, Any]]) -> list[str]:
-    problems = []
-    for rank, report in enumerate(reports):
-        if report["written"] is not None:
-            problems.append(f"rank {rank} cannot write to {place}: {report['written']}")
-    able = [rank for rank, report in enumerate(reports) if report["written"] is None]
-    for rank, report in enumerate(reports):
-        unseen = [other for other in able if not report["seen"][other]]
+def _problems(place: str, failures: list[str | None], all_unseen: list[list[int]]) -> Iterator[str]:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            yield f"rank {rank} cannot write to {place}: {failure}"
+    for rank, unseen in enumerate(all_unseen):
         if unseen:
-            problems.append(
-                f"rank {rank} does not see what ranks {unseen} wrote to {place}: it is not the same "
-                f"place there. Use a shared file system or an object store."
+            yield (
+                f"rank {rank} does not see what ranks {unseen} wrote to {place}: it is not the same place "
+                f"there. Use a shared file system or an object store."
             )
-    return problems

@@ -1,0 +1,31 @@
+import pytest
+
+from tools.text import bars, counted, size, table
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 KB"),
+        (5_900_000, "5.9 MB"),
+        (508e9, "508 GB"),
+        (1.525e12, "1.52 TB"),
+    ],
+)
+def test_sizes_have_three_digits_and_a_unit(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+def test_counts_agree_with_their_noun():
+    assert (counted(1, "shard"), counted(1281, "shard")) == ("1 shard", "1,281 shards")
+
+
+def test_numbers_stand_to_the_right_and_words_to_the_left():
+    assert table(("id", "name"), [(7, "a"), (12, "bee")]) == "  id  name\n   7  a\n  12  bee"
+
+
+def test_the_longest_bar_is_the_largest_count_and_few_are_still_seen():
+    lines = bars(["a", "b", "c"], [400, 1, 0], width=10).splitlines()
+    assert lines == ["  a  ########## 400", "  b  # 1", "  c   0"]
