@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
 from bigscl.data.pipeline import BadSamples, Loader
@@ -57,7 +58,7 @@ def evaluate(options: Namespace) -> None:
     index = _open_index(subject, options)
     real = None if options.real is None else read_real(options.real)
     if real is not None:
-        # Hours before the report would find out.
+        # Now, not hours later.
         match_real(real, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names)
     folder = options.output or (subject.config.run if subject.config else Path()) / "evaluation"
     saved = Evaluation(subject, index, options).predictions()
@@ -75,6 +76,10 @@ class Evaluation:
 
     def __init__(self, subject: Subject, index: Index, options: Namespace) -> None:
         self._subject, self._index, self._options = subject, index, options
+        # What cannot be done is found out here, not after hours of predictions.
+        self._objects = read_objects(index, index.ids()) if options.boxes else None
+        if options.heatmaps and (subject.config is None or subject.config.store.kind != "disk"):
+            raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
         state = PartialState()
         self._device = state.device
         self._ranks = transport()
@@ -113,12 +118,12 @@ class Evaluation:
     def _localization(self) -> dict[str, dict[str, Pointing]]:
         """Pointing games by what points, on rank 0, as far as they were asked for."""
         heat = {}
-        if self._options.boxes:
+        if self._objects is not None:
             found = network_pointing(
                 self._network,
                 self._batches(),
                 self._index,
-                read_objects(self._index, self._index.ids()),
+                self._objects,
                 self._device,
                 mean=self._subject.mean,
                 std=self._subject.std,
@@ -127,7 +132,8 @@ class Evaluation:
             if found is not None:
                 heat["network maps"] = found
         if self._options.heatmaps and self._ranks.rank == 0:
-            heat["stored heatmaps of training images"] = _stored_pointing(self._subject)
+            assert self._subject.config is not None
+            heat["stored heatmaps of training images"] = _stored_pointing(self._subject.config)
         return heat
 
     def _batches(self) -> Iterator[Batch]:
@@ -159,10 +165,8 @@ def _open_index(subject: Subject, options: Namespace) -> Index:
     return load_index(subject.config.data.val, options.index or subject.config.data.val_index)
 
 
-def _stored_pointing(subject: Subject) -> dict[str, Pointing]:
-    config = subject.config
-    if config is None or config.store.kind != "disk":
-        raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
+def _stored_pointing(config: Config) -> dict[str, Pointing]:
+    """Of the run's training images, at the newest snapshot of its store."""
     data = open_data(config)
     with HeatmapStore.open(
         config.store_url, annotations=data.annotations, options=config.store.options()

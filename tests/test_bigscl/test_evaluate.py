@@ -18,7 +18,7 @@ from bigscl.model import build_model
 from bigscl.predictions import load_predictions
 from bigscl.subject import build_network, find_subject, find_weights
 from store import HeatmapStore
-from tests.tars import labelled, write_tar
+from tests.tars import classed, labelled, write_tar
 
 BACKBONE = "bigscl.smallnet:small_resnet"
 NUM_IMAGES, NUM_CLASSES = 11, 3
@@ -200,6 +200,8 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
         (["{bare}", "--backbone", BACKBONE], "--shards: which images"),
         (["{bare}", "--backbone", BACKBONE, "--shards", "{val}"], "predicts 5 classes, the shards have 3"),
         (["{run}", "--real", "{run}/real.json"], "real.json: no such file"),
+        (["{plain}", "--backbone", BACKBONE, "--shards", "{val}", "--heatmaps"], "--heatmaps: needs a run"),
+        (["{run}", "--shards", "{boxless}", "--boxes"], "none of these 2 samples has any"),
         (["{bare}", "--backbone", BACKBONE, "--shards", "{gone}"], "no index of these"),
     ],
 )
@@ -207,7 +209,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(made, tmp_path, capsys, arguments
     save_file(build_model(BACKBONE, 5).export(), tmp_path / "bare.safetensors")
     shutil.copy(made / "val.npz", made / "bigscl-index-val.npz")
     names = {"run": made / "run", "val": made / "val-0.tar", "bare": tmp_path / "bare.safetensors"}
-    names["gone"] = tmp_path / "gone.tar"
+    names |= {"gone": tmp_path / "gone.tar", "plain": made / "run/best/model.safetensors"}
+    names["boxless"] = write_tar(tmp_path / "b-0.tar", [*classed("a", 0, 1), *classed("b", 1, 2)])
+    scan(str(names["boxless"]), num_classes=NUM_CLASSES)[0].save(tmp_path / "bigscl-index-b.npz")
     assert main([argument.format(**names) for argument in arguments]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len([line for line in said if line.startswith("bigscl.evaluate: ")]) == 1
