@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torchvision import models
+from torchvision.transforms.functional import to_pil_image
 
 from bigscl.config import load_config, make_config, to_yaml
 from bigscl.data.looks import EvaluationLook
@@ -174,6 +176,41 @@ def test_published_weights_say_how_images_are_prepared():
     assert (subject.look.size, subject.look.resize, subject.look.shorter) == (224, "shorter", 232)
     assert subject.mean == (0.485, 0.456, 0.406)
     assert find_subject(None, "resnet50", "IMAGENET1K_V1").look.shorter == 256
+
+
+def lively(network):
+    """The network with running statistics under which images differ in their logits."""
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        network.train()(torch.randn(8, 3, 96, 96))
+    return network.eval()
+
+
+def test_published_weights_by_name_predict_as_their_library_does(tmp_path, monkeypatch):
+    # Weights that are in torch's cache are not downloaded; these are made up, and have the published name.
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    torch.manual_seed(0)
+    network = lively(models.shufflenet_v2_x0_5(weights=None))
+    preset = models.ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1
+    cached = tmp_path / "torch" / "hub" / "checkpoints" / preset.url.rpartition("/")[2]
+    cached.parent.mkdir(parents=True)
+    torch.save(network.state_dict(), cached)
+    members = [m for n in (1, 2, 3) for m in classed(f"ILSVRC2012_val_{n:08d}", n, 300 * n)]
+    path = write_tar(tmp_path / "val-0.tar", members)
+    index = scan(str(path), num_classes=1000)[0]
+    index.save(tmp_path / "bigscl-index-val.npz")
+    (tmp_path / "real.json").write_text(json.dumps([[300], [], [7, 900]]))
+    options = ["--weights", "IMAGENET1K_V1", "--shards", path, "--real", tmp_path / "real.json"]
+    saved, report = evaluated("--backbone", "shufflenet_v2_x0_5", *options, output=tmp_path / "out")
+    images = list(read_images(index, index.ids()).values())
+    with torch.no_grad():
+        expected = network(torch.stack([preset.transforms()(to_pil_image(image)) for image in images]))
+    found = torch.from_numpy(saved.logits).float()
+    assert (expected - expected.mean(0)).abs().mean() > 30 * (found - expected).abs().mean()
+    assert report["model"] == "shufflenet_v2_x0_5 IMAGENET1K_V1"
+    assert (report["num_images"], report["original"]["num_images"]) == (2, 3)
 
 
 def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
