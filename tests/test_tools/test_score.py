@@ -1,6 +1,9 @@
 """`bigscl score`: the report again, from our predictions or those of another tool."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -78,3 +81,29 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, comp
     assert said.startswith("bigscl: ")
     assert complaint in said
     assert len(said.splitlines()) == 1
+
+
+MEASURED = """
+import resource, sys
+from tools.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_46837_images_of_1000_classes_are_scored_in_30_seconds_and_4_gigabytes(tmp_path):
+    random = np.random.default_rng(0)
+    labels = np.zeros((46837, 1000), np.int8)
+    labels[np.arange(46837), random.integers(0, 1000, 46837)] = 1
+    labels[np.arange(10000), random.integers(0, 1000, 10000)] = 1
+    logits = random.normal(-4, 2, labels.shape).astype(np.float16) + 4 * labels
+    saved(logits.astype(np.float16), labels).save(tmp_path / "p.zarr")
+    started = time.perf_counter()
+    command = [sys.executable, "-c", MEASURED, "score", tmp_path / "p.zarr", "-o", tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=170)
+    assert time.perf_counter() - started < 30
+    assert int(result.stderr.split()[-1]) * 1024 < 4e9
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["num_images"] == 46837
