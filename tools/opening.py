@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.data.index import Index, Labels, load_index
 from store import Annotations, HeatmapStore, Snapshot, StorageOptions
 from store.errors import IndexMismatch
+
+if TYPE_CHECKING:
+    from bigscl.data.index import Index, Labels
 
 Store = Annotated[
     str, typer.Argument(metavar="STORE", help="A path, s3://bucket/prefix, or the folder of a run.")
@@ -39,8 +41,8 @@ Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this, only 
 class Data:
     """The samples a store was made for, with the labels that training saw."""
 
-    index: Index
-    labels: Labels
+    index: "Index"
+    labels: "Labels"
     """Which of the index's labels are the annotated ones."""
     annotations: Annotations
 
@@ -86,6 +88,8 @@ def open_store(
 
 def find_data(store: str, fingerprint: str, shards: list[str] | None, index_file: Path | None) -> Data | None:
     """The data a store was made for: of these shards, or of its run's config; None if neither is told."""
+    from bigscl.data.index import load_index
+
     settings = _data_settings(store)
     patterns: Any = shards or settings.get("train")
     if patterns is None:
@@ -117,7 +121,7 @@ def need_data(
     return data
 
 
-def _labellings(index: Index, drawn: dict[str, int] | None) -> list[tuple[Index, Labels]]:
+def _labellings(index: "Index", drawn: dict[str, int] | None) -> "list[tuple[Index, Labels]]":
     """Every set of annotated labels that a run may have taken from these shards."""
     found: list[tuple[Index, Labels]] = [(index, "observed")]
     if index.labels is not None:

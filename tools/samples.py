@@ -1,20 +1,23 @@
 """Samples as users name them: by id, by key, or by shard and key."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.index import Index
 from store import StoreSpec
 
+if TYPE_CHECKING:
+    from bigscl.data.index import Index
 
-def find_samples(wanted: Sequence[str], spec: StoreSpec, index: Index | None) -> NDArray[np.int64]:
+
+def find_samples(wanted: Sequence[str], spec: StoreSpec, index: "Index | None") -> NDArray[np.int64]:
     """The ids of these samples, in their order. A key comes before an id that looks the same."""
     return np.array([_find(name, spec, index) for name in wanted], dtype=np.int64)
 
 
-def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
+def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
     if index is not None:
         rows = _rows_of(name, index)
         if len(rows) > 1:
@@ -35,7 +38,7 @@ def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
     return number
 
 
-def _rows_of(name: str, index: Index) -> list[int]:
+def _rows_of(name: str, index: "Index") -> list[int]:
     """The rows with this key, or the one with this shard and key."""
     rows = _rows_with_key(name, index)
     shard, _, key = name.rpartition("/")
@@ -44,7 +47,7 @@ def _rows_of(name: str, index: Index) -> list[int]:
     return rows
 
 
-def _rows_with_key(key: str, index: Index) -> list[int]:
+def _rows_with_key(key: str, index: "Index") -> list[int]:
     wanted = np.frombuffer(key.encode(), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)
     # One comparison per letter: a million keys are not decoded to find one.
@@ -59,17 +62,17 @@ def last_id(spec: StoreSpec) -> int:
     return shard * spec.rows_per_shard + spec.shard_sizes[shard] - 1
 
 
-def name_of(sample: int, index: Index | None) -> str:
+def name_of(sample: int, index: "Index | None") -> str:
     """A sample for people: its shard and key, or its id."""
     return f"sample {sample}" if index is None else index.name(sample)
 
 
-def class_name(number: int, index: Index | None) -> str:
+def class_name(number: int, index: "Index | None") -> str:
     """A class for people."""
     return f"class {number}" if index is None else index.class_names[number]
 
 
-def find_class(name: str, index: Index) -> int:
+def find_class(name: str, index: "Index") -> int:
     """The number of a class, by name or number. A name comes before a number that looks the same."""
     if name in index.class_names:
         return index.class_names.index(name)

@@ -10,7 +10,6 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.pictures import heatmap_of
 from store import HeatmapStore, Rows, Snapshot
 from store.lease import Holder, process_start, read_holder
 from store.spec import FORMAT, Array
@@ -267,6 +266,8 @@ def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.
 
 def _peak(rows: Rows, number: int) -> float | None:
     """The largest value of a class's heatmap; None if none is kept."""
+    from bigscl.pictures import heatmap_of
+
     heatmap = heatmap_of(rows, number)
     return None if heatmap is None else float(heatmap.max())
 

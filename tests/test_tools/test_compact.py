@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from store import HeatmapStore
 from store.lease import KEY
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl
+from tests.test_tools.quickstart import make_store
 
 
 def files(run):
@@ -154,3 +156,15 @@ def test_an_interrupted_compaction_leaves_the_store_as_it_was(run, how):
     assert bigscl("compact", run, "--top", 3, "--apply").code == 0
     assert time.monotonic() - started < 30
     assert json.loads((run / "store" / "snapshots" / "00000004.json").read_text())["group"] == "arrays-001"
+
+
+def test_a_store_on_s3_is_compacted_like_one_on_disk(s3_options, index):
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    make_store(url, index, options=s3_options)
+    reach = ("--endpoint", s3_options.endpoint, "--region", "us-east-1")
+    shards = ("--shards", index.urls[0].replace("000000", "*"))
+    before = bigscl("compact", url, *reach, "--json").json()
+    done = bigscl("compact", url, *reach, *shards, "--top", 3, "--apply", "--json").json()
+    assert done["bytes_after"] < 0.5 * before["bytes_before"]
+    assert bigscl("verify", url, *reach, *shards).code == 0
+    assert bigscl("unlock", url, *reach).code == 0

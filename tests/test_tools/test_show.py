@@ -172,15 +172,23 @@ def test_cuts_are_applied_as_in_training():
     assert not expected.all()
 
 
-def test_show_answers_without_torch(runs):
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [
+        ([], ["torch", "matplotlib", "PIL", "bigscl.data.index"]),
+        (["--sample", "train_000003"], ["torch", "matplotlib"]),
+    ],
+)
+def test_show_imports_only_what_it_needs(runs, arguments, left_out):
     code = (
         "import sys; from tools.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as end: assert not end.code\n"
-        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+        f"sys.exit(', '.join(name for name in {left_out} if name in sys.modules) or 0)"
     )
-    command = [sys.executable, "-c", code, "show", str(runs / "dense"), "--sample", "train_000003"]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    command = [sys.executable, "-c", code, "show", str(runs / "dense"), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
 def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
