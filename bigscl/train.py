@@ -83,7 +83,7 @@ class Trainer:
             logger.info("going on from %s", checkpoint.path)
             self.run.checkpoints.drop_after(checkpoint)
             self.state.restore(checkpoint, self.store)
-            self.journal.keep_until(self.state.progress.step)
+        self.journal.keep_until(self.state.progress.step)
         if self.state.progress.epoch < self.schedule.epochs:
             self.state.enter_phase(self.state.progress.epoch, checkpoint)
         self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
