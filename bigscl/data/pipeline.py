@@ -3,6 +3,7 @@
 # Shapes: B samples of the batch, S side of the views.
 
 import logging
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,7 @@ class Loader:
             pin_memory=pin_memory,
             # The seed that DataLoader draws for its workers is not taken from the generator of training.
             generator=torch.Generator(),
+            worker_init_fn=_outlive_signals,
         )
 
     def __len__(self) -> int:
@@ -112,6 +114,14 @@ class Loader:
             self.bad.see(batch)
             yield batch
             started = time.perf_counter()
+
+
+def _outlive_signals(worker: int) -> None:
+    """Workers end with their loader: a batch system's signal to every process must leave a run its batches.
+
+    The trainer, asked to stop, finishes its step and saves; torch's own handler would end the worker first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Batches(IterableDataset[Batch]):
