@@ -128,7 +128,7 @@ class Running:
         self._folder, self._processes = folder, processes
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
         with self._log.open("w") as log:
-            self._launched = subprocess.Popen(
+            self.launcher = subprocess.Popen(
                 command(arguments, processes), cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log
             )
 
@@ -144,7 +144,7 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes, by rank."""
-        launched = psutil.Process(self._launched.pid)
+        launched = psutil.Process(self.launcher.pid)
         if self._processes == 1:
             return [launched]
         ranks = {child.environ().get("RANK"): child for child in launched.children()}
@@ -153,23 +153,23 @@ class Running:
     def wait_for_step(self, step: int) -> bool:
         """Whether the run came that far, before it ended."""
         deadline = time.monotonic() + TIMEOUT
-        while self._launched.poll() is None and steps_of(self._folder) < step:
+        while self.launcher.poll() is None and steps_of(self._folder) < step:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.002)
-        return self._launched.poll() is None
+        return self.launcher.poll() is None
 
     def kill(self) -> None:
         """`kill -9`, of every process at once."""
-        if self._launched.poll() is None:
-            for process in psutil.Process(self._launched.pid).children(recursive=True):
+        if self.launcher.poll() is None:
+            for process in psutil.Process(self.launcher.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            self._launched.kill()
+            self.launcher.kill()
         self.wait()
 
     def wait(self, seconds: float = TIMEOUT) -> int:
         """The exit code."""
-        return self._launched.wait(seconds)
+        return self.launcher.wait(seconds)
 
 
 def steps_of(folder: Path) -> int:

@@ -13,7 +13,6 @@ from tests.integration.runs import (
     assert_same_rows,
     assert_same_runs,
     assert_same_weights,
-    ids_of,
     index_of,
     losses_of,
     memory_of,
@@ -39,13 +38,6 @@ def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, plain, shards):
 def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):
     train(write_config(tmp_path / "run.yaml", shards, data={"workers": 0}))
     assert_same_runs(tmp_path / "run", plain, shards)
-
-
-def test_three_workers_train_every_sample_once_an_epoch(tmp_path, shards):
-    train(write_config(tmp_path / "run.yaml", shards, data={"workers": 3}), "--log.ids", "true")
-    index = index_of(shards)
-    assert ids_of(tmp_path / "run") == {(epoch, int(n)): 1 for epoch in range(3) for n in index.ids()}
-    assert (memory_of(tmp_path / "run", shards).visited == 2).all()
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

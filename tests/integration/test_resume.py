@@ -4,12 +4,14 @@ A moment is a random step and a random time after it. With a checkpoint every th
 goes into commits and checkpoints, so many of the kills fall into one.
 """
 
+import contextlib
 import random
 import shutil
 import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from bigscl.checkpoint import Checkpoints
@@ -73,6 +75,23 @@ def stop(running):
     return STOPPED in running.output
 
 
+def stop_everything(running):
+    """As batch systems do it: the signal goes to every process of the ranks, also to the image readers."""
+    for rank in running.ranks():
+        for process in [rank, *rank.children()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 0, running.output
+    return STOPPED in running.output
+
+
+def stop_launcher(running):
+    """The launcher hands the signal on; it cannot know that the ranks ended well."""
+    running.launcher.send_signal(signal.SIGTERM)
+    running.wait(60)
+    return STOPPED in running.output
+
+
 def visited_by_checkpoint(folder, shards):
     """(epoch, ids that it has had) according to the newest checkpoint."""
     latest = Checkpoints(folder / "checkpoints", 1).latest()
@@ -91,7 +110,7 @@ def assert_each_sample_once(folder, shards, epoch, had):
 
 def test_run_that_is_killed_and_stopped_ends_as_if_it_never_was(tmp_path, noisy, shards):
     config, moments = noisy_config(tmp_path / "run.yaml", shards), random.Random(1)
-    for how in (kill, stop, kill):
+    for how in (kill, stop_everything, kill):
         assert interrupt(config, moments, how)
     train(config)
     assert_same_runs(tmp_path / "run", noisy[1], shards)
@@ -138,7 +157,9 @@ def test_killed_run_repeats_only_what_no_checkpoint_has(tmp_path, shards):
 def test_many_interruptions_end_as_if_there_were_none(tmp_path, noisy, shards, processes, interruptions):
     moments = random.Random(processes)
     config = noisy_config(tmp_path / "run.yaml", shards)
-    ways = [kill, kill, stop] if processes == 1 else [kill, kill_a_rank, stop]
+    ways = [kill, kill, stop, stop_everything]
+    if processes > 1:
+        ways += [kill_a_rank, stop_launcher]
     done = 0
     while done < interruptions:
         done += interrupt(config, moments, moments.choice(ways), processes)

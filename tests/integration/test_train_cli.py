@@ -260,9 +260,8 @@ def test_printed_config_says_the_same_when_it_is_loaded(tmp_path, mistakes, base
     assert load_config(tmp_path / "printed.yaml") == load_config(base, ["--seed", "7"])
 
 
-@pytest.mark.parametrize("mistake", [["--data.batch_size", 0], ["--data.train", "/nowhere/train-*.tar"]])
-def test_ranks_make_one_mistake_together(base, mistake):
-    done = run(command([base, *mistake], processes=2))
+def test_ranks_make_one_mistake_together(base):
+    done = run(command([base, "--data.train", "/nowhere/train-*.tar"], processes=2))
     assert done.returncode != 0
     assert done.stderr.count("bigscl.train: ") == 1, done.stderr
 
