@@ -77,9 +77,15 @@ def main(arguments: list[str] | None = None) -> Any:
 
     try:
         return app(args=arguments)
-    except (StoreError, ValueError, FileNotFoundError) as error:
-        print(f"bigscl: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    except (StoreError, ValueError, OSError) as error:
+        message = str(error)
+    except Exception as error:
+        if not type(error).__module__.startswith("obstore"):
+            raise
+        reason = str(error).splitlines()[0]
+        message = f"the object store: {reason}. Check bucket, --endpoint, --region and credentials."
+    print(f"bigscl: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
