@@ -33,7 +33,9 @@ def test_every_verb_has_help(verb):
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("verb", "plan doctor show render export diff verify compact unlock".split())
+@pytest.mark.parametrize(
+    "verb", ["plan", "doctor", "show", "render", "export", "diff", "verify", "compact", "unlock"]
+)
 def test_help_shows_an_example(verb):
     text = " ".join(CliRunner().invoke(app, [verb, "--help"]).output.split())
     assert "Example: " in text
