@@ -36,7 +36,7 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.evaluate_options import parse
 from bigscl.inference import predict
 from bigscl.launch import rank_of_this_process
-from bigscl.localization import Pointing, network_pointing, pointing, read_objects
+from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
 from bigscl.log import start_logging
 from bigscl.model import SpatialClassifier
 from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
@@ -130,10 +130,10 @@ class Evaluation:
                 transport=self._ranks,
             )
             if found is not None:
-                heat["network maps"] = found
+                heat[NETWORK] = found
         if self._options.heatmaps and self._ranks.rank == 0:
             assert self._subject.config is not None
-            heat["stored heatmaps of training images"] = _stored_pointing(self._subject.config)
+            heat[STORED] = _stored_pointing(self._subject.config)
         return heat
 
     def _batches(self) -> Iterator[Batch]:

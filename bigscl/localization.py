@@ -27,6 +27,10 @@ from bigscl.model import SpatialClassifier
 from store import HeatmapStore, Rows
 from store.transport import Transport
 
+STORED = "stored heatmaps of training images"
+NETWORK = "network maps"
+"""What points, by the names they have in reports."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointing:

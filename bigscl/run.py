@@ -7,7 +7,6 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bigscl.checkpoint import Checkpoint, Checkpoints
@@ -16,6 +15,7 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.log import environment
 from bigscl.metrics import estimate_k
+from bigscl.predictions import true_labels
 from bigscl.ranks import Ranks
 from store import Annotations, HeatmapStore, StoreError
 from store.backends import open_backend
@@ -68,15 +68,9 @@ def _positives_per_image(config: Config, val: Index | None) -> float | None:
     if config.selection.K != "auto":
         return float(config.selection.K)
     assert val is not None
-    k = estimate_k(torch.from_numpy(full_labels(val)))
+    k = estimate_k(torch.from_numpy(true_labels(val, val.ids())[0]))
     logger.info("K = %.3f positives per image, from the %d validation images", k, val.num_samples)
     return k
-
-
-def full_labels(index: Index) -> np.ndarray[tuple[int, int], np.dtype[np.int8]]:
-    """All labels of every sample, int8 [n,L] in the order of the ids; unlabelled classes are negative."""
-    labels = index.labels_of(index.ids(), "observed" if index.labels is None else "labels")
-    return np.where(labels == 1, np.int8(1), np.int8(0))
 
 
 class RunFolder:

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -12,8 +11,8 @@ from bigscl.data.pipeline import Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.inference import predict
 from bigscl.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
+from bigscl.predictions import true_labels
 from bigscl.ranks import Ranks
-from bigscl.run import full_labels
 
 
 def validate(
@@ -34,8 +33,8 @@ def validate(
     model.train(was_training)
     payload = None
     if found is not None:
-        logits = torch.as_tensor(found.logits)
-        labels = full_labels(index)[np.searchsorted(index.ids(), np.asarray(found.ids))]
+        logits = torch.from_numpy(found.logits)
+        labels, _ = true_labels(index, found.ids)
         payload = json.dumps(_metrics(logits, torch.from_numpy(labels))).encode()
     metrics: dict[str, float] = json.loads(ranks.broadcast(payload))
     return metrics

@@ -21,7 +21,6 @@ METHODS = {
     "bce": "all labels known (oracle)",
 }
 PARTS = ("single", "train", "val", "test")
-STORED = "stored heatmaps of training images"
 
 
 def command(
@@ -128,6 +127,8 @@ def _launcher() -> tuple[str, ...]:
 
 def _figures(report: Path) -> dict[str, float]:
     """What the table shows of a run."""
+    from bigscl.localization import STORED
+
     found = json.loads(report.read_text())
     heat = found["localization"][STORED]
     return {
