@@ -406,13 +406,15 @@ class Trainer:
 
     def _loader(self, plan: Plan, epoch: int) -> Loader:
         data, rank = self.config.data, self.ranks.rank
+        # Of the little that is left of a resumed epoch, a single bad image may be a large share.
+        whole = self.plan(epoch, whole=True)
         return Loader(
             self.data.train,
             plan,
             rank,
             data.training_look(self.config.seed, epoch),
             labels=data.labels,
-            bad=BadSamples(self.data.train, plan.num_samples(rank), max_share=data.max_bad_share),
+            bad=BadSamples(self.data.train, whole.num_samples(rank), max_share=data.max_bad_share),
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
         )
