@@ -1,6 +1,8 @@
 """What must not matter does not: where the memory is kept, and how many processes read the images."""
 
+import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,16 @@ def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, plain, shards):
     assert losses_of(tmp_path / "run") == losses_of(plain)
     with np.load(kept) as arrays:
         assert_same_rows(Rows(**arrays), memory_of(plain, shards))
+
+
+def test_memory_store_of_two_processes_equals_disk_store_and_is_gone_after_the_run(tmp_path, noisy, shards):
+    model = {"backbone": "tests.integration.tiny:noisy_net"}
+    config = write_config(tmp_path / "run.yaml", shards, model=model, store={"kind": "memory"})
+    train(config, processes=2)
+    assert_same_weights(weights_of(tmp_path / "run"), weights_of(noisy[2]))
+    assert losses_of(tmp_path / "run") == losses_of(noisy[2])
+    name = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
 
 
 def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):

@@ -1,7 +1,8 @@
 """Runs that are killed or asked to stop at any moment, and go on as if nothing had happened.
 
 A moment is a random step and a random time after it. With a checkpoint every third step, most of a run's time
-goes into commits and checkpoints, so many of the kills fall into one.
+goes into commits and checkpoints, so many of the kills fall into one. The uninterrupted runs have none in
+mid-epoch, so that these cannot matter either.
 """
 
 import contextlib
@@ -162,7 +163,9 @@ def test_many_interruptions_end_as_if_there_were_none(tmp_path, noisy, shards, p
         ways += [kill_a_rank, stop_launcher]
     done = 0
     while done < interruptions:
-        done += interrupt(config, moments, moments.choice(ways), processes)
+        # Near its end a run may be done before it is interrupted, which only a kill does not mind.
+        late = steps_of(tmp_path / "run") > NUM_STEPS[processes] - 10
+        done += interrupt(config, moments, kill if late else moments.choice(ways), processes)
         if done == interruptions or steps_of(tmp_path / "run") == NUM_STEPS[processes]:
             train(config, processes=processes)
             assert_same_runs(tmp_path / "run", noisy[processes], shards)
