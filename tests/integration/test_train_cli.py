@@ -187,6 +187,7 @@ def mistakes(tmp_path_factory, base, ended, small):
     other.save(folder / "other.npz")
     wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
     conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
+    diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
     finished, another = base.parent / "en+scl", ["--run", folder / "another"]
     copied = copy_run(finished, folder / "copied")
     memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "memory"})]
@@ -208,6 +209,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "memory again": memory,
             "fp16": [base, *another, *dotted(**{"hardware.precision": "fp16"})],
             "backbone": [base, *another, "--model.backbone", "resnet5000"],
+            "divergence": [base, "--run", folder / "diverged", *dotted(**diverging)],
             "print": [base, "--print-config", "--seed", 7],
             "finished": [base, "--run", finished],
         },
@@ -234,6 +236,7 @@ def mistakes(tmp_path_factory, base, ended, small):
         ("memory again", ["store.kind: memory", "cannot be resumed"]),
         ("fp16", ["hardware.precision", "needs a GPU"]),
         ("backbone", ["resnet5000"]),
+        ("divergence", ["loss"]),
     ],
 )
 def test_mistakes_end_in_one_message_and_exit_code_2(mistakes, name, parts):
@@ -270,7 +273,7 @@ ALLOWED = ["--data.max_bad_share", 0.13]
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory, base, small):
-    """The small shards with garbage for the picture that comes first in epoch 1, and the two that come last."""
+    """The small shards with garbage for the first picture of epoch 1, and for its last two."""
     folder = tmp_path_factory.mktemp("damaged")
     shutil.copytree(small, folder, dirs_exist_ok=True)
     index, config = index_of(folder), load_config(base)
