@@ -97,7 +97,7 @@ class Loader:
             pin_memory=pin_memory,
             # The seed that DataLoader draws for its workers is not taken from the generator of training.
             generator=torch.Generator(),
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=_outlive_a_signal,
         )
 
     def __len__(self) -> int:
@@ -116,12 +116,13 @@ class Loader:
             started = time.perf_counter()
 
 
-def _outlive_signals(worker: int) -> None:
-    """Workers end with their loader: a batch system's signal to every process must leave a run its batches.
+def _outlive_a_signal(worker: int) -> None:
+    """A batch system's signal to every process of a run must leave it the batches of its last step.
 
-    The trainer, asked to stop, finishes its step and saves; torch's own handler would end the worker first.
+    The trainer, asked to stop, finishes its step and saves; torch's own handler would end the worker first. A
+    second signal ends it: that is how a process which fails gets rid of its workers.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class Batches(IterableDataset[Batch]):
