@@ -30,6 +30,10 @@ from tests.integration.runs import (
 )
 
 
+# The first test of a file also pays for the runs that the others compare with.
+pytestmark = pytest.mark.timeout(360)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two shards with two batches each."""
