@@ -29,7 +29,6 @@ from tests.integration.runs import (
     write_config,
 )
 
-
 # The first test of a file also pays for the runs that the others compare with.
 pytestmark = pytest.mark.timeout(360)
 
