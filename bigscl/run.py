@@ -147,6 +147,8 @@ def open_store(
 
     def create() -> bytes:
         backend = open_backend(url, settings.options())
+        if settings.kind == "memory":
+            backend.delete_tree("")  # what an earlier start of this run left, when it was killed
         try:
             read_spec(backend)
         except NotAStore:

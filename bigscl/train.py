@@ -284,6 +284,8 @@ class Trainer:
             self._commit(epoch, next_epoch=epoch + 1)
             if epoch + 1 == self.config.compact_after and self.store.group.layout != "topk":
                 self._compact()
+        skipped = len(self._all_skipped())
+        self.journal.write("epoch", self.state.progress.step, {"epoch": epoch, "skipped": skipped})
         self.state.forget_epoch()
         self.state.advance(epoch=epoch + 1)
         if self.data.val is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
@@ -310,18 +312,22 @@ class Trainer:
     def _commit(self, epoch: int, next_epoch: int) -> None:
         """Make the epoch's rows last, with what a run needs to go on from them."""
         assert self.store is not None
-        gathered = self.ranks.gather(np.array(self.state.skipped, np.int64).tobytes())
-        skipped = {int(n) for part in gathered or [] for n in np.frombuffer(part, np.int64)}
+        skipped = self._all_skipped()
         snapshot = self.store.commit(
             epoch=epoch,
             step=self.state.progress.step,
             attributes={
                 "selection": self.state.selection.to_json(),
                 "next_epoch": next_epoch,
-                "skipped": sorted(skipped) if next_epoch == epoch else [],
+                "skipped": skipped if next_epoch == epoch else [],
             },
         )
         self.state.advance(snapshot=snapshot.id)
+
+    def _all_skipped(self) -> list[int]:
+        """What no rank could read in this epoch; known to rank 0, which commits and logs."""
+        parts = self.ranks.gather(np.array(self.state.skipped, np.int64).tobytes()) or []
+        return sorted({int(n) for part in parts for n in np.frombuffer(part, np.int64)})
 
     def _compact(self) -> None:
         """Keep the heatmaps of each image's top classes only, from now on."""
@@ -462,7 +468,7 @@ def main(arguments: list[str]) -> int:
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:
-            print(f"stopped by a signal; saved. Resume with the same command: {' '.join(sys.argv)}")
+            print(f"stopped by a signal; {config.run} is saved. Resume with the same command.")
     except (ConfigError, StoreError, ValueError, FileNotFoundError) as error:
         # What stops a run from starting is met by every rank: one of each machine says it.
         if trainer is not None or first_on_this_machine():

@@ -32,7 +32,7 @@ from tests.integration.runs import (
 # The first test of a file also pays for the runs that the others compare with.
 pytestmark = pytest.mark.timeout(360)
 NUM_STEPS = {1: 57, 2: 30}
-STOPPED = "stopped by a signal; saved. Resume with the same command: "
+STOPPED = "is saved. Resume with the same command."
 
 
 def noisy_config(path, shards):
