@@ -18,7 +18,7 @@ METHODS = {
     "en": "EN (expected negative)",
     "cl": "EN + CL",
     "scl": "EN + SCL (the method)",
-    "bce": "all labels known (oracle)",
+    "bce": "oracle (all labels known)",
 }
 PARTS = ("single", "train", "val", "test")
 
