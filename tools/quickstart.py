@@ -28,7 +28,7 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Of the scenes and of training.")] = 0,
     methods: Annotated[str, typer.Option(help="Which runs to compare, by comma.")] = ",".join(METHODS),
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Other than the configs' 40, to try it out.")
+        int | None, typer.Option(min=1, help="Other than the configs' 30, to try it out.")
     ] = None,
 ) -> None:
     """Make scenes of digits, pretrain, train five ways from one label per image, and compare them.
@@ -70,7 +70,10 @@ class Kitchen:
         """The data: shards and their indexes."""
         scenes = self.folder / "scenes"
         if not (scenes / "bigscl-index-test.npz").exists():
-            self._run("bigscl", "shards", "scenes", str(scenes), "--seed", str(self.seed))
+            workers = str(os.cpu_count() or 1)
+            self._run(
+                "bigscl", "shards", "scenes", str(scenes), "--seed", str(self.seed), "--workers", workers
+            )
             for part in PARTS:
                 self._run("bigscl", "index", f"{scenes}/{part}-*.tar")
 
@@ -89,7 +92,7 @@ class Kitchen:
         if not (run / "test" / "report.json").exists():
             test = f"{self.folder}/scenes/test-*.tar"
             options = ("--shards", test, "-o", str(run / "test"), "--heatmaps", "--workers", "1")
-            self._run(*_launcher(), "-m", "bigscl.evaluate", str(run), *options)
+            self._run("python", "-m", "bigscl.evaluate", str(run), *options)
 
     def _settings(self, name: str) -> list[str]:
         """What differs from the config: nothing, for the default folder and seed."""
@@ -110,8 +113,8 @@ class Kitchen:
     def _run(self, *words: str) -> None:
         typer.echo(f"\n$ {shlex.join(words)}")
         # The same programs, of the environment that this one runs in.
-        modules = {"bigscl": "tools.cli", "accelerate": "accelerate.commands.accelerate_cli"}
-        command = [sys.executable, "-m", modules[words[0]], *words[1:]]
+        modules = {"bigscl": ["-m", "tools.cli"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+        command = [sys.executable, *modules.get(words[0], []), *words[1:]]
         if subprocess.run(command, check=False).returncode:
             raise ValueError(
                 f"this command failed: {shlex.join(words)}. Mend it and start again: it goes on here."
