@@ -33,7 +33,7 @@ def picture_of_epoch(
                 index.class_names,
                 annotated=annotated[place],
                 present=present[place],
-                boxes=_boxes(metadata[int(n)].get("boxes", [])),
+                boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
                 count=PANELS,
             ),
         )
@@ -56,7 +56,7 @@ def _present(
     return np.asarray(annotated | expected.numpy())
 
 
-def _boxes(boxes: list[list[float]]) -> dict[int, list[Box]]:
+def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:
     """(x0, y0, x1, y1) of each class, from rows of a class and its box."""
     found: dict[int, list[Box]] = {}
     for number, x0, y0, x1, y1 in boxes:

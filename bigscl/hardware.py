@@ -1,5 +1,6 @@
-"""What this machine can compute in, found out before a run depends on it."""
+"""What this machine can compute in, found out before a run depends on it, and how it is made to go faster."""
 
+import ctypes
 import logging
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import sys
 import torch
 
 logger = logging.getLogger(__name__)
+# Of glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def usable_precision(wanted: str, device: torch.device) -> str:
@@ -30,3 +33,16 @@ def _bf16_works() -> bool:
         "assert (a @ a)[0, 0] == 64; c(torch.ones(1, 8, 9, 9, dtype=torch.bfloat16)).sum().backward()"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def keep_freed_memory() -> None:
+    """Let freed memory stay with this process, for the next step of a training on the CPU.
+
+    Otherwise glibc gives large tensors back to the kernel one by one, and the kernel clears every page of the
+    next ones: a third of the time of a network with large feature maps. Where there is no glibc, nothing
+    changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)

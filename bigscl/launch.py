@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from bigscl.config import Config, load_config
-from bigscl.hardware import usable_precision
+from bigscl.hardware import keep_freed_memory, usable_precision
 
 USAGE = """usage: accelerate launch -m bigscl.train CONFIG [--section.key value ...]
                          [--resume auto|never|CHECKPOINT] [--print-config]
@@ -55,6 +55,8 @@ def start_accelerator(config: Config) -> Accelerator:
     """Accelerate, with the precision, the patience and the trackers of the run."""
     cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true"
     precision = usable_precision(config.hardware.precision, torch.device("cuda" if cuda else "cpu"))
+    if not cuda:
+        keep_freed_memory()
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         log_with=list(config.log.trackers) or None,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -180,20 +180,41 @@ def _class_table(report: Report) -> str:
 
 def draw_score_distribution(histograms: Sequence[Sequence[int]], title: str, path: Path) -> None:
     """The share of images by their 1st to 4th highest score, one panel each, as a PNG."""
+    figure, panels = _score_panels(len(histograms))
+    for panel, counts in zip(panels, histograms, strict=True):
+        panel.stairs(*_shares(counts), fill=True, color="tab:blue")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw_score_distributions(histograms: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
+    """The same of several models, as lines over each other; histograms by the names of the models."""
+    figure, panels = _score_panels(max(map(len, histograms.values())))
+    for name, own in histograms.items():
+        for panel, counts in zip(panels, own, strict=False):
+            panel.stairs(*_shares(counts), label=name, linewidth=1.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _shares(counts: Sequence[int]) -> tuple[list[float], list[float]]:
+    """(percent of the images in each bin, edges of the bins)."""
+    edges = [bin_ / len(counts) for bin_ in range(len(counts) + 1)]
+    return [100 * count / max(1, sum(counts)) for count in counts], edges
+
+
+def _score_panels(count: int) -> tuple[Any, Any]:
+    """A figure, and its panels for the highest scores, the second highest, and so on."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(histograms), sharey=True, squeeze=False)[0]
-    for panel, counts, ordinal in zip(panels, histograms, ORDINALS, strict=False):
-        edges = [bin_ / len(counts) for bin_ in range(len(counts) + 1)]
-        shares = [100 * count / max(1, sum(counts)) for count in counts]
-        panel.stairs(shares, edges, fill=True, color="tab:blue")
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for panel, ordinal in zip(panels, ORDINALS, strict=False):
         panel.set(
             title=f"{ordinal} highest score", xlim=(0, 1), xlabel="score", yscale="symlog", ylim=(0, 100)
         )
         panel.set_yticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
     panels[0].set_ylabel("% of images")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return figure, panels

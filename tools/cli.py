@@ -11,6 +11,7 @@ import typer
 # `bigscl show` answers at once.
 VERBS: tuple[str, ...] = (
     "quickstart",
+    "study",
     "index",
     "shards",
     "plan",

@@ -3,15 +3,14 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+from tools.running import CONFIGS, Runner, launcher
+
 DEFAULT_FOLDER = Path("quickstart")
 METHODS = {
     "an": "AN (assume negative)",
@@ -38,12 +37,13 @@ def command(
     """
     chosen = _chosen(methods)
     started = time.monotonic()
-    kitchen = Kitchen(folder, seed, epochs)
-    kitchen.make_scenes()
-    kitchen.train("pretrain")
-    for name in chosen:
-        kitchen.train(name)
-        kitchen.evaluate(name)
+    with Runner() as runner:
+        kitchen = Kitchen(folder, seed, epochs, runner)
+        kitchen.make_scenes()
+        kitchen.train("pretrain")
+        for name in chosen:
+            kitchen.train(name)
+            kitchen.evaluate(name)
     results = {name: _figures(folder / name / "test" / "report.json") for name in chosen}
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     picture = folder / "heatmaps.png"
@@ -63,8 +63,8 @@ def _chosen(methods: str) -> list[str]:
 class Kitchen:
     """The commands of the quickstart; each is shown and run, and left out where its result is there."""
 
-    def __init__(self, folder: Path, seed: int, epochs: int | None) -> None:
-        self.folder, self.seed, self.epochs = folder, seed, epochs
+    def __init__(self, folder: Path, seed: int, epochs: int | None, runner: Runner) -> None:
+        self.folder, self.seed, self.epochs, self.runner = folder, seed, epochs, runner
 
     def make_scenes(self) -> None:
         """The data: shards and their indexes."""
@@ -83,7 +83,7 @@ class Kitchen:
         if (run / "done").exists():
             return
         config = os.path.relpath(CONFIGS / f"quickstart_{name}.yaml")
-        self._run(*_launcher(), "-m", "bigscl.train", config, *self._settings(name))
+        self._run(*launcher(), "-m", "bigscl.train", config, *self._settings(name))
         (run / "done").touch()
 
     def evaluate(self, name: str) -> None:
@@ -112,23 +112,7 @@ class Kitchen:
 
     def _run(self, *words: str) -> None:
         typer.echo(f"\n$ {shlex.join(words)}")
-        # The same programs, of the environment that this one runs in.
-        modules = {"bigscl": ["-m", "tools.cli"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
-        command = [sys.executable, *modules.get(words[0], []), *words[1:]]
-        if subprocess.run(command, check=False).returncode:
-            raise ValueError(
-                f"this command failed: {shlex.join(words)}. Mend it and start again: it goes on here."
-            )
-
-
-def _launcher() -> tuple[str, ...]:
-    import torch
-
-    gpu = torch.cuda.is_available()
-    config = CONFIGS / "accelerate" / ("1gpu.yaml" if gpu else "cpu.yaml")
-    # The network is small: on a CPU, a second thread would only stand in the way of the loader.
-    threads = () if gpu else ("--num_cpu_threads_per_process", "1")
-    return ("accelerate", "launch", "--config_file", os.path.relpath(config), *threads)
+        self.runner.run(words)
 
 
 def _figures(report: Path) -> dict[str, float]:
@@ -153,42 +137,10 @@ def _table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join([head, *lines])
 
 
-def _draw(folder: Path, methods: list[str], path: Path, count: int = 6) -> None:
+def _draw(folder: Path, methods: list[str], path: Path) -> None:
     """The heatmaps that each run keeps of digits that no label named."""
-    import numpy as np
-
     from bigscl.config import load_config
-    from bigscl.data.reader import read_images, read_metadata
-    from bigscl.pictures import Panel, SamplePicture, draw_samples
-    from bigscl.run import open_data
-    from store import HeatmapStore
+    from bigscl.side_by_side import draw_side_by_side
 
-    datas = {name: open_data(load_config(folder / name / "config.yaml")) for name in methods}
-    index = datas[methods[0]].train
-    ids = index.ids()[:: max(1, index.num_samples // count)][:count]
-    images, metadata = read_images(index, ids), read_metadata(index, ids)
-    missing = (index.labels_of(ids, "labels") == 1) & (index.labels_of(ids) != 1)
-    stores = {
-        name: HeatmapStore.open(folder / name / "store", annotations=data.annotations)
-        for name, data in datas.items()
-    }
-    rows = {name: store.read(ids) for name, store in stores.items()}
-    samples = []
-    for place, sample_id in enumerate(ids.tolist()):
-        number = int(np.flatnonzero(missing[place])[0])
-        boxes = tuple(tuple(box[1:]) for box in metadata[sample_id]["boxes"] if box[0] == number)
-        panels = []
-        for name, held in rows.items():
-            assert held.heatmaps is not None
-            panels.append(
-                Panel(
-                    heatmap=held.heatmaps[place, number],
-                    name=METHODS[name].split(" (")[0],
-                    score=float(held.scores[place, number]),
-                    kind="annotated" if name == "bce" else "unannotated",
-                    boxes=boxes,
-                )
-            )
-        title = f"where is the {index.class_names[number]}?"
-        samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
-    draw_samples(samples, path)
+    runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}
+    draw_side_by_side(runs, path, kinds=("unannotated",), count=6)

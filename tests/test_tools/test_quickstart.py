@@ -9,19 +9,20 @@ from typer.testing import CliRunner
 from bigscl.config import load_config
 from bigscl.localization import STORED
 from tools.cli import app
-from tools.quickstart import CONFIGS, DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table
+from tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table
+from tools.running import CONFIGS, Runner
 
 
 def test_default_commands_need_no_settings_beyond_the_configs():
     for name in ("pretrain", *METHODS):
-        assert Kitchen(DEFAULT_FOLDER, 0, None)._settings(name) == []
+        assert Kitchen(DEFAULT_FOLDER, 0, None, Runner())._settings(name) == []
         config = load_config(CONFIGS / f"quickstart_{name}.yaml")
         assert config.run == DEFAULT_FOLDER / name
 
 
 @pytest.mark.parametrize("name", ["pretrain", *METHODS])
 def test_another_folder_and_seed_reach_the_run_as_settings(name):
-    settings = Kitchen(Path("elsewhere"), 3, 2)._settings(name)
+    settings = Kitchen(Path("elsewhere"), 3, 2, Runner())._settings(name)
     config = load_config(CONFIGS / f"quickstart_{name}.yaml", settings)
     assert (config.run, config.seed, config.schedule.main.epochs) == (Path("elsewhere") / name, 3, 2)
     assert config.data.train.startswith("elsewhere/scenes/")
@@ -35,7 +36,7 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     (tmp_path / "an" / "test").mkdir(parents=True)
     (tmp_path / "an" / "done").touch()
     (tmp_path / "an" / "test" / "report.json").touch()
-    kitchen = Kitchen(tmp_path, 0, None)
+    kitchen = Kitchen(tmp_path, 0, None, Runner())
     kitchen.train("an")
     kitchen.evaluate("an")
     assert ran == []

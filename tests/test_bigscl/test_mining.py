@@ -1,0 +1,63 @@
+"""Mined positives equal a count by hand, pair by pair."""
+
+import numpy as np
+import pytest
+
+from bigscl.mining import mined_positives
+from store import HeatmapStore, update
+from tests.test_tools.quickstart import make_shards
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    """30 scenes in 4 shards."""
+    return make_shards(tmp_path_factory.mktemp("mined"))
+
+
+def remember(folder, index, scores):
+    """A store with these scores."""
+    HeatmapStore.create(folder, index.annotations(), heatmap_size=4, layout="scores")
+    with HeatmapStore.open(folder, annotations=index.annotations(), mode="w") as store:
+        update(store, 0, index.ids(), scores=scores.astype(np.float16))
+        store.commit(epoch=0)
+    return HeatmapStore.open(folder, annotations=index.annotations())
+
+
+def by_hand(index, scores, k):
+    """(mined, missing, found), by sorting every class."""
+    annotated = index.labels_of(index.ids()) == 1
+    truth = index.labels_of(index.ids(), "labels")
+    mined = found = 0
+    for number in range(index.num_classes):
+        ranking = sorted(range(len(scores)), key=lambda row: (-np.float16(scores[row, number]), row))
+        for row in ranking[: round(k * annotated[:, number].sum())]:
+            if not annotated[row, number]:
+                mined += 1
+                found += int(truth[row, number] == 1)
+    return mined, int(((truth == 1) & ~annotated).sum()), found
+
+
+@pytest.mark.parametrize("k", [1.0, 2.5])
+def test_precision_and_recall_equal_a_count_by_hand(tmp_path, index, k):
+    scores = np.random.default_rng(3).random((index.num_samples, index.num_classes))
+    scores += 0.5 * (index.labels_of(index.ids(), "labels") == 1)
+    found = mined_positives(remember(tmp_path / "store", index, scores / 1.5), index, k)
+    mined, missing, right = by_hand(index, scores / 1.5, k)
+    assert (found.num_mined, found.num_missing) == (mined, missing)
+    assert found.precision == pytest.approx(right / mined)
+    assert found.recall == pytest.approx(right / missing)
+
+
+def test_a_memory_that_knows_all_mines_only_positives(tmp_path, index):
+    truth = (index.labels_of(index.ids(), "labels") == 1).astype(np.float64)
+    found = mined_positives(remember(tmp_path / "store", index, truth), index, 1.5)
+    assert found.precision == 1
+    assert 0 < found.recall < 1
+
+
+def test_nothing_beyond_the_annotated_is_mined_if_nothing_more_is_expected(tmp_path, index):
+    annotated = (index.labels_of(index.ids()) == 1).astype(np.float64)
+    found = mined_positives(remember(tmp_path / "store", index, annotated), index, 1.0)
+    assert found.num_mined == 0
+    assert np.isnan(found.precision)
+    assert found.recall == 0

@@ -1,0 +1,129 @@
+"""Studies: what they run, that they go on where they stopped, and what their table says."""
+
+import json
+import math
+import statistics
+
+import pytest
+
+from bigscl.config import ConfigError
+from tests.integration.runs import make_shards, write_config
+from tests.test_tools.conftest import bigscl
+from tools import study
+from tools.running import CONFIGS
+from tools.study import plan_trials
+from tools.study_report import mean_and_spread, to_table
+
+AN, SCL, ORACLE = (CONFIGS / f"voc12_lite0_{name}.yaml" for name in ("an", "scl", "bce"))
+
+
+def test_every_config_and_variant_runs_with_every_seed_in_a_folder_of_its_own(tmp_path):
+    trials = plan_trials(tmp_path, [AN, SCL], ["", "store.momentum=0.5"], [4, 5], ["data.workers=0"])
+    assert [trial.seed for trial in trials] == [4] * 4 + [5] * 4
+    assert len({trial.folder for trial in trials}) == 8
+    for trial in trials:
+        config = trial.resolved()
+        assert (config.run, config.seed, config.data.observed.seed) == (trial.folder, trial.seed, trial.seed)
+        assert config.data.workers == 0
+        assert config.store.momentum == (0.5 if trial.variant else 0.8)
+    assert {trial.row for trial in trials} == {
+        "voc12_lite0_an",
+        "voc12_lite0_an store.momentum=0.5",
+        "voc12_lite0_scl",
+        "voc12_lite0_scl store.momentum=0.5",
+    }
+
+
+def test_no_labels_are_drawn_for_an_oracle(tmp_path):
+    (trial,) = plan_trials(tmp_path, [ORACLE], [""], [1], [])
+    assert trial.resolved().data.observed is None
+
+
+def test_a_variant_may_change_several_settings(tmp_path):
+    variant = "data.crop.scale='[1.0, 1.0]' data.crop.flip=0"
+    (trial,) = plan_trials(tmp_path, [SCL], [variant], [0], [])
+    assert trial.resolved().data.crop.scale == (1.0, 1.0)
+    assert trial.resolved().data.crop.flip == 0
+
+
+def test_mistakes_are_found_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"store\.momentun: no such setting"):
+        plan_trials(tmp_path, [AN, SCL], ["", "store.momentun=0.5"], [0], [])
+    with pytest.raises(ValueError, match="expected KEY=VALUE, as"):
+        plan_trials(tmp_path, [SCL], ["store.momentum"], [0], [])
+    with pytest.raises(ValueError, match="two runs would share a folder"):
+        plan_trials(tmp_path, [SCL, SCL], [""], [0], [])
+
+
+def test_a_dry_run_shows_the_commands_and_makes_nothing(tmp_path):
+    answer = bigscl("study", tmp_path / "out", AN, "--seeds", 1, "--dry-run", "--test", "test-*.tar")
+    assert answer.code == 0
+    training, evaluation = answer.out.splitlines()
+    assert f"--run={tmp_path}/out/voc12_lite0_an/seed-0 --seed=0 --data.observed.seed=0" in training
+    assert "--shards 'test-*.tar'" in evaluation
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_table_has_means_spreads_and_differences_within_seeds():
+    maps = {"a": (0.70, 0.80), "b": (0.71, 0.83)}
+    runs = [
+        {
+            "row": row,
+            "seed": seed,
+            "map": value,
+            "minutes": 2.0 + seed,
+            **dict.fromkeys(("observed", "missing", "mined_precision"), 0.5),
+            "mined_recall": math.nan,
+        }
+        for row, values in maps.items()
+        for seed, value in enumerate(values)
+    ]
+    first, second = (line.split(" | ") for line in to_table(runs).splitlines()[2:])
+    assert first[:4] == ["| a", "2", f"75.0 ± {statistics.stdev((70, 80)):.1f}", "–"]
+    assert second[2:5] == ["77.0 ± 8.5", f"+2.0 ± {statistics.stdev((1, 3)):.1f}", "50.0 ± 0.0"]
+    assert second[7:] == ["–", "2.5 |"]
+
+
+def test_one_seed_has_no_spread():
+    assert mean_and_spread([0.123]) == "12.3"
+    assert mean_and_spread([math.nan, 0.123]) == "12.3"
+    assert mean_and_spread([]) == "–"
+
+
+@pytest.mark.timeout(300)
+def test_a_study_runs_and_then_only_what_is_left(tmp_path, monkeypatch):
+    shards = make_shards(tmp_path / "shards", 24, 12, val=12)
+    phases = {
+        "schedule": {
+            "warmup": {"epochs": 0, "learning_rate": 0.1},
+            "main": {"epochs": 1, "learning_rate": 0.01},
+        }
+    }
+    common = {
+        "data": {"val": str(shards / "val-*.tar"), "resize": "square"},
+        "store": {"top": None},
+        **phases,
+    }
+    scl = write_config(tmp_path / "scl.yaml", shards, **common)
+    an = write_config(tmp_path / "an.yaml", shards, **common, objective={"base": "an", "consistency": "none"})
+    arguments = ("study", tmp_path / "out", an, scl, "--seeds", 1, "--parallel", 2)
+
+    answer = bigscl(*arguments)
+    assert answer.code == 0, answer.err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [result["row"] for result in results] == ["an", "scl"]
+    for result in results:
+        assert 0 < result["map"] < 1
+        assert 0 <= result["mined_precision"] <= 1
+        assert 0 <= result["missing"] <= 1
+    assert (tmp_path / "out" / "results.md").read_text().splitlines()[3].startswith("| scl | 1 |")
+    assert (tmp_path / "out" / "scores.png").exists()
+    assert (tmp_path / "out" / "heatmaps.png").exists()
+    assert (tmp_path / "out" / "an" / "seed-0" / "log.txt").read_text()
+
+    (tmp_path / "out" / "scl" / "seed-0" / "test" / "report.json").unlink()
+    shown = []
+    monkeypatch.setattr(study, "_show", lambda words, log: shown.append(words[2:4]))
+    assert bigscl(*arguments).code == 0
+    assert shown == [("bigscl.evaluate", str(tmp_path / "out" / "scl" / "seed-0"))]
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results

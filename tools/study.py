@@ -1,0 +1,233 @@
+"""`bigscl study`: configs beside each other over seeds, to a table with spread, and pictures."""
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tools.progress import progress
+from tools.running import Runner, launcher
+
+if TYPE_CHECKING:
+    from bigscl.config import Config
+
+
+def command(
+    out: Annotated[Path, typer.Argument(help="Folder for the runs and the results.")],
+    configs: Annotated[
+        list[Path], typer.Argument(help="What to compare; the first is what others differ from.")
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --first-seed on.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="Of training and of the observed labels.")] = 0,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="'KEY=VALUE ...'", help="One more variant of every config; may be repeated. An ablation."
+        ),
+    ] = None,
+    only_varied: Annotated[
+        bool, typer.Option("--only-varied", help="Leave the configs as they are out, run variants only.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs; may be repeated."),
+    ] = None,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(help="Shards to evaluate on; may be repeated. [default: the validation shards]"),
+    ] = None,
+    parallel: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
+        ),
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,
+) -> None:
+    """Train and evaluate each config with several seeds, and set the results beside each other.
+
+    Observed labels are drawn anew for each seed. Called again, it goes on where it stopped, in the middle of
+    a run too. It leaves results.md, results.json, scores.png and heatmaps.png in OUT. Example, an ablation:
+
+    bigscl study runs/momentum configs/voc12_lite0_scl.yaml --vary store.momentum=0.5
+    """
+    variants = [*([] if only_varied else [""]), *(vary or [])]
+    if not variants:
+        raise ValueError("--only-varied: there is no --vary to run")
+    trials = plan_trials(out, configs, variants, range(first_seed, first_seed + seeds), settings or [])
+    if dry_run:
+        for trial in trials:
+            typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation(test or []))}")
+        return
+    _run_all(trials, test or [], parallel, out)
+    from tools.study_report import write_results
+
+    typer.echo("\n" + write_results(trials, out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of a study."""
+
+    config: Path
+    variant: str
+    """What differs from the config, as it was written; empty if nothing does."""
+    seed: int
+    folder: Path
+    settings: tuple[str, ...]
+    """What is said on the command line of the trainer."""
+
+    @property
+    def row(self) -> str:
+        """The line of the table that the run counts for."""
+        return f"{self.config.stem} {self.variant}".strip()
+
+    @property
+    def trained(self) -> bool:
+        """Whether training is over."""
+        return (self.folder / "done").exists()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.trained and (self.folder / "test" / "report.json").exists()
+
+    def resolved(self) -> "Config":
+        """The config of the run; ConfigError if there is anything wrong with it."""
+        from bigscl.config import load_config
+
+        return load_config(self.config, self.settings)
+
+    def training(self) -> tuple[str, ...]:
+        """The command that trains it."""
+        return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
+
+    def evaluation(self, test: Sequence[str]) -> tuple[str, ...]:
+        """The command that evaluates it at its best validation epoch, and its stored heatmaps."""
+        shards = ("--shards", *test) if test else ()
+        heat = ("--heatmaps",) if self.resolved().store.kind == "disk" else ()
+        folder = str(self.folder)
+        return (
+            "python",
+            "-m",
+            "bigscl.evaluate",
+            folder,
+            *shards,
+            "-o",
+            f"{folder}/test",
+            "--workers",
+            "1",
+            *heat,
+        )
+
+
+def plan_trials(
+    out: Path, configs: Sequence[Path], variants: Sequence[str], seeds: Sequence[int], settings: Sequence[str]
+) -> list[Trial]:
+    """Every run, seed by seed, so that what is there early can be compared; all checked before one runs."""
+    trials = []
+    for seed in seeds:
+        for config in configs:
+            for variant in variants:
+                trial = _trial(out, config, variant, seed, settings)
+                trial.resolved()
+                trials.append(trial)
+    folders = [trial.folder for trial in trials]
+    if twice := {str(folder) for folder in folders if folders.count(folder) > 1}:
+        raise ValueError(f"two runs would share a folder: {', '.join(sorted(twice))}")
+    return trials
+
+
+def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[str]) -> Trial:
+    slug = re.sub(r"[^\w.=-]+", "_", variant).strip("_")
+    folder = out / "-".join(filter(None, [config.stem, slug])) / f"seed-{seed}"
+    words = [f"--run={folder}", f"--seed={seed}"]
+    if _observes(config):
+        words.append(f"--data.observed.seed={seed}")
+    words += [_setting(word) for word in (*settings, *shlex.split(variant))]
+    return Trial(config=config, variant=variant, seed=seed, folder=folder, settings=tuple(words))
+
+
+def _observes(config: Path) -> bool:
+    """Whether training sees part of the labels only, so that another part can be drawn."""
+    from bigscl.config import load_config
+
+    return load_config(config).data.labels == "observed"
+
+
+def _setting(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{word!r}: expected KEY=VALUE, as store.momentum=0.5")
+    return f"--{word}"
+
+
+def _run_all(trials: Sequence[Trial], test: Sequence[str], parallel: int, out: Path) -> None:
+    from tools.study_report import write_results
+
+    left = [trial for trial in trials if not trial.done]
+    places: SimpleQueue[int] = SimpleQueue()
+    for place in range(parallel):
+        places.put(place)
+    # Those that wait in the pool are given up first when it is left; then what runs is told to stop.
+    with (
+        ThreadPoolExecutor(parallel) as pool,
+        Runner() as runner,
+        progress("study", len(left), "runs") as advance,
+    ):
+        waiting = {pool.submit(_run, trial, test, runner, places, parallel > 1): trial for trial in left}
+        try:
+            for future in as_completed(waiting):
+                future.result()
+                write_results(trials, out)
+                advance(1, waiting[future].row)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _run(trial: Trial, test: Sequence[str], runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
+    """What is left to do of a run, in one of the places that there are for runs."""
+    place = places.get()
+    log = trial.folder / "log.txt" if quiet else None
+    variables = _own_gpu(place) if quiet else {}
+    try:
+        if not trial.trained:
+            started = time.monotonic()
+            _show(trial.training(), log)
+            try:
+                runner.run(trial.training(), log=log, variables=variables)
+            finally:
+                _note_time(trial, time.monotonic() - started)
+            (trial.folder / "done").touch()
+        _show(trial.evaluation(test), log)
+        runner.run(trial.evaluation(test), log=log, variables=variables)
+    finally:
+        places.put(place)
+
+
+def _show(words: Sequence[str], log: Path | None) -> None:
+    typer.echo(f"$ {shlex.join(words)}" + (f" >> {log}" if log is not None else ""))
+
+
+def _note_time(trial: Trial, seconds: float) -> None:
+    """One line for every attempt: a run that was stopped and went on took their sum."""
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    with (trial.folder / "seconds.txt").open("a") as file:
+        file.write(f"{seconds:.1f}\n")
+
+
+def _own_gpu(place: int) -> dict[str, str]:
+    """Where there are several GPUs, runs at the same time take one each."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return {"CUDA_VISIBLE_DEVICES": str(place % count)} if count > 1 else {}

@@ -1,0 +1,163 @@
+"""What a study found: a table over its runs, the score distributions and heatmaps beside each other."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.study import Trial
+
+COLUMNS = {
+    "map": "mAP",
+    "difference": "beside the first",
+    "observed": "pointing: observed",
+    "missing": "missing",
+    "mined_precision": "mined: precision",
+    "mined_recall": "recall",
+}
+"""What the table shows of each row, in percent."""
+
+
+def write_results(trials: Sequence["Trial"], out: Path) -> str:
+    """Put results.json, results.md and the pictures of what is done so far into a folder; gives the table."""
+    from bigscl.report_files import plain
+
+    done = [trial for trial in trials if trial.done]
+    if not done:
+        return "no run is done yet"
+    figures = {trial: _figures(trial) for trial in done}
+    runs = [
+        {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
+        for trial, found in figures.items()
+    ]
+    (out / "results.json").write_text(json.dumps(plain(runs), indent=1) + "\n")
+    table = to_table(runs)
+    pictures = "![scores](scores.png)\n\n![heatmaps](heatmaps.png)"
+    (out / "results.md").write_text(f"{table}\n\n{pictures}\n")
+    _draw_scores(done, out / "scores.png")
+    _draw_heatmaps(done, out / "heatmaps.png")
+    return table
+
+
+def to_table(runs: Sequence[dict[str, Any]]) -> str:
+    """A line for every row: mean and standard deviation over its seeds, in percent; and the time it took."""
+    from bigscl.report_files import markdown_table
+
+    rows = list(dict.fromkeys(run["row"] for run in runs))
+    first = {run["seed"]: run["map"] for run in runs if run["row"] == rows[0]}
+    lines = []
+    for row in rows:
+        own = [dict(run) for run in runs if run["row"] == row]
+        for run in own:
+            # Seeds draw the labels, which moves all rows alike: differences are taken within a seed.
+            paired = row != rows[0] and run["seed"] in first
+            run["difference"] = run["map"] - first[run["seed"]] if paired else math.nan
+        cells = [mean_and_spread((run[name] for run in own), signed=name == "difference") for name in COLUMNS]
+        minutes = [run["minutes"] for run in own]
+        lines.append([row, str(len(own)), *cells, f"{statistics.fmean(minutes):.1f}"])
+    return markdown_table(["", "seeds", *COLUMNS.values(), "minutes a run"], lines)
+
+
+def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
+    """In percent: the mean, and the standard deviation where there are several; a dash of none."""
+    values = [100 * value for value in fractions if not math.isnan(value)]
+    if not values:
+        return "–"
+    mean = f"{statistics.fmean(values):{'+' if signed else ''}.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def _figures(trial: "Trial") -> dict[str, float]:
+    """What the table shows of a run."""
+    from bigscl.localization import STORED
+
+    report = json.loads((trial.folder / "test" / "report.json").read_text())
+    heat = (report["localization"] or {}).get(STORED, {})
+    mined = _mined(trial)
+    return {
+        "map": report["mean_ap"]["present"],
+        "observed": _number(heat.get("observed", {}).get("hit_rate")),
+        "missing": _number(heat.get("missing", {}).get("hit_rate")),
+        "mined_precision": _number(mined.get("precision")),
+        "mined_recall": _number(mined.get("recall")),
+        "minutes": sum(map(float, (trial.folder / "seconds.txt").read_text().split())) / 60,
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _mined(trial: "Trial") -> dict[str, Any]:
+    """Precision and recall of the positives that the run's memory has found; kept beside its report."""
+    file = trial.folder / "test" / "mined.json"
+    if not file.exists():
+        file.write_text(json.dumps(_find_mined(trial)))
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _find_mined(trial: "Trial") -> dict[str, Any]:
+    from bigscl.metrics import estimate_k
+    from bigscl.mining import mined_positives
+    from bigscl.predictions import true_labels
+    from bigscl.report_files import plain
+    from bigscl.run import open_data
+    from store import HeatmapStore
+
+    config = trial.resolved()
+    data = open_data(config)
+    if config.store.kind != "disk" or config.data.labels != "observed" or data.train.labels is None:
+        return {}
+    expected = data.positives_per_image
+    if expected is None:
+        if data.val is None:
+            return {}
+        import torch
+
+        expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
+    with HeatmapStore.open(
+        config.store_url, annotations=data.annotations, options=config.store.options()
+    ) as store:
+        found: dict[str, Any] = plain(asdict(mined_positives(store, data.train, expected)))
+    return found
+
+
+def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
+    """How high the 1st to 4th highest scores of the images are, a line for every row, all seeds together."""
+    import numpy as np
+
+    from bigscl.report_files import draw_score_distributions
+
+    sums: dict[str, Any] = {}
+    for trial in trials:
+        report = json.loads((trial.folder / "test" / "report.json").read_text())
+        histograms = np.array(report["score_distribution"])
+        sums[trial.row] = sums.get(trial.row, 0) + histograms
+    names = _short_names(list(sums))
+    draw_score_distributions(dict(zip(names, (total.tolist() for total in sums.values()), strict=True)), path)
+
+
+def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
+    """What the runs of the first seed remember of the same images."""
+    from bigscl.side_by_side import draw_side_by_side
+
+    first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
+    kept = {row: config for row, config in first.items() if config.store.kind == "disk"}
+    if kept:
+        names = _short_names(list(kept))
+        draw_side_by_side(dict(zip(names, kept.values(), strict=True)), path)
+
+
+def _short_names(rows: Sequence[str]) -> list[str]:
+    """The rows' names without what they all begin with."""
+    parts = [re.split("(?<=[_ ])", row) for row in rows]
+    shared = 0
+    while len({tuple(words[: shared + 1]) for words in parts}) == 1 and shared + 1 < min(map(len, parts)):
+        shared += 1
+    return ["".join(words[shared:]) for words in parts]
