@@ -27,6 +27,9 @@ def command(
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --first-seed on.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="Of training and of the observed labels.")] = 0,
+    same_labels: Annotated[
+        bool, typer.Option("--same-labels", help="Let all seeds see the labels of the config or the shards.")
+    ] = False,
     vary: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,15 +57,23 @@ def command(
 ) -> None:
     """Train and evaluate each config with several seeds, and set the results beside each other.
 
-    Observed labels are drawn anew for each seed. Called again, it goes on where it stopped, in the middle of
-    a run too. It leaves results.md, results.json, scores.png and heatmaps.png in OUT. Example, an ablation:
+    Observed labels are drawn anew for each seed, unless --same-labels. Called again, it goes on where it
+    stopped, in the middle of a run too. It leaves results.md, results.json, scores.png and heatmaps.png in
+    OUT. Example, an ablation:
 
     bigscl study runs/momentum configs/voc12_lite0_scl.yaml --vary store.momentum=0.5
     """
     variants = [*([] if only_varied else [""]), *(vary or [])]
     if not variants:
         raise ValueError("--only-varied: there is no --vary to run")
-    trials = plan_trials(out, configs, variants, range(first_seed, first_seed + seeds), settings or [])
+    trials = plan_trials(
+        out,
+        configs,
+        variants,
+        range(first_seed, first_seed + seeds),
+        settings or [],
+        redraw=not same_labels,
+    )
     if dry_run:
         for trial in trials:
             typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation(test or []))}")
@@ -106,6 +117,19 @@ class Trial:
 
         return load_config(self.config, self.settings)
 
+    def check_unchanged(self) -> None:
+        """Refuse what was begun with other settings: it would count for a row that says otherwise."""
+        from bigscl.config import to_yaml
+
+        now, before = to_yaml(self.resolved()), self.folder / "config.yaml"
+        if before.exists() and before.read_text() != now:
+            old = before.read_text().splitlines()
+            changed = [line.strip() for line in now.splitlines() if line not in old]
+            raise ValueError(
+                f"{self.folder}: was begun with other settings than now ({'; '.join(changed)}). Choose "
+                f"another folder for the study, or delete that of the run."
+            )
+
     def training(self) -> tuple[str, ...]:
         """The command that trains it."""
         return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
@@ -130,15 +154,25 @@ class Trial:
 
 
 def plan_trials(
-    out: Path, configs: Sequence[Path], variants: Sequence[str], seeds: Sequence[int], settings: Sequence[str]
+    out: Path,
+    configs: Sequence[Path],
+    variants: Sequence[str],
+    seeds: Sequence[int],
+    settings: Sequence[str],
+    *,
+    redraw: bool = True,
 ) -> list[Trial]:
-    """Every run, seed by seed, so that what is there early can be compared; all checked before one runs."""
+    """Every run, seed by seed, so that what is there early can be compared; all checked before one runs.
+
+    With `redraw`, each seed draws the observed labels anew, where training sees part of the labels only.
+    """
     trials = []
     for seed in seeds:
         for config in configs:
             for variant in variants:
-                trial = _trial(out, config, variant, seed, settings)
-                trial.resolved()
+                drawn = [f"data.observed.seed={seed}"] if redraw and _observes(config) else []
+                trial = _trial(out, config, variant, seed, [*drawn, *settings])
+                trial.check_unchanged()
                 trials.append(trial)
     folders = [trial.folder for trial in trials]
     if twice := {str(folder) for folder in folders if folders.count(folder) > 1}:
@@ -150,8 +184,6 @@ def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[
     slug = re.sub(r"[^\w.=-]+", "_", variant).strip("_")
     folder = out / "-".join(filter(None, [config.stem, slug])) / f"seed-{seed}"
     words = [f"--run={folder}", f"--seed={seed}"]
-    if _observes(config):
-        words.append(f"--data.observed.seed={seed}")
     words += [_setting(word) for word in (*settings, *shlex.split(variant))]
     return Trial(config=config, variant=variant, seed=seed, folder=folder, settings=tuple(words))
 

@@ -39,6 +39,12 @@ def test_no_labels_are_drawn_for_an_oracle(tmp_path):
     assert trial.resolved().data.observed is None
 
 
+def test_labels_are_the_shards_own_if_asked(tmp_path):
+    config = CONFIGS / "voc12_resnet50_scl.yaml"
+    (trial,) = plan_trials(tmp_path, [config], [""], [1], [], redraw=False)
+    assert trial.resolved().data.observed is None
+
+
 def test_a_variant_may_change_several_settings(tmp_path):
     variant = "data.crop.scale='[1.0, 1.0]' data.crop.flip=0"
     (trial,) = plan_trials(tmp_path, [SCL], [variant], [0], [])
@@ -127,3 +133,7 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, monkeypatch):
     assert bigscl(*arguments).code == 0
     assert shown == [("bigscl.evaluate", str(tmp_path / "out" / "scl" / "seed-0"))]
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
+
+    changed = bigscl(*arguments, "--set", "store.momentum=0.3")
+    assert changed.code == 2
+    assert "was begun with other settings than now (momentum: 0.3)" in changed.err
