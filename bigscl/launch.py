@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from bigscl.config import Config, load_config
+from bigscl.config import Config
+from bigscl.config_file import load_config
 from bigscl.hardware import keep_freed_memory, usable_precision
 
 USAGE = """usage: accelerate launch -m bigscl.train CONFIG [--section.key value ...]

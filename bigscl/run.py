@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from bigscl.checkpoint import Checkpoint, Checkpoints
-from bigscl.config import NEEDS_K, Config, to_yaml
+from bigscl.config import Config
+from bigscl.config_file import NEEDS_K, to_yaml
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.log import environment

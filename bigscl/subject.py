@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.backbones import create_network, is_file, load_state, read_state
-from bigscl.config import Config, DataConfig, load_config
+from bigscl.config import Config, DataConfig
+from bigscl.config_file import load_config
 from bigscl.data.looks import EvaluationLook
 from bigscl.head import find_head
 from bigscl.model import Pooling, SpatialClassifier

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from bigscl.checkpoint import write_folder, write_json, write_tensors
-from bigscl.config import Config, ConfigError, to_yaml
+from bigscl.config import Config
+from bigscl.config_file import ConfigError, to_yaml
 from bigscl.data.batch import Batch, normalize
 from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan

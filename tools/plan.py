@@ -48,7 +48,7 @@ def command(
 
     Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
     """
-    from bigscl.config import load_config
+    from bigscl.config_file import load_config
 
     settings = load_config(config, context.args)
     spec, mean_bytes = _data(settings, samples, classes, per_shard)

@@ -113,13 +113,13 @@ class Trial:
 
     def resolved(self) -> "Config":
         """The config of the run; ConfigError if there is anything wrong with it."""
-        from bigscl.config import load_config
+        from bigscl.config_file import load_config
 
         return load_config(self.config, self.settings)
 
     def check_unchanged(self) -> None:
         """Refuse what was begun with other settings: it would count for a row that says otherwise."""
-        from bigscl.config import to_yaml
+        from bigscl.config_file import to_yaml
 
         now, before = to_yaml(self.resolved()), self.folder / "config.yaml"
         if before.exists() and before.read_text() != now:
@@ -190,7 +190,7 @@ def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[
 
 def _observes(config: Path) -> bool:
     """Whether training sees part of the labels only, so that another part can be drawn."""
-    from bigscl.config import load_config
+    from bigscl.config_file import load_config
 
     return load_config(config).data.labels == "observed"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.config import load_config
+from bigscl.config_file import load_config
 from bigscl.data.pipeline import Loader
 from bigscl.data.plan import training_plan
 from store import Rows

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bigscl.checkpoint import Checkpoints
-from bigscl.config import load_config
+from bigscl.config_file import load_config
 from bigscl.selection import Selection
 from tests.integration.reference import Reference
 from tests.integration.runs import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from bigscl.config import load_config
+from bigscl.config_file import load_config
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.objective import Base, Consistency

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigscl.config import Config, ConfigError, load_config, make_config, to_yaml
+from bigscl.config import Config
+from bigscl.config_file import ConfigError, load_config, make_config, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from bigscl import side_by_side
-from bigscl.config import make_config
+from bigscl.config_file import make_config
 from bigscl.side_by_side import Held, _shown, _with_missing, draw_side_by_side
 from store import Rows
 from tests.test_tools.quickstart import make_shards, make_store

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bigscl.config import load_config
+from bigscl.config_file import load_config
 from bigscl.localization import STORED
 from tools.cli import app
 from tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table

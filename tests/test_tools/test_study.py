@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from bigscl.config import ConfigError
+from bigscl.config_file import ConfigError
 from tests.integration.runs import make_shards, write_config
 from tests.test_tools.conftest import bigscl
 from tools import study
