@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -38,10 +39,34 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
     (out / "results.json").write_text(json.dumps(plain(runs), indent=1) + "\n")
     table = to_table(runs)
     pictures = "![scores](scores.png)\n\n![heatmaps](heatmaps.png)"
-    (out / "results.md").write_text(f"{table}\n\n{pictures}\n")
+    (out / "results.md").write_text(f"{_about(done)}\n\n{table}\n\n{pictures}\n")
     _draw_scores(done, out / "scores.png")
     _draw_heatmaps(done, out / "heatmaps.png")
     return table
+
+
+def _about(trials: Sequence["Trial"]) -> str:
+    """What the runs were made with: the revisions of the sources, the libraries, and this machine."""
+    import torch
+
+    lines = [
+        json.loads(line)
+        for trial in trials
+        for line in (trial.folder / "environment.jsonl").read_text().splitlines()
+    ]
+    revisions = sorted({_short_revision(line["revision"]) for line in lines})
+    times = sorted(line["time"] for line in lines)
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return (
+        f"{len(trials)} runs of revision {', '.join(revisions)}, started {times[0]} to {times[-1]}, with torch "
+        f"{lines[0]['versions']['torch']}, {os.cpu_count()} CPU cores, {', '.join(gpus) or 'no GPU'}. Means and "
+        f"standard deviations over seeds, in percent; differences are taken within a seed."
+    )
+
+
+def _short_revision(revision: str | None) -> str:
+    name, _, dirty = (revision or "unknown").partition("-")
+    return name[:12] + ("-" + dirty if dirty else "")
 
 
 def to_table(runs: Sequence[dict[str, Any]]) -> str:
