@@ -57,10 +57,11 @@ def _about(trials: Sequence["Trial"]) -> str:
     revisions = sorted({_short_revision(line["revision"]) for line in lines})
     times = sorted(line["time"] for line in lines)
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    torch_version, hardware = lines[0]["versions"]["torch"], ", ".join(gpus) or "no GPU"
     return (
-        f"{len(trials)} runs of revision {', '.join(revisions)}, started {times[0]} to {times[-1]}, with torch "
-        f"{lines[0]['versions']['torch']}, {os.cpu_count()} CPU cores, {', '.join(gpus) or 'no GPU'}. Means and "
-        f"standard deviations over seeds, in percent; differences are taken within a seed."
+        f"{len(trials)} runs of revision {', '.join(revisions)}, started {times[0]} to {times[-1]}, with "
+        f"torch {torch_version}, {os.cpu_count()} CPU cores, {hardware}. Means and standard deviations over "
+        f"seeds, in percent; differences are taken within a seed."
     )
 
 
