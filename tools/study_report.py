@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 COLUMNS = {
     "map": "mAP",
     "difference": "beside the first",
+    "f1": "F1 at 0.5",
     "observed": "pointing: observed",
     "missing": "missing",
     "mined_precision": "mined: precision",
@@ -107,6 +108,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
     mined = _mined(trial)
     return {
         "map": report["mean_ap"]["present"],
+        "f1": _number(report["at_threshold"]["overall_f1"]),
         "observed": _number(heat.get("observed", {}).get("hit_rate")),
         "missing": _number(heat.get("missing", {}).get("hit_rate")),
         "mined_precision": _number(mined.get("precision")),
