@@ -78,7 +78,11 @@ def command(
         for trial in trials:
             typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation(test or []))}")
         return
-    _run_all(trials, test or [], parallel, out)
+    try:
+        _run_all(trials, test or [], parallel, out)
+    except KeyboardInterrupt:
+        typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
+        raise typer.Exit(130) from None
     from tools.study_report import write_results
 
     typer.echo("\n" + write_results(trials, out))

@@ -2,12 +2,16 @@
 
 import json
 import math
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 
 from bigscl.config_file import ConfigError
-from tests.integration.runs import make_shards, write_config
+from tests.integration.runs import make_shards, settings, write_config
 from tests.test_tools.conftest import bigscl
 from tools import study
 from tools.running import CONFIGS
@@ -96,22 +100,51 @@ def test_one_seed_has_no_spread():
     assert mean_and_spread([]) == "–"
 
 
-@pytest.mark.timeout(300)
-def test_a_study_runs_and_then_only_what_is_left(tmp_path, monkeypatch):
-    shards = make_shards(tmp_path / "shards", 24, 12, val=12)
+def write_configs(folder, shards, epochs):
+    """A config of AN and one of the method, both tiny."""
     phases = {
-        "schedule": {
-            "warmup": {"epochs": 0, "learning_rate": 0.1},
-            "main": {"epochs": 1, "learning_rate": 0.01},
-        }
+        "warmup": {"epochs": 0, "learning_rate": 0.1},
+        "main": {"epochs": epochs, "learning_rate": 0.01},
     }
     common = {
-        "data": {"val": str(shards / "val-*.tar"), "resize": "square"},
+        "data": {**settings(shards)["data"], "val": str(shards / "val-*.tar"), "resize": "square"},
         "store": {"top": None},
-        **phases,
+        "schedule": phases,
     }
-    scl = write_config(tmp_path / "scl.yaml", shards, **common)
-    an = write_config(tmp_path / "an.yaml", shards, **common, objective={"base": "an", "consistency": "none"})
+    an = write_config(folder / "an.yaml", shards, **common, objective={"base": "an", "consistency": "none"})
+    return an, write_config(folder / "scl.yaml", shards, **common)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"), 24, 12, val=12)
+
+
+@pytest.mark.timeout(300)
+def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards):
+    _, scl = write_configs(tmp_path, shards, epochs=12)
+    call = [sys.executable, "-m", "tools.cli", "study", str(tmp_path / "out"), str(scl), "--seeds", "1"]
+    study = subprocess.Popen(call, cwd=CONFIGS.parent, stderr=subprocess.PIPE, text=True)
+    run = tmp_path / "out" / "scl" / "seed-0"
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 10:
+        assert study.poll() is None, study.stderr.read()
+        time.sleep(0.05)
+    study.send_signal(signal.SIGTERM)
+    said = study.communicate(timeout=60)[1]
+    assert study.returncode == 130
+    assert "what was running is saved" in said
+    assert list((run / "checkpoints").iterdir())
+    assert not (run / "done").exists()
+
+    assert bigscl("study", tmp_path / "out", scl, "--seeds", 1).code == 0
+    assert (run / "done").exists()
+    assert len((run / "environment.jsonl").read_text().splitlines()) == 2
+    assert len((run / "seconds.txt").read_text().splitlines()) == 2
+
+
+@pytest.mark.timeout(300)
+def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, monkeypatch):
+    an, scl = write_configs(tmp_path, shards, epochs=1)
     arguments = ("study", tmp_path / "out", an, scl, "--seeds", 1, "--parallel", 2)
 
     answer = bigscl(*arguments)
@@ -122,7 +155,7 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, monkeypatch):
         assert 0 < result["map"] < 1
         assert 0 <= result["mined_precision"] <= 1
         assert 0 <= result["missing"] <= 1
-    assert (tmp_path / "out" / "results.md").read_text().splitlines()[3].startswith("| scl | 1 |")
+    assert (tmp_path / "out" / "results.md").read_text().splitlines()[5].startswith("| scl | 1 |")
     assert (tmp_path / "out" / "scores.png").exists()
     assert (tmp_path / "out" / "heatmaps.png").exists()
     assert (tmp_path / "out" / "an" / "seed-0" / "log.txt").read_text()
