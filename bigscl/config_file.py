@@ -97,6 +97,24 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.crop.scale", f"{config.data.crop.scale[1]} of the image's area, expected at most 1"
 
 
+def changed_settings(before: Path, config: Config) -> list[str]:
+    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file."""
+    if not before.exists():
+        return []
+    old = dict(_flat(yaml.safe_load(before.read_text())))
+    new = dict(_flat(yaml.safe_load(to_yaml(config))))
+    return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every setting in nested sections."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     remaining = list(arguments)
     while remaining:

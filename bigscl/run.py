@@ -11,7 +11,7 @@ import torch
 
 from bigscl.checkpoint import Checkpoint, Checkpoints
 from bigscl.config import Config
-from bigscl.config_file import NEEDS_K, to_yaml
+from bigscl.config_file import NEEDS_K, changed_settings, to_yaml
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.log import environment
@@ -120,10 +120,7 @@ class RunFolder:
         return Checkpoint(path)
 
     def _compare(self, config: Config) -> None:
-        before = self.path / "config.yaml"
-        if before.exists() and before.read_text() != to_yaml(config):
-            old, new = before.read_text().splitlines(), to_yaml(config).splitlines()
-            changed = [line.strip() for line in new if line not in old]
+        if changed := changed_settings(self.path / "config.yaml", config):
             logger.warning("the config has changed since the run was started: %s", "; ".join(changed))
 
 

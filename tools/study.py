@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,8 @@ from tools.running import Runner, launcher
 
 if TYPE_CHECKING:
     from bigscl.config import Config
+
+SAMPLES_TO_LOOK_AT = 100
 
 
 def command(
@@ -47,6 +49,9 @@ def command(
         list[str] | None,
         typer.Option(help="Shards to evaluate on; may be repeated. [default: the validation shards]"),
     ] = None,
+    no_boxes: Annotated[
+        bool, typer.Option("--no-boxes", help="The shards have no boxes: leave the pointing game out.")
+    ] = False,
     parallel: Annotated[
         int,
         typer.Option(
@@ -73,13 +78,15 @@ def command(
         range(first_seed, first_seed + seeds),
         settings or [],
         redraw=not same_labels,
+        test=test or [],
+        boxes=not no_boxes,
     )
     if dry_run:
         for trial in trials:
-            typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation(test or []))}")
+            typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation())}")
         return
     try:
-        _run_all(trials, test or [], parallel, out)
+        _run_all(trials, parallel, out)
     except KeyboardInterrupt:
         typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
         raise typer.Exit(130) from None
@@ -99,6 +106,10 @@ class Trial:
     folder: Path
     settings: tuple[str, ...]
     """What is said on the command line of the trainer."""
+    test: tuple[str, ...] = ()
+    """Shards to evaluate on; none: the validation shards."""
+    boxes: bool = True
+    """Whether the shards say where objects are, so that heatmaps can be judged."""
 
     @property
     def row(self) -> str:
@@ -113,7 +124,13 @@ class Trial:
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.trained and (self.folder / "test" / "report.json").exists()
+        return self.trained and self.report.exists()
+
+    @property
+    def report(self) -> Path:
+        """The evaluation, in a folder of its own for each choice of shards."""
+        name = f"test-{_slug(' '.join(self.test))}" if self.test else "validation"
+        return self.folder / name / "report.json"
 
     def resolved(self) -> "Config":
         """The config of the run; ConfigError if there is anything wrong with it."""
@@ -123,12 +140,9 @@ class Trial:
 
     def check_unchanged(self) -> None:
         """Refuse what was begun with other settings: it would count for a row that says otherwise."""
-        from bigscl.config_file import to_yaml
+        from bigscl.config_file import changed_settings
 
-        now, before = to_yaml(self.resolved()), self.folder / "config.yaml"
-        if before.exists() and before.read_text() != now:
-            old = before.read_text().splitlines()
-            changed = [line.strip() for line in now.splitlines() if line not in old]
+        if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
             raise ValueError(
                 f"{self.folder}: was begun with other settings than now ({'; '.join(changed)}). Choose "
                 f"another folder for the study, or delete that of the run."
@@ -138,23 +152,15 @@ class Trial:
         """The command that trains it."""
         return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
 
-    def evaluation(self, test: Sequence[str]) -> tuple[str, ...]:
+    def evaluation(self) -> tuple[str, ...]:
         """The command that evaluates it at its best validation epoch, and its stored heatmaps."""
-        shards = ("--shards", *test) if test else ()
-        heat = ("--heatmaps",) if self.resolved().store.kind == "disk" else ()
-        folder = str(self.folder)
-        return (
-            "python",
-            "-m",
-            "bigscl.evaluate",
-            folder,
-            *shards,
-            "-o",
-            f"{folder}/test",
-            "--workers",
-            "1",
-            *heat,
-        )
+        words = ["python", "-m", "bigscl.evaluate", str(self.folder), "-o", str(self.report.parent)]
+        words += ["--workers", "1"]
+        if self.test:
+            words += ["--shards", *self.test]
+        if self.boxes and self.resolved().store.kind == "disk":
+            words += ["--heatmaps"]
+        return tuple(words)
 
 
 def plan_trials(
@@ -165,6 +171,8 @@ def plan_trials(
     settings: Sequence[str],
     *,
     redraw: bool = True,
+    test: Sequence[str] = (),
+    boxes: bool = True,
 ) -> list[Trial]:
     """Every run, seed by seed, so that what is there early can be compared; all checked before one runs.
 
@@ -176,6 +184,7 @@ def plan_trials(
             for variant in variants:
                 drawn = [f"data.observed.seed={seed}"] if redraw and _observes(config) else []
                 trial = _trial(out, config, variant, seed, [*drawn, *settings])
+                trial = replace(trial, test=tuple(test), boxes=boxes)
                 trial.check_unchanged()
                 trials.append(trial)
     folders = [trial.folder for trial in trials]
@@ -185,11 +194,15 @@ def plan_trials(
 
 
 def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[str]) -> Trial:
-    slug = re.sub(r"[^\w.=-]+", "_", variant).strip("_")
-    folder = out / "-".join(filter(None, [config.stem, slug])) / f"seed-{seed}"
+    folder = out / "-".join(filter(None, [config.stem, _slug(variant)])) / f"seed-{seed}"
     words = [f"--run={folder}", f"--seed={seed}"]
     words += [_setting(word) for word in (*settings, *shlex.split(variant))]
     return Trial(config=config, variant=variant, seed=seed, folder=folder, settings=tuple(words))
+
+
+def _slug(text: str) -> str:
+    """The text as part of a file's name."""
+    return re.sub(r"[^\w.=-]+", "_", text).strip("_")
 
 
 def _observes(config: Path) -> bool:
@@ -206,10 +219,26 @@ def _setting(word: str) -> str:
     return f"--{word}"
 
 
-def _run_all(trials: Sequence[Trial], test: Sequence[str], parallel: int, out: Path) -> None:
+def _check_boxes(trials: Sequence[Trial]) -> None:
+    """Find out now, not after the first training, that there is nothing to judge heatmaps by."""
+    from bigscl.data.reader import read_metadata
+    from bigscl.run import open_data
+
+    for trial in trials[:1]:
+        index = open_data(trial.resolved()).train
+        found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
+        if trial.boxes and not any(fields.get("boxes") for fields in found.values()):
+            raise ValueError(
+                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
+                f"heatmaps are judged. Add --no-boxes to leave that out."
+            )
+
+
+def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     from tools.study_report import write_results
 
     left = [trial for trial in trials if not trial.done]
+    _check_boxes(left)
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(parallel):
         places.put(place)
@@ -219,7 +248,7 @@ def _run_all(trials: Sequence[Trial], test: Sequence[str], parallel: int, out: P
         Runner() as runner,
         progress("study", len(left), "runs") as advance,
     ):
-        waiting = {pool.submit(_run, trial, test, runner, places, parallel > 1): trial for trial in left}
+        waiting = {pool.submit(_run, trial, runner, places, parallel > 1): trial for trial in left}
         try:
             for future in as_completed(waiting):
                 future.result()
@@ -230,7 +259,7 @@ def _run_all(trials: Sequence[Trial], test: Sequence[str], parallel: int, out: P
             raise
 
 
-def _run(trial: Trial, test: Sequence[str], runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
+def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
     """What is left to do of a run, in one of the places that there are for runs."""
     place = places.get()
     log = trial.folder / "log.txt" if quiet else None
@@ -244,8 +273,8 @@ def _run(trial: Trial, test: Sequence[str], runner: Runner, places: "SimpleQueue
             finally:
                 _note_time(trial, time.monotonic() - started)
             (trial.folder / "done").touch()
-        _show(trial.evaluation(test), log)
-        runner.run(trial.evaluation(test), log=log, variables=variables)
+        _show(trial.evaluation(), log)
+        runner.run(trial.evaluation(), log=log, variables=variables)
     finally:
         places.put(place)
 

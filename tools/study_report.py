@@ -39,10 +39,10 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
     ]
     (out / "results.json").write_text(json.dumps(plain(runs), indent=1) + "\n")
     table = to_table(runs)
-    pictures = "![scores](scores.png)\n\n![heatmaps](heatmaps.png)"
-    (out / "results.md").write_text(f"{_about(done)}\n\n{table}\n\n{pictures}\n")
     _draw_scores(done, out / "scores.png")
     _draw_heatmaps(done, out / "heatmaps.png")
+    pictures = [f"![{name}]({name}.png)" for name in ("scores", "heatmaps") if (out / f"{name}.png").exists()]
+    (out / "results.md").write_text("\n\n".join([_about(done), table, *pictures]) + "\n")
     return table
 
 
@@ -103,7 +103,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
     """What the table shows of a run."""
     from bigscl.localization import STORED
 
-    report = json.loads((trial.folder / "test" / "report.json").read_text())
+    report = json.loads(trial.report.read_text())
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
     return {
@@ -122,8 +122,8 @@ def _number(value: float | None) -> float:
 
 
 def _mined(trial: "Trial") -> dict[str, Any]:
-    """Precision and recall of the positives that the run's memory has found; kept beside its report."""
-    file = trial.folder / "test" / "mined.json"
+    """Precision and recall of the positives that the run's memory has found; kept in its folder."""
+    file = trial.folder / "mined.json"
     if not file.exists():
         file.write_text(json.dumps(_find_mined(trial)))
     found: dict[str, Any] = json.loads(file.read_text())
@@ -164,7 +164,7 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
     sums: dict[str, Any] = {}
     for trial in trials:
-        report = json.loads((trial.folder / "test" / "report.json").read_text())
+        report = json.loads(trial.report.read_text())
         histograms = np.array(report["score_distribution"])
         sums[trial.row] = sums.get(trial.row, 0) + histograms
     names = _short_names(list(sums))
@@ -172,12 +172,13 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
-    """What the runs of the first seed remember of the same images."""
+    """What the runs of the first seed remember of the same images, where all their labels are known."""
+    from bigscl.run import open_data
     from bigscl.side_by_side import draw_side_by_side
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}
-    if kept:
+    if kept and open_data(next(iter(kept.values()))).train.labels is not None:
         names = _short_names(list(kept))
         draw_side_by_side(dict(zip(names, kept.values(), strict=True)), path)
 

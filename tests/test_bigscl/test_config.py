@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from bigscl.config import Config
-from bigscl.config_file import ConfigError, load_config, make_config, to_yaml
+from bigscl.config_file import ConfigError, changed_settings, load_config, make_config, to_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -128,6 +128,18 @@ def test_the_resolved_config_loads_again_as_the_same():
     again = make_config(yaml.safe_load(to_yaml(config)))
     assert again == config
     assert isinstance(again, Config)
+
+
+def test_changed_settings_are_named_even_if_another_section_has_the_same_line(tmp_path):
+    phases = {"warmup": {"epochs": 4, "learning_rate": 0.1}, "main": {"epochs": 5, "learning_rate": 0.1}}
+    saved = tmp_path / "config.yaml"
+    saved.write_text(to_yaml(make_config(values(schedule=phases, data={"observed": {"seed": 3}}))))
+    assert changed_settings(saved, make_config(values(schedule=phases, data={"observed": {"seed": 3}}))) == []
+    phases["warmup"]["epochs"] = 5
+    changed = changed_settings(saved, make_config(values(schedule=phases)))
+    assert "schedule.warmup.epochs: 5" in changed
+    assert "data.observed.seed: None" in changed
+    assert changed_settings(tmp_path / "nowhere.yaml", make_config(values())) == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

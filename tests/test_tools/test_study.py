@@ -11,7 +11,9 @@ import time
 import pytest
 
 from bigscl.config_file import ConfigError
+from bigscl.data.scan import scan
 from tests.integration.runs import make_shards, settings, write_config
+from tests.tars import labelled, write_tar
 from tests.test_tools.conftest import bigscl
 from tools import study
 from tools.running import CONFIGS
@@ -72,6 +74,28 @@ def test_a_dry_run_shows_the_commands_and_makes_nothing(tmp_path):
     assert f"--run={tmp_path}/out/voc12_lite0_an/seed-0 --seed=0 --data.observed.seed=0" in training
     assert "--shards 'test-*.tar'" in evaluation
     assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_on_other_shards_is_another_one(tmp_path):
+    reports = [
+        plan_trials(tmp_path, [AN], [""], [0], [], test=test)[0].report
+        for test in ([], ["a/test-*.tar"], ["b/test-*.tar"])
+    ]
+    assert len(set(reports)) == 3
+    assert reports[0].parent.name == "validation"
+
+
+def test_shards_without_boxes_are_noticed_before_training(tmp_path):
+    write_tar(tmp_path / "train-0.tar", labelled("s0", 0, labels=[0], observed=[0]))
+    scan(str(tmp_path / "train-*.tar"), num_classes=2)[0].save(tmp_path / "bigscl-index-train.npz")
+    data = {"data": {"train": str(tmp_path / "train-*.tar")}}
+    config = write_config(tmp_path / "bare.yaml", tmp_path, **data)
+    answer = bigscl("study", tmp_path / "out", config, "--seeds", 1)
+    assert answer.code == 2
+    assert "Add --no-boxes to leave that out" in answer.err
+    assert not (tmp_path / "out").exists()
+    told = bigscl("study", tmp_path / "out", config, "--seeds", 1, "--no-boxes", "--dry-run")
+    assert "--heatmaps" not in told.out
 
 
 def test_the_table_has_means_spreads_and_differences_within_seeds():
@@ -160,7 +184,7 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, monkeypatch):
     assert (tmp_path / "out" / "heatmaps.png").exists()
     assert (tmp_path / "out" / "an" / "seed-0" / "log.txt").read_text()
 
-    (tmp_path / "out" / "scl" / "seed-0" / "test" / "report.json").unlink()
+    (tmp_path / "out" / "scl" / "seed-0" / "validation" / "report.json").unlink()
     shown = []
     monkeypatch.setattr(study, "_show", lambda words, log: shown.append(words[2:4]))
     assert bigscl(*arguments).code == 0
@@ -169,4 +193,4 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, monkeypatch):
 
     changed = bigscl(*arguments, "--set", "store.momentum=0.3")
     assert changed.code == 2
-    assert "was begun with other settings than now (momentum: 0.3)" in changed.err
+    assert "was begun with other settings than now (store.momentum: 0.3)" in changed.err
