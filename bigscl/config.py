@@ -155,6 +155,8 @@ class ModelConfig:
     """What is averaged over cells; `probabilities` favours small objects and gives up the plain export."""
     freeze_stages: CountOrNone = 0
     """Stages of the backbone, from the image up, that are never trained."""
+    freeze_statistics: bool = False
+    """Batch normalisation uses the averages that came with the weights, where its own weights train too."""
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)

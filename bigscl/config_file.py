@@ -89,6 +89,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     if store.kind != "none" and config.keep_checkpoints > most:
         every = f" when every_epochs is {config.checkpoint.every_epochs}" if config.spare_slots > 1 else ""
         yield "checkpoint.keep", f"{config.keep_checkpoints}, but {store.slots} slots can keep {most}{every}"
+    if config.model.freeze_statistics and config.hardware.sync_batchnorm:
+        yield "hardware.sync_batchnorm", "has no effect with model.freeze_statistics"
     for name in ("scale", "ratio"):
         low, high = getattr(config.data.crop, name)
         if low > high:

@@ -21,6 +21,7 @@ from bigscl.precision import at_least_float32
 logger = logging.getLogger(__name__)
 
 Pooling = Literal["logits", "probabilities"]
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 class Prediction(NamedTuple):
@@ -69,6 +70,7 @@ class SpatialClassifier(nn.Module):
         self.pooling = pooling
         self._frozen_stages = 0
         self._backbone_frozen = False
+        self._statistics_frozen = False
         self._tap = Tap()
         self._tap.attach(network.get_submodule(head.tapped), head.side)
 
@@ -138,6 +140,16 @@ class SpatialClassifier(nn.Module):
         self._frozen_stages = count
         self._apply_freezing()
 
+    def freeze_statistics(self, frozen: bool = True) -> None:
+        """Let batch normalisation use its stored averages also where its weights train; or undo that.
+
+        What a pretrained network has learnt of its features outlasts a short training on small batches.
+        """
+        if frozen and not any(isinstance(module, BATCH_NORMS) for module in self.network.modules()):
+            raise ValueError("freeze_statistics: this network has no batch normalisation")
+        self._statistics_frozen = frozen
+        self.train(self.training)
+
     def _apply_freezing(self) -> None:
         # Images need no gradient, so autograd records nothing below the first parameter that does.
         for parameter in self.backbone_parameters():
@@ -159,6 +171,10 @@ class SpatialClassifier(nn.Module):
                 self.network.get_submodule(self.head.dropout).train(mode)
         for module in self._frozen_modules():
             module.eval()
+        if self._statistics_frozen:
+            for module in self.network.modules():
+                if isinstance(module, BATCH_NORMS):
+                    module.eval()
         return self
 
 

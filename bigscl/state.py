@@ -87,6 +87,7 @@ class State:
             self._accelerator.free_memory()
         phase = self._schedule.phase_at(epoch)
         self.network.freeze_stages(self._config.model.freeze_stages)
+        self.network.freeze_statistics(self._config.model.freeze_statistics)
         self.network.freeze_backbone(phase.trains == "head")
         parameters = [each for each in self.network.parameters() if each.requires_grad]
         optimizer = make_optimizer(self._config, parameters)

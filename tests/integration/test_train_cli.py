@@ -14,6 +14,7 @@ from bigscl.config_file import load_config
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.objective import Base, Consistency
+from bigscl.smallnet import small_resnet
 from store import HeatmapStore
 from tests.integration.runs import (
     assert_same_rows,
@@ -68,6 +69,7 @@ OPTIONS = {
     "channels last": {"hardware.channels_last": True},
     "probabilities": {"model.pooling": "probabilities"},
     "frozen stages": {"model.freeze_stages": 1, "model.backbone": "bigscl.smallnet:small_resnet"},
+    "frozen statistics": {"model.freeze_statistics": True, "model.backbone": "bigscl.smallnet:small_resnet"},
     "rms": {"objective.norm": "rms"},
     "accumulation": {"optimizer.accumulate": 3},
     "sgd": {"optimizer.name": "sgd"},
@@ -132,11 +134,21 @@ def test_options_have_an_effect(base, ended, name):
     assert weights.keys() != usual.keys() or any(not weights[key].equal(usual[key]) for key in usual)
 
 
-def test_frozen_stages_keep_their_weights(base, ended):
-    first, last = sorted((base.parent / "frozen stages" / "checkpoints").iterdir())[::2]
+def moved_in(folder):
+    """Names of what the last epoch, of the whole network, has changed in it."""
+    first, last = sorted((folder / "checkpoints").iterdir())[::2]
     first, last = (load_file(path / "model.safetensors") for path in (first, last))
-    moved = {name.split(".")[0] for name in first if not first[name].equal(last[name])}
+    return {name for name in first if not first[name].equal(last[name])}
+
+
+def test_frozen_stages_keep_their_weights(base, ended):
+    moved = {name.split(".")[0] for name in moved_in(base.parent / "frozen stages")}
     assert moved == {"layer1", "layer2", "layer3", "fc"}
+
+
+def test_frozen_statistics_stay_while_the_weights_move(base, ended):
+    weights = dict(small_resnet(10).named_parameters())
+    assert moved_in(base.parent / "frozen statistics") == weights.keys()
 
 
 def test_average_of_the_weights_is_what_is_kept_as_best(base, ended):

@@ -69,6 +69,10 @@ def test_every_mistake_is_listed_with_its_dotted_path():
             },
             "schedule.main.final_learning_rate",
         ),
+        (
+            {"model": {"freeze_statistics": True}, "hardware": {"sync_batchnorm": True}},
+            "hardware.sync_batchnorm",
+        ),
         ({"checkpoint": {"keep": 3}}, "checkpoint.keep"),
         ({"checkpoint": {"keep": 2, "every_epochs": 2}}, "checkpoint.keep"),
         ({"checkpoint": {"every_epochs": 2}, "store": {"slots": 2}}, "checkpoint.keep"),

@@ -371,6 +371,26 @@ def test_frozen_stages_keep_still_while_the_others_train():
         model.freeze_stages(6)
 
 
+@pytest.mark.parametrize("backbone", ["resnet18", "timm:efficientnet_b0"])
+def test_frozen_statistics_keep_still_while_their_layers_train(backbone):
+    model = build_model(backbone, 4)
+    model.freeze_statistics()
+    model.train()
+    before = {name: value.clone() for name, value in model.network.named_buffers()}
+    train_step(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.network.named_buffers())
+    assert all(module.training for module in model.network.modules() if isinstance(module, nn.Conv2d))
+    model.freeze_statistics(False)
+    train_step(model)
+    assert not torch.equal(model.get_buffer("network.bn1.running_mean"), before["bn1.running_mean"])
+
+
+def test_a_network_without_batch_normalisation_has_no_statistics_to_freeze():
+    with pytest.raises(ValueError, match="freeze_statistics: this network has no batch normalisation"):
+        build_model("convnext_tiny", 4).freeze_statistics()
+
+
 @pytest.mark.parametrize("backbone", FITTING)
 def test_stages_cover_the_backbone_in_order(backbone):
     model = build_model(backbone, 3)
