@@ -86,13 +86,18 @@ def command(
             typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation())}")
         return
     try:
-        _run_all(trials, parallel, out)
+        failures = _run_all(trials, parallel, out)
     except KeyboardInterrupt:
         typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
         raise typer.Exit(130) from None
     from tools.study_report import write_results
 
     typer.echo("\n" + write_results(trials, out))
+    if failures:
+        typer.echo(
+            "\n".join([f"\n{len(failures)} of {len(trials)} runs are not in the table:", *failures]), err=True
+        )
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +239,8 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
             )
 
 
-def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> None:
+def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
+    """Do what is left of the runs; gives back what went wrong. One that fails does not stop the others."""
     from tools.study_report import write_results
 
     left = [trial for trial in trials if not trial.done]
@@ -242,6 +248,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(parallel):
         places.put(place)
+    failures = []
     # Those that wait in the pool are given up first when it is left; then what runs is told to stop.
     with (
         ThreadPoolExecutor(parallel) as pool,
@@ -251,12 +258,18 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> None:
         waiting = {pool.submit(_run, trial, runner, places, parallel > 1): trial for trial in left}
         try:
             for future in as_completed(waiting):
-                future.result()
-                write_results(trials, out)
+                error = future.exception()
+                if isinstance(error, ValueError):
+                    failures.append(str(error))
+                    typer.echo(str(error), err=True)
+                else:
+                    future.result()
+                    write_results(trials, out)
                 advance(1, waiting[future].row)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return failures
 
 
 def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:

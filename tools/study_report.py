@@ -106,11 +106,13 @@ def _figures(trial: "Trial") -> dict[str, float]:
     report = json.loads(trial.report.read_text())
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
+    # Nothing is missing for a run that is told all labels.
+    missing = {} if trial.resolved().data.labels == "labels" else heat.get("missing", {})
     return {
         "map": report["mean_ap"]["present"],
         "f1": _number(report["at_threshold"]["overall_f1"]),
         "observed": _number(heat.get("observed", {}).get("hit_rate")),
-        "missing": _number(heat.get("missing", {}).get("hit_rate")),
+        "missing": _number(missing.get("hit_rate")),
         "mined_precision": _number(mined.get("precision")),
         "mined_recall": _number(mined.get("recall")),
         "minutes": sum(map(float, (trial.folder / "seconds.txt").read_text().split())) / 60,

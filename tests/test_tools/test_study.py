@@ -167,6 +167,18 @@ def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards)
 
 
 @pytest.mark.timeout(300)
+def test_a_run_that_fails_leaves_the_others_to_go_on(tmp_path, shards):
+    an, _ = write_configs(tmp_path, shards, epochs=1)
+    diverging = "optimizer.name=sgd schedule.main.learning_rate=1e30 log.every_steps=1"
+    variants = ("--vary", diverging, "--vary", "store.momentum=0.5", "--only-varied")
+    answer = bigscl("study", tmp_path / "out", an, "--seeds", 1, *variants)
+    assert answer.code == 1
+    assert "1 of 2 runs are not in the table:\nthis command failed: accelerate launch" in answer.err
+    (result,) = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["row"] == "an store.momentum=0.5"
+
+
+@pytest.mark.timeout(300)
 def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, monkeypatch):
     an, scl = write_configs(tmp_path, shards, epochs=1)
     arguments = ("study", tmp_path / "out", an, scl, "--seeds", 1, "--parallel", 2)
