@@ -74,6 +74,19 @@ def compare(
     ]
 
 
+def resampled_maps(run: SavedPredictions, *, num_resamples: int = 200, seed: int = 0) -> NDArray[np.float64]:
+    """The mAP of every resample of the images, which are the same for all runs on them, in any order."""
+    scored = score(*align([run]))
+    return resampled_figures(scored, draw_counts(len(scored.targets), num_resamples, seed))["map"]
+
+
+def limits(differences: NDArray[np.float64]) -> tuple[float, float]:
+    """Between which the difference lies in 95% of the resamples."""
+    tail = (100 - COVERAGE) / 2
+    low, high = np.nanpercentile(differences, [tail, 100 - tail])
+    return float(low), float(high)
+
+
 def align(runs: Sequence[SavedPredictions]) -> list[SavedPredictions]:
     """The runs with their images in the order of their keys; images, classes and labels must agree."""
     aligned = [_sorted(run) for run in runs]
@@ -122,10 +135,9 @@ def _difference(
     first_drawn: dict[str, NDArray[np.float64]],
     drawn: dict[str, NDArray[np.float64]],
 ) -> Difference:
-    tail = (100 - COVERAGE) / 2
-    low, high = np.nanpercentile(drawn[name] - first_drawn[name], [tail, 100 - tail])
+    low, high = limits(drawn[name] - first_drawn[name])
     value = _figure(report, name)
-    return Difference(value=value, difference=value - _figure(first, name), low=float(low), high=float(high))
+    return Difference(value=value, difference=value - _figure(first, name), low=low, high=high)
 
 
 def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:

@@ -5,24 +5,25 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from tools.study import Trial
 
-COLUMNS = {
-    "map": "mAP",
-    "difference": "beside the first",
+FIGURES = {
     "f1": "F1 at 0.5",
     "observed": "pointing: observed",
     "missing": "missing",
     "mined_precision": "mined: precision",
     "mined_recall": "recall",
 }
-"""What the table shows of each row, in percent."""
+"""What the table shows of each row beside its mAP, in percent."""
 
 
 def write_results(trials: Sequence["Trial"], out: Path) -> str:
@@ -38,7 +39,7 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
         for trial, found in figures.items()
     ]
     (out / "results.json").write_text(json.dumps(plain(runs), indent=1) + "\n")
-    table = to_table(runs)
+    table = to_table(runs, {(trial.row, trial.seed): _resampled_maps(trial) for trial in done})
     _draw_scores(done, out / "scores.png")
     _draw_heatmaps(done, out / "heatmaps.png")
     pictures = [f"![{name}]({name}.png)" for name in ("scores", "heatmaps") if (out / f"{name}.png").exists()]
@@ -62,7 +63,7 @@ def _about(trials: Sequence["Trial"]) -> str:
     return (
         f"{len(trials)} runs of revision {', '.join(revisions)}, started {times[0]} to {times[-1]}, with "
         f"torch {torch_version}, {os.cpu_count()} CPU cores, {hardware}. Means and standard deviations over "
-        f"seeds, in percent; differences are taken within a seed."
+        f"seeds, in percent; differences are taken within a seed, intervals by bootstrap over images."
     )
 
 
@@ -71,23 +72,49 @@ def _short_revision(revision: str | None) -> str:
     return name[:12] + ("-" + dirty if dirty else "")
 
 
-def to_table(runs: Sequence[dict[str, Any]]) -> str:
-    """A line for every row: mean and standard deviation over its seeds, in percent; and the time it took."""
+def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDArray[np.float64]"]) -> str:
+    """A line for every row: mean and standard deviation over its seeds, in percent; and the time it took.
+
+    `maps` has the mAP in resamples of the images, by row and seed.
+    """
     from bigscl.report_files import markdown_table
 
     rows = list(dict.fromkeys(run["row"] for run in runs))
     first = {run["seed"]: run["map"] for run in runs if run["row"] == rows[0]}
     lines = []
     for row in rows:
-        own = [dict(run) for run in runs if run["row"] == row]
-        for run in own:
-            # Seeds draw the labels, which moves all rows alike: differences are taken within a seed.
-            paired = row != rows[0] and run["seed"] in first
-            run["difference"] = run["map"] - first[run["seed"]] if paired else math.nan
-        cells = [mean_and_spread((run[name] for run in own), signed=name == "difference") for name in COLUMNS]
-        minutes = [run["minutes"] for run in own]
-        lines.append([row, str(len(own)), *cells, f"{statistics.fmean(minutes):.1f}"])
-    return markdown_table(["", "seeds", *COLUMNS.values(), "minutes a run"], lines)
+        own = [run for run in runs if run["row"] == row]
+        # Seeds draw the labels, which moves all rows alike: differences are taken within a seed.
+        paired = {run["seed"]: run["map"] for run in own if row != rows[0] and run["seed"] in first}
+        line = [
+            mean_and_spread(run["map"] for run in own),
+            mean_and_spread((found - first[seed] for seed, found in paired.items()), signed=True),
+            _interval([maps[row, seed] - maps[rows[0], seed] for seed in paired]),
+            *(mean_and_spread(run[name] for run in own) for name in FIGURES),
+            f"{statistics.fmean(run['minutes'] for run in own):.1f}",
+        ]
+        lines.append([row, str(len(own)), *line])
+    header = ["", "seeds", "mAP", "beside the first", "95% over images", *FIGURES.values(), "minutes a run"]
+    return markdown_table(header, lines)
+
+
+def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
+    """How the mean difference over seeds varies over other draws of the images, which all seeds share."""
+    import numpy as np
+
+    from bigscl.compare import limits
+
+    if not differences:
+        return "–"
+    low, high = limits(np.mean(differences, axis=0))
+    return f"{100 * low:+.1f} to {100 * high:+.1f}"
+
+
+def _resampled_maps(trial: "Trial") -> "NDArray[np.float64]":
+    from bigscl.compare import resampled_maps
+    from bigscl.predictions import load_predictions
+
+    return resampled_maps(load_predictions(trial.report.parent))
 
 
 def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:

@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics import average_precision_score, f1_score
 
 from bigscl.bootstrap import draw_counts, resampled_figures
-from bigscl.compare import align, compare
+from bigscl.compare import align, compare, limits, resampled_maps
 from bigscl.report import score
 from tests.test_bigscl.test_report import problem, saved
 
@@ -83,6 +83,17 @@ def test_runs_are_matched_by_key_whatever_their_order():
     _, other = compare([saved(logits, labels), shuffled], num_resamples=10)
     assert other.figures["map"].difference == pytest.approx(0)
     assert (other.figures["map"].low, other.figures["map"].high) == (0.0, 0.0)
+
+
+def test_resampled_maps_of_runs_are_paired_whatever_their_order():
+    logits, labels = problem(num_images=200)
+    better = saved((logits + labels).astype(np.float16), labels)
+    order = np.random.default_rng(0).permutation(200)
+    shuffled = saved(logits[order], labels[order], keys=[f"image{n}" for n in order])
+    _, other = compare([saved(logits, labels), better], num_resamples=50, seed=3)
+    maps = [resampled_maps(run, num_resamples=50, seed=3) for run in (better, shuffled)]
+    expected = (other.figures["map"].low, other.figures["map"].high)
+    assert limits(maps[0] - maps[1]) == pytest.approx(expected)
 
 
 def test_runs_on_other_images_classes_or_labels_are_refused():
