@@ -5,8 +5,8 @@
 One process, all rows in memory, and nothing of bigscl in what is computed: tars by tarfile, crops by
 torchvision, heatmaps through views by grid_sample, metrics by scikit-learn. The blocks that never train see
 each view once, and what they say is kept in --cache (2 GB a seed): a run takes five minutes on one core, so a
-question to the method is asked three times as fast as with the trainer. `--fold 0` to `4` hold out another
-fifth of train and val together. Settings are those of configs/voc12_lite0_*.yaml.
+question to the method is asked three times as fast as with the trainer. `--folds 5 --fold 0` holds a fifth
+of train and val together out, instead of val. Settings are those of configs/voc12_lite0_*.yaml.
 """
 
 # Shapes: N images, B batch, L classes, G side of the score map, W side of the heatmap.
@@ -139,7 +139,7 @@ class Run:
 
     def __init__(self, images: Images, method: str, options: argparse.Namespace) -> None:
         self.images, self.method, self.options = images, method, options
-        self.train_rows, self.held_rows = split(images, options.fold)
+        self.train_rows, self.held_rows = split(images, options.folds, options.fold)
         random = np.random.default_rng([options.seed, 77])
         truth = images.labels
         observed = np.zeros_like(truth)
@@ -227,12 +227,12 @@ class Run:
         return float(average_precision_score(self.images.labels[self.held_rows], logits))
 
 
-def split(images: Images, fold: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows held out: the official split, or a fold of all."""
-    if fold is None:
+def split(images: Images, folds: int | None, fold: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows held out: the official split, or one of so many folds of all."""
+    if folds is None:
         return np.flatnonzero(images.is_train), np.flatnonzero(~images.is_train)
-    folds = np.array_split(np.random.default_rng(77).permutation(len(images.pixels)), 5)
-    return np.sort(np.concatenate([rows for place, rows in enumerate(folds) if place != fold])), folds[fold]
+    held = np.array_split(np.random.default_rng(77).permutation(len(images.pixels)), folds)[fold]
+    return np.setdiff1d(np.arange(len(images.pixels)), held), held
 
 
 def main() -> None:
@@ -244,7 +244,8 @@ def main() -> None:
         "--methods", nargs="+", default=["an", "en", "scl"], choices=["an", "en", "cl", "scl", "bce"]
     )
     parser.add_argument("--seed", type=int, default=0, help="of views, observed labels and weights")
-    parser.add_argument("--fold", type=int, choices=range(5), help="hold out this fifth, not the val split")
+    parser.add_argument("--folds", type=int, help="hold out one of so many parts, not the val split")
+    parser.add_argument("--fold", type=int, default=0, help="which of them")
     parser.add_argument("--batch-statistics", action="store_true", help="batch normalisation as in training")
     parser.add_argument("--gamma", type=float, default=GAMMA)
     parser.add_argument("--momentum", type=float, default=MOMENTUM)
