@@ -1,11 +1,9 @@
 """The trainer: `accelerate launch -m bigscl.train CONFIG [--section.key value ...]`.
 
 For each image the run remembers class scores and heatmaps over the epochs, and asks the network to agree with
-them where no label says what is there. `Trainer.train_epoch` is the loop, `Trainer.step` a step, and
+them where no label says what is there. `Trainer.train_epoch` is the loop, `bigscl.step` a step, and
 `Trainer.finish_epoch` the end of an epoch.
 """
-
-# Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
 import logging
 import math
@@ -19,28 +17,23 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bigscl.checkpoint import write_folder, write_json, write_tensors
 from bigscl.config import Config
 from bigscl.config_file import ConfigError, to_yaml
-from bigscl.data.batch import Batch, normalize
+from bigscl.data.batch import Batch
 from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
 from bigscl.gallery import picture_of_epoch
-from bigscl.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
-from bigscl.losses import predicted_count
 from bigscl.memory import EpochMemory
-from bigscl.model import Prediction
-from bigscl.objective import Loss, Objective
 from bigscl.ranks import Ranks, transport
 from bigscl.run import RunFolder, open_data, open_store, summary
 from bigscl.selection import Selection, expected_counts, select
 from bigscl.state import State, map_side
-from bigscl.transfer import Memory, to_device
+from bigscl.step import Step
 from bigscl.validation import validate
 from store import Rows, StoreError
 
@@ -66,18 +59,12 @@ class Trainer:
         self.run = RunFolder(config)
         checkpoint = self.run.start(config, resume, command, self.ranks)
         self.data = open_data(config)
-        self.objective = Objective(
-            base=config.objective.base,
-            consistency=config.objective.consistency,
-            norm=config.objective.norm,
-            smoothing=config.objective.smoothing,
-            positives_per_image=self.data.positives_per_image,
-        )
         self.schedule, self.gamma = config.phases(), config.gamma()
         self.state = State(config, self.data, self.accelerator, self.ranks)
         side = 2 * map_side(self.state.network, config.data.size)
         snapshot = None if checkpoint is None else checkpoint.progress.snapshot
         self.store = open_store(config, self.data.annotations, side, self.run, self.ranks, snapshot)
+        self.step = Step(config, self.data, self.state, self.store, self.accelerator, self.ranks)
         self.journal = Journal(self.run.path, self.accelerator)
         self.stopping = False
         if checkpoint is not None:
@@ -136,13 +123,12 @@ class Trainer:
         self.state.optimizer.zero_grad()
         last = max((place for place, (batch, _) in enumerate(window) if len(batch)), default=None)
         if last is None:
-            self._idle_step()
+            self.step.idle()
         for place, (batch, rows) in enumerate(window):
             updates: dict[str, Tensor] = {}
             if len(batch):
                 with self._exchanged(place == last):
-                    # DDP averages over ranks; the sum over samples is divided by their true number.
-                    loss, updates = self.step(batch, rows, self.ranks.world_size / count, gamma, rate)
+                    loss, updates = self.step(batch, rows, count=count, gamma=gamma, rate=rate)
                 meter.add(loss)
             memory.put(batch, updates)
             self._note(batch)
@@ -152,109 +138,9 @@ class Trainer:
         if self.state.average is not None:
             self.state.average.update_parameters(self.state.network)
 
-    def step(
-        self, batch: Batch, rows: Rows | None, scale: float, gamma: float, rate: float
-    ) -> tuple[Loss, dict[str, Tensor]]:
-        """Forward, loss and backward of a batch; and its rows of the memory after this look."""
-        batch = batch.to(self.device, non_blocking=True)
-        memory = None if rows is None else to_device(rows, self.device)
-        prediction = self.state.model(self._normalized(batch.images), maps=self._needs_maps)
-        expected = None if memory is None else self.state.selection.expected(memory.scores, batch.ids)
-        estimates = None if self.state.estimator is None else self.state.estimator.of(batch.ids, self.device)
-        loss = self.objective(
-            prediction.logit_map,
-            prediction.logits,
-            batch.labels,
-            gamma=gamma,
-            expected=expected,
-            scores=None if memory is None else memory.scores,
-            target=self._target(batch, memory, prediction),
-            classes=None if memory is None else memory.classes,
-            estimates=estimates,
-            mean_counts=self._mean_counts(prediction.logits, estimates, scale),
-        )
-        self.accelerator.backward(loss.total.sum() * scale)
-        if self.state.estimator is not None and estimates is not None:
-            assert estimates.grad is not None
-            self.state.estimator.step(batch.ids, estimates.grad / self._gradient_factor, rate)
-        return loss, self._updates(batch, memory, prediction)
-
-    def _normalized(self, images: Tensor) -> Tensor:
-        """The network's input, in the memory format of its weights."""
-        pixels = normalize(images, self.config.data.mean, self.config.data.std)
-        return pixels if self.config.hardware.channels_last else pixels.contiguous()
-
-    def _target(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> Tensor | None:
-        """What the maps should agree with: the heatmaps through the view, [B,L or k,G,G]."""
-        if memory is None or self.objective.consistency != "scl":
-            return None
-        assert prediction.logit_map is not None
-        side = prediction.logit_map.shape[-1]
-        if memory.heatmaps is None:
-            # Only scores, until the top classes are chosen: a heatmap that has its score everywhere.
-            return memory.scores.float()[:, :, None, None].expand(-1, -1, side, side)
-        return to_view(memory.heatmaps, batch.views, side)
-
-    @torch.no_grad()
-    def _updates(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> dict[str, Tensor]:
-        """The running averages after this look."""
-        if memory is None:
-            return {}
-        momentum = self.config.store.momentum
-        visits = memory.visits if self.config.store.ema == "debiased" else None
-        pooled = prediction.logits.float().sigmoid()
-        updates = {"scores": blend_scores(memory.scores, pooled, momentum, visits)}
-        if memory.heatmaps is None:
-            return updates
-        assert prediction.logit_map is not None
-        logit_map = prediction.logit_map
-        if memory.classes is not None:
-            logit_map = gather_classes(logit_map, memory.classes)
-        maps, views = logit_map.float().sigmoid(), batch.views
-        if memory.counts is None:
-            updates["heatmaps"] = blend(memory.heatmaps, maps, views, momentum, erased=batch.erased)
-        else:
-            updates["heatmaps"], updates["counts"] = blend(
-                memory.heatmaps, maps, views, momentum, erased=batch.erased, counts=memory.counts
-            )
-        return updates
-
-    def _mean_counts(self, logits: Tensor, estimates: Tensor | None, scale: float) -> tuple[Tensor, ...]:
-        """Mean numbers of predicted positives over the global batch, for epr and role."""
-        if self.objective.base not in ("epr", "role"):
-            return ()
-        counted = (logits,) if estimates is None else (logits, estimates)
-        sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
-        return tuple(self.accelerator.reduce(sums, reduction="sum") * scale / self.ranks.world_size)
-
-    @property
-    def _gradient_factor(self) -> float:
-        """How many times a gradient is that of the mean loss, before DDP and the scaler undo it."""
-        scaler = self.accelerator.scaler
-        return self.ranks.world_size * (1.0 if scaler is None else scaler.get_scale())
-
-    def _idle_step(self) -> None:
-        """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
-        # SyncBatchNorm leaves an empty batch out of the statistics, but wants to hear of it from every rank.
-        synced, side = self.config.hardware.sync_batchnorm, self.config.data.size
-        nothing = torch.zeros(0 if synced else 1, 3, side, side, device=self.device)
-        self.state.model.train(synced)
-        prediction = self.state.model(nothing, maps=self._needs_maps)
-        if self.objective.base in ("epr", "role"):
-            counts = torch.zeros(2 if self.objective.base == "role" else 1, device=self.device)
-            self.accelerator.reduce(counts, reduction="sum")
-        used = prediction.logits if prediction.logit_map is None else prediction.logit_map
-        self.accelerator.backward(used.sum() * 0.0)
-        self.state.model.train()
-
     def _exchanged(self, last: bool) -> AbstractContextManager[Any]:
         """Ranks exchange gradients at the last batch of a step only."""
         return nullcontext() if last else self.accelerator.no_sync(self.state.model)
-
-    @property
-    def _needs_maps(self) -> bool:
-        remembers = self.store is not None and self.store.group.layout != "scores"
-        return remembers or self.objective.needs_maps
 
     def _note(self, batch: Batch) -> None:
         self.state.note(batch)
@@ -300,7 +186,7 @@ class Trainer:
 
     def _select(self, epoch: int) -> Selection:
         """The expected positives of the next epoch, by the scores of this one."""
-        if self.objective.base not in ("en", "ep") or epoch + 1 < self.config.selection.start_epoch:
+        if self.config.objective.base not in ("en", "ep") or epoch + 1 < self.config.selection.start_epoch:
             return self.state.selection
         assert self.store is not None
         assert self.data.positives_per_image is not None
