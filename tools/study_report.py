@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,7 @@ def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
     return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
 
+@cache
 def _resampled_maps(trial: "Trial") -> "NDArray[np.float64]":
     from bigscl.compare import resampled_maps
     from bigscl.predictions import load_predictions
