@@ -128,9 +128,10 @@ def test_rewriting_needs_the_data(bare):
 
 
 SLOWLY = """
-import sys, time
+import signal, sys, time
 from store.arrays import ArrayGroup
 from tools.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # What a shell starts with & ignores it.
 write = ArrayGroup.write
 def slow(self, shard, slot, rows):
     write(self, shard, slot, rows)
