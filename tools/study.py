@@ -85,19 +85,7 @@ def command(
         for trial in trials:
             typer.echo(f"{shlex.join(trial.training())}\n{shlex.join(trial.evaluation())}")
         return
-    try:
-        failures = _run_all(trials, parallel, out)
-    except KeyboardInterrupt:
-        typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
-        raise typer.Exit(130) from None
-    from tools.study_report import write_results
-
-    typer.echo("\n" + write_results(trials, out))
-    if failures:
-        typer.echo(
-            "\n".join([f"\n{len(failures)} of {len(trials)} runs are not in the table:", *failures]), err=True
-        )
-        raise typer.Exit(1)
+    _run_and_report(trials, parallel, out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +225,22 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
                 f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
                 f"heatmaps are judged. Add --no-boxes to leave that out."
             )
+
+
+def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
+    """Do what is left, show the table, and say what is not in it: by name, and by the exit code."""
+    try:
+        failures = _run_all(trials, parallel, out)
+    except KeyboardInterrupt:
+        typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
+        raise typer.Exit(130) from None
+    from tools.study_report import write_results
+
+    typer.echo("\n" + write_results(trials, out))
+    if failures:
+        lines = [f"\n{len(failures)} of {len(trials)} runs are not in the table:", *failures]
+        typer.echo("\n".join(lines), err=True)
+        raise typer.Exit(1)
 
 
 def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
