@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from zarr.storage import LocalStore, MemoryStore, ObjectStore
 
 from store.errors import AlreadyExists, StoreError
 
-SYNC_THREADS = 8
+FILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,19 @@ class Backend(Protocol):
         """Remove a file if it is there."""
         ...
 
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files, those that are there."""
+        ...
+
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix."""
+        ...
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Replace a file's content if it is exactly `old`; of several writers, one gets True.
+
+        `new` must be unlike anything others write: where an answer got lost, finding it there is success.
+        """
         ...
 
     def names(self, prefix: str) -> list[str]:
@@ -106,6 +118,24 @@ class LocalBackend:
                 raise AlreadyExists(f"{path}: exists already") from None
         self._sync_one(path.parent)
 
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Move the file to a private name, compare, link the new one; put it back if it is not `old`.
+
+        For that moment readers see no file. A crash in it leaves none, which for a lease means: released.
+        """
+        path = self.root / key
+        if self.read(key) != old:
+            return False
+        with self._written(path, new) as temporary, self._private_name(path) as taken:
+            try:
+                path.rename(taken)
+                swapped = taken.read_bytes() == old
+                os.link(temporary if swapped else taken, path)
+            except (FileNotFoundError, FileExistsError):
+                return False
+        self._sync_one(path.parent)
+        return swapped
+
     def replace(self, key: str, data: bytes) -> None:
         """Temporary name, sync, rename."""
         path = self.root / key
@@ -114,22 +144,30 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _written(self, path: Path, data: bytes) -> Iterator[Path]:
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
+            with self._private_name(path) as temporary:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 hint = "Use another place, or ask for the right to write there."
                 raise StoreError(f"{self.root}: cannot be written to ({error.strerror}). {hint}") from error
             raise
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _private_name(path: Path) -> Iterator[Path]:
+        """A name next to the path that nobody else uses; what is there in the end is removed."""
+        private = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            yield private
         finally:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                private.unlink(missing_ok=True)
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there, for good."""
@@ -137,6 +175,14 @@ class LocalBackend:
         path.unlink(missing_ok=True)
         if path.parent.exists():
             self._sync_one(path.parent)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files in threads, then sync the folders they were in."""
+        paths = [self.root / key for key in keys]
+        folders = {path.parent for path in paths}
+        with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="store-delete") as pool:
+            list(pool.map(lambda path: path.unlink(missing_ok=True), paths))
+            list(pool.map(self._sync_one, (folder for folder in folders if folder.exists())))
 
     def delete_tree(self, prefix: str) -> None:
         """Remove a folder, or the whole store for an empty prefix."""
@@ -162,7 +208,7 @@ class LocalBackend:
     def sync(self, keys: Iterable[str]) -> None:
         """Files first, then the folders that name them."""
         paths = [self.root / key for key in keys]
-        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="store-sync") as pool:
+        with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="store-sync") as pool:
             list(pool.map(self._sync_one, paths))
             list(pool.map(self._sync_one, {path.parent for path in paths}))
 
@@ -220,6 +266,34 @@ class ObjectBackend:
         except AlreadyExistsError:
             raise AlreadyExists(f"{self.url}/{key}: exists already") from None
 
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """A PUT on condition that the object is still the one that was read."""
+        import obstore
+        from obstore.exceptions import NotSupportedError, PreconditionError
+
+        try:
+            found = obstore.get(self._store, key)
+            if bytes(found.bytes()) != old:
+                return False
+            obstore.put(self._store, key, new, mode={"e_tag": found.meta["e_tag"]})
+        except (FileNotFoundError, PreconditionError):
+            return self.read(key) == new
+        except NotSupportedError:
+            return self._swap_unconditionally(key, new)
+        return True
+
+    def _swap_unconditionally(self, key: str, new: bytes) -> bool:
+        """Delete and create, for servers without conditional updates.
+
+        Between the read and the delete a third party's object may come and be deleted with the old one.
+        """
+        self.delete(key)
+        try:
+            self.create(key, new)
+        except AlreadyExists:
+            return False
+        return True
+
     def replace(self, key: str, data: bytes) -> None:
         """A plain PUT."""
         import obstore
@@ -232,6 +306,12 @@ class ObjectBackend:
 
         with contextlib.suppress(FileNotFoundError):
             obstore.delete(self._store, key)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects, a thousand with one request."""
+        import obstore
+
+        obstore.delete(self._store, list(keys))
 
     def delete_tree(self, prefix: str) -> None:
         """Remove all objects below a prefix."""
@@ -270,6 +350,7 @@ class MemoryBackend:
         self.url = url
         self._chunks: dict[str, Any] = {}
         self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """Zarr's MemoryStore over one dict."""
@@ -283,18 +364,35 @@ class MemoryBackend:
         return None if chunk is None else bytes(chunk.to_bytes())
 
     def create(self, key: str, data: bytes) -> None:
-        """Exclusive: setdefault is atomic."""
-        if self._files.setdefault(key, data) is not data:
-            raise AlreadyExists(f"{self.url}/{key}: exists already")
+        """Exclusive."""
+        with self._lock:
+            if key in self._files:
+                raise AlreadyExists(f"{self.url}/{key}: exists already")
+            self._files[key] = data
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Compare and set under a lock."""
+        with self._lock:
+            if self._files.get(key) != old:
+                return False
+            self._files[key] = new
+        return True
 
     def replace(self, key: str, data: bytes) -> None:
         """Overwrite."""
-        self._files[key] = data
+        with self._lock:
+            self._files[key] = data
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there."""
-        self._files.pop(key, None)
-        self._chunks.pop(key, None)
+        with self._lock:
+            self._files.pop(key, None)
+            self._chunks.pop(key, None)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files, those that are there."""
+        for key in keys:
+            self.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix."""
