@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # A server that answered before may be restarting; one that never did has most likely a mistyped address.
 RETRY_SECONDS = 120.0
-FIRST_CONTACT_SECONDS = 8.0
+FIRST_CONTACT_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 
@@ -71,6 +71,12 @@ def cause_of(error: Exception) -> str:
     return f"{reason} ({below[-1]})"[:300] if below else reason[:200]
 
 
+def hint_for(error: Exception) -> str | None:
+    """What to do about a failure that no waiting changes; None for one that may pass."""
+    text = str(error).partition("Debug source:")[0]
+    return next((hint for pattern, hint in HINTS if re.search(pattern, text)), None)
+
+
 class _Attempts:
     """The tries of one operation, which end at a deadline."""
 
@@ -83,10 +89,9 @@ class _Attempts:
         """Seconds to wait before the next try; raises StoreError if that would be useless or too late."""
         self._count += 1
         failed = f"{self._place}: could not {self._doing}: {cause_of(error)}"
-        for pattern, hint in HINTS:
-            if re.search(pattern, str(error).partition("Debug source:")[0]):
-                kind = NotImplementedByServer if "501" in pattern else StoreError
-                raise kind(f"{failed}. {hint}") from error
+        if hint := hint_for(error):
+            kind = NotImplementedByServer if "status code: 501" in str(error) else StoreError
+            raise kind(f"{failed}. {hint}") from error
         passed = time.monotonic() - self._start
         pause: float = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (self._count - 1))
         if passed + pause > self._seconds:
