@@ -36,21 +36,23 @@ RETRY_CONFIG: Any = {
 # that swallows packets is given up on after 5 tries of 5 s.
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "120s"}
 
+# Where the client asks for a machine's own credentials if the environment has none.
+METADATA_SERVICE = re.compile(r"https?://[^/]+/latest/(api/token|meta-data)|https?://169\.254\.")
+NO_CREDENTIALS = (
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or choose anonymous access for public data."
+)
+
 # What no waiting changes, and what to do about it; the first pattern found counts.
 HINTS = (
-    (r"NoSuchBucket", "Create the bucket, or correct its name in the URL."),
-    (
-        r"/latest/(api/token|meta-data)|169\.254\.170\.|[Cc]redential",
-        "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or choose anonymous access for public data.",
-    ),
+    (r"<Code>NoSuchBucket</Code>", "Create the bucket, or correct its name in the URL."),
     (
         r"status code: 40[13]",
         "Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, and what they permit there.",
     ),
+    (r"[Cc]redential", NO_CREDENTIALS),
     (r"[Rr]edirect|status code: 3\d\d", "Set the region of the bucket, or correct the endpoint."),
     (r"status code: 501", "Use a server that implements this request, or a store on disk."),
     (r"status code: 4(?!08|29)\d\d", "Check the URL, the endpoint and the region."),
-    (r"URL scheme is not allowed|builder error|[Ii]nvalid", "Correct the URL or the endpoint."),
 )
 
 
@@ -74,7 +76,12 @@ def cause_of(error: Exception) -> str:
 def hint_for(error: Exception) -> str | None:
     """What to do about a failure that no waiting changes; None for one that may pass."""
     text = str(error).partition("Debug source:")[0]
-    return next((hint for pattern, hint in HINTS if re.search(pattern, text)), None)
+    # Addresses are left out: a bucket may well be called "credentials".
+    address = re.search(r"Error performing [A-Z]+ (\S+)", text)
+    reason = text.replace(address[1], "") if address else text
+    if address and METADATA_SERVICE.match(address[1]):
+        return NO_CREDENTIALS
+    return next((hint for pattern, hint in HINTS if re.search(pattern, reason)), None)
 
 
 class _Attempts:
@@ -145,8 +152,8 @@ class Patience:
     def _pause(self, attempts: _Attempts, error: Exception) -> float:
         from obstore import exceptions
 
-        self._reached |= "status code:" in str(error) and "/latest/" not in str(error)
-        if isinstance(error, FileNotFoundError) and "NoSuchBucket" in str(error):
+        self._reached |= "status code:" in str(error)
+        if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket</Code>" in str(error):
             return attempts.pause_after(error)
         means_something = (
             exceptions.AlreadyExistsError,

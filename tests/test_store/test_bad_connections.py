@@ -114,6 +114,18 @@ def test_bodies_that_break_off_are_read_again(s3_options, url):
     assert proxy.faults["cut"] >= 12
 
 
+def test_words_in_an_address_are_not_taken_for_a_reason(s3_options, url):
+    place = f"{url}/credentials/redirect"
+    with faulty_proxy(
+        s3_options.endpoint, lambda method, path, count: "drop" if count < 12 else None
+    ) as proxy:
+        backend = open_backend(place, options_for(proxy))
+        backend.create("NoSuchBucket", b"1")
+        assert backend.names("") == ["NoSuchBucket"]
+    assert proxy.faults == {"drop": 24}
+    assert open_backend(place, s3_options).read("latest/meta-data") is None
+
+
 def test_chunks_that_break_off_are_read_again(s3_options, url, annotations):
     ids = all_ids(annotations)
     HeatmapStore.create(url, annotations, heatmap_size=4, options=s3_options)
