@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import zarr.abc.store
-from zarr.storage import LocalStore, MemoryStore, ObjectStore
+from zarr.storage import LocalStore, MemoryStore
 
 from store.errors import AlreadyExists, StoreError
 
@@ -113,10 +113,10 @@ class LocalBackend:
         path = self.root / key
         with self._written(path, data) as temporary:
             try:
-                os.link(temporary, path)
+                self._link(temporary, path)
             except FileExistsError:
                 raise AlreadyExists(f"{path}: exists already") from None
-        self._sync_one(path.parent)
+        self._sync_folder_of(path)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Move the file to a private name, compare, link the new one; put it back if it is not `old`.
@@ -130,10 +130,10 @@ class LocalBackend:
             try:
                 path.rename(taken)
                 swapped = taken.read_bytes() == old
-                os.link(temporary if swapped else taken, path)
+                self._link(temporary if swapped else taken, path)
             except (FileNotFoundError, FileExistsError):
                 return False
-        self._sync_one(path.parent)
+        self._sync_folder_of(path)
         return swapped
 
     def replace(self, key: str, data: bytes) -> None:
@@ -141,6 +141,24 @@ class LocalBackend:
         path = self.root / key
         with self._written(path, data) as temporary:
             temporary.replace(path)
+
+    @staticmethod
+    def _link(private: Path, path: Path) -> None:
+        """Give a file its name. NFS may do it, lose the answer, ask again, and say that the name is taken."""
+        try:
+            os.link(private, path)
+        except OSError:
+            if not (path.exists() and path.samefile(private)):
+                raise
+
+    def _sync_folder_of(self, path: Path) -> None:
+        try:
+            self._sync_one(path.parent)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: was written and has its name, but may not survive a power cut: its folder could "
+                f"not be synced ({error.strerror}). Check the disk, then resume."
+            ) from error
 
     @contextlib.contextmanager
     def _written(self, path: Path, data: bytes) -> Iterator[Path]:
@@ -224,123 +242,6 @@ class LocalBackend:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class ObjectBackend:
-    """A prefix of a bucket; a PUT is durable and whole when it returns."""
-
-    def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
-        from obstore.store import S3Store
-
-        settings: dict[str, Any] = {"region": options.region or os.environ.get("AWS_REGION", "us-east-1")}
-        if options.endpoint:
-            settings["endpoint"] = options.endpoint
-        if options.anonymous:
-            settings["skip_signature"] = True
-        plain_http = (options.endpoint or "").startswith("http://")
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._store = S3Store(
-            bucket, prefix=prefix or None, client_options={"allow_http": plain_http}, **settings
-        )
-
-    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr over the same client."""
-        return ObjectStore(self._store, read_only=read_only)
-
-    def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None if there is none."""
-        import obstore
-
-        try:
-            return bytes(obstore.get(self._store, key).bytes())
-        except FileNotFoundError:
-            return None
-
-    def create(self, key: str, data: bytes) -> None:
-        """A conditional PUT: of two writers, one fails."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
-        try:
-            obstore.put(self._store, key, data, mode="create")
-        except AlreadyExistsError:
-            raise AlreadyExists(f"{self.url}/{key}: exists already") from None
-
-    def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        """A PUT on condition that the object is still the one that was read."""
-        import obstore
-        from obstore.exceptions import NotSupportedError, PreconditionError
-
-        try:
-            found = obstore.get(self._store, key)
-            if bytes(found.bytes()) != old:
-                return False
-            obstore.put(self._store, key, new, mode={"e_tag": found.meta["e_tag"]})
-        except (FileNotFoundError, PreconditionError):
-            return self.read(key) == new
-        except NotSupportedError:
-            return self._swap_unconditionally(key, new)
-        return True
-
-    def _swap_unconditionally(self, key: str, new: bytes) -> bool:
-        """Delete and create, for servers without conditional updates.
-
-        Between the read and the delete a third party's object may come and be deleted with the old one.
-        """
-        self.delete(key)
-        try:
-            self.create(key, new)
-        except AlreadyExists:
-            return False
-        return True
-
-    def replace(self, key: str, data: bytes) -> None:
-        """A plain PUT."""
-        import obstore
-
-        obstore.put(self._store, key, data)
-
-    def delete(self, key: str) -> None:
-        """Remove an object if it is there."""
-        import obstore
-
-        with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, key)
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, a thousand with one request."""
-        import obstore
-
-        obstore.delete(self._store, list(keys))
-
-    def delete_tree(self, prefix: str) -> None:
-        """Remove all objects below a prefix."""
-        import obstore
-
-        for batch in obstore.list(self._store, prefix=prefix or None):
-            obstore.delete(self._store, [entry["path"] for entry in batch])
-
-    def names(self, prefix: str) -> list[str]:
-        """Sorted names directly below a prefix."""
-        import obstore
-
-        found = obstore.list_with_delimiter(self._store, prefix=prefix or None)
-        paths = [entry["path"] for entry in found["objects"]] + list(found["common_prefixes"])
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
-
-    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every object below a prefix."""
-        import obstore
-
-        for batch in obstore.list(self._store, prefix=prefix or None):
-            for entry in batch:
-                yield entry["path"], entry["size"]
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
-
-    def sweep(self) -> None:
-        """Nothing to do."""
 
 
 class MemoryBackend:
@@ -438,6 +339,8 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
     if parsed.scheme == "memory":
         return _memories.setdefault(text, MemoryBackend(text))
     if parsed.scheme == "s3":
+        from store.objects import ObjectBackend
+
         return ObjectBackend(parsed.netloc, parsed.path.strip("/"), options or StorageOptions())
     raise StoreError(
         f"{text}: unknown scheme {parsed.scheme!r}. Use a path, file://, s3://bucket/prefix or memory://name."

@@ -1,12 +1,14 @@
 """The small files of a store on every backend: created once, swapped atomically, deleted in numbers."""
 
+import errno
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from store.backends import LocalBackend, open_backend
-from store.errors import AlreadyExists
+from store.errors import AlreadyExists, StoreError
 
 
 @pytest.fixture
@@ -53,6 +55,40 @@ def test_swap_puts_back_a_file_that_changed_after_it_was_read(tmp_path, monkeypa
     assert not backend.swap("lease", b"old", b"new")
     assert os.listdir(tmp_path) == ["lease"]
     assert (tmp_path / "lease").read_bytes() == b"third party's"
+
+
+def test_a_link_that_was_made_but_reported_as_failed_is_a_success(tmp_path, monkeypatch):
+    """NFS: the answer to the first request got lost, the second one finds the name taken, by us."""
+    link = os.link
+
+    def link_and_fail(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", link_and_fail)
+    backend = LocalBackend(tmp_path)
+    backend.create("lease", b"ours")
+    assert backend.swap("lease", b"ours", b"ours again")
+    assert backend.read("lease") == b"ours again"
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(AlreadyExists):
+        backend.create("lease", b"ours again")
+    assert backend.names("") == ["lease"]
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error_and_the_file_is_there(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def sync_files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_files_only)
+    backend = LocalBackend(tmp_path)
+    with pytest.raises(StoreError, match=r"has its name.*could not be synced \(Input/output error\)"):
+        backend.create("snapshot", b"content")
+    assert backend.read("snapshot") == b"content"
 
 
 def test_delete_many_removes_what_is_there(backend):

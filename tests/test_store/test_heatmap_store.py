@@ -1,6 +1,7 @@
 """The contract of the store, the same on a file system, in memory and on an S3-compatible server."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,7 +271,7 @@ def test_a_second_committer_fails_loudly(place, annotations):
         store.commit(epoch=0)
         rival = SnapshotLog(store.backend)
         with pytest.raises(CommitConflict, match="Two runs write one store"):
-            rival.create(store.snapshot)
+            rival.create(replace(store.snapshot, run="rival"))
 
 
 def test_reading_asks_for_annotations_only_where_nothing_was_written(place, annotations):
