@@ -17,6 +17,8 @@ from tests.faults.injector import Plan
 ROOT = Path(__file__).parent.parent.parent
 # One thread for each process: sums come out in one order, and ranks do not fight for the cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+# Of the object store on loopback; without any, obstore would ask the machine's metadata service for them.
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 HANG_SECONDS = 60.0
 
 
@@ -47,7 +49,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server", *modules],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **CREDENTIALS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -110,7 +112,7 @@ class ForkServer:
     def wait_all(
         self, pids: Sequence[int], seconds: float = HANG_SECONDS, patience: float = 0.0
     ) -> dict[int, Ended]:
-        """How all ended. When one is killed, the others get `patience` seconds, then they are killed as well."""
+        """How all ended. When one is killed, the others get `patience` seconds, then are killed as well."""
         left, ended, deadline = set(pids), dict[int, Ended](), time.monotonic() + seconds
         while left:
             found = self.wait_any(sorted(left), max(0.0, min(deadline - time.monotonic(), seconds)))

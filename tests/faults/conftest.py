@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import kills
-from tests.faults.children import ForkServer
+from tests.faults.children import CREDENTIALS, ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,22 @@ def quick_folder(quick_folders):
     folder = Path(tempfile.mkdtemp(dir=quick_folders))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint():
+    """An S3-compatible server on loopback, with a bucket named `bucket`."""
+    server = pytest.importorskip("moto.server")
+    import boto3
+
+    os.environ.update(CREDENTIALS)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="bucket")
+    yield endpoint
+    running.stop()
 
 
 def pytest_terminal_summary(terminalreporter):

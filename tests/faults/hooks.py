@@ -37,50 +37,54 @@ def _absolute(path: Any, folder: int | None = None) -> str:
     return os.path.abspath(text)
 
 
+# A call that changes nothing (a folder that is there already) is no operation.
+POINTLESS: dict[str, Callable[[str], bool]] = {
+    "mkdir": os.path.lexists,
+    "unlink": lambda path: not os.path.lexists(path),
+    "remove": lambda path: not os.path.lexists(path),
+    "rmdir": lambda path: not os.path.lexists(path),
+    "truncate": lambda path: False,
+}
+
+
 def _patch_paths(injector: Injector) -> None:
-    """Calls that name a path or two. One that changes nothing (a folder that is there) is no operation."""
-    pointless: dict[str, Callable[[str], bool]] = {
-        "mkdir": os.path.lexists,
-        "unlink": lambda path: not os.path.lexists(path),
-        "remove": lambda path: not os.path.lexists(path),
-        "rmdir": lambda path: not os.path.lexists(path),
-    }
-    for name in ("mkdir", "unlink", "remove", "rmdir", "truncate"):
+    """Calls that name a path or two."""
 
-        def one(
-            path: Any, *rest: Any, _name: str = name, _real: Any = getattr(os, name), **named: Any
-        ) -> Any:
+    def of_one(name: str, real: Any) -> Any:
+        @functools.wraps(real)
+        def call(path: Any, *rest: Any, **named: Any) -> Any:
             where = _absolute(path, named.get("dir_fd"))
-            if not injector.counts(where) or pointless.get(_name, lambda path: False)(where):
-                return _real(path, *rest, **named)
-            return injector.perform(_name, where, lambda: _real(path, *rest, **named))
+            if not injector.counts(where) or POINTLESS[name](where):
+                return real(path, *rest, **named)
+            return injector.perform(name, where, lambda: real(path, *rest, **named))
 
-        setattr(os, name, functools.wraps(getattr(os, name))(one))
-    for name in ("rename", "replace", "link", "symlink"):
+        return call
 
-        def two(
-            old: Any, new: Any, *, _name: str = name, _real: Any = getattr(os, name), **named: Any
-        ) -> Any:
+    def of_two(name: str, real: Any) -> Any:
+        @functools.wraps(real)
+        def call(old: Any, new: Any, *rest: Any, **named: Any) -> Any:
             where = _absolute(new, named.get("dst_dir_fd"))
-            return injector.perform(_name, where, lambda: _real(old, new, **named))
+            return injector.perform(name, where, lambda: real(old, new, *rest, **named))
 
-        setattr(os, name, functools.wraps(getattr(os, name))(two))
+        return call
+
+    for name in POINTLESS:
+        setattr(os, name, of_one(name, getattr(os, name)))
+    for name in ("rename", "replace", "link", "symlink"):
+        setattr(os, name, of_two(name, getattr(os, name)))
 
 
 def _patch_descriptors(injector: Injector) -> None:
     """Calls that name an open file."""
-    for name in ("fsync", "fdatasync", "ftruncate", "sendfile", "copy_file_range"):
-
-        def call(
-            first: Any, *rest: Any, _name: str = name, _real: Any = getattr(os, name), **named: Any
-        ) -> Any:
-            target = rest[0] if _name == "copy_file_range" else first
-            number = target if isinstance(target, int) else target.fileno()
-            written = "write" if _name in ("sendfile", "copy_file_range") else _name
-            return injector.perform(written, _absolute(number), lambda: _real(first, *rest, **named))
-
-        setattr(os, name, functools.wraps(getattr(os, name))(call))
     real_write, real_open = os.write, os.open
+
+    def of_descriptor(name: str, place: int, real: Any) -> Any:
+        @functools.wraps(real)
+        def call(*given: Any, **named: Any) -> Any:
+            number = given[place] if isinstance(given[place], int) else given[place].fileno()
+            return injector.perform(name, _absolute(number), lambda: real(*given, **named))
+
+        return call
 
     def write(number: int, data: Any) -> int:
         half = memoryview(data).cast("B")[: len(data) // 2]
@@ -96,6 +100,10 @@ def _patch_descriptors(injector: Injector) -> None:
         found: int = injector.perform("create", where, lambda: real_open(path, flags, *rest, **named))
         return found
 
+    for name in ("fsync", "fdatasync", "ftruncate"):
+        setattr(os, name, of_descriptor(name, 0, getattr(os, name)))
+    os.sendfile = of_descriptor("write", 0, os.sendfile)
+    os.copy_file_range = of_descriptor("write", 1, os.copy_file_range)
     os.write, os.open = write, open_descriptor
 
 
@@ -190,18 +198,18 @@ def _patch_objects(injector: Injector) -> None:
         prefix = getattr(store, "prefix", None)
         return f"s3://{store.config['bucket']}/" + "/".join(filter(None, (prefix, first)))
 
-    def named(name: str, given: tuple[Any, ...]) -> tuple[str, str]:
-        return ("put" if "put" in name else name.removesuffix("_async")), key_of(given[0], given[1])
+    def at_once(name: str, real: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            return injector.perform(name, key_of(given[0], given[1]), lambda: real(*given, **named))
+
+        return call
+
+    def awaited(name: str, real: Any) -> Any:
+        async def call(*given: Any, **named: Any) -> Any:
+            return await injector.request(name, key_of(given[0], given[1]), lambda: real(*given, **named))
+
+        return call
 
     for name in ("put", "delete", "copy", "rename"):
-
-        def call(*given: Any, _name: str = name, _real: Any = getattr(obstore, name), **more: Any) -> Any:
-            return injector.perform(*named(_name, given), lambda: _real(*given, **more))
-
-        async def request(
-            *given: Any, _name: str = name, _real: Any = getattr(obstore, f"{name}_async"), **more: Any
-        ) -> Any:
-            return await injector.request(*named(_name, given), lambda: _real(*given, **more))
-
-        setattr(obstore, name, call)
-        setattr(obstore, f"{name}_async", request)
+        setattr(obstore, name, at_once(name, getattr(obstore, name)))
+        setattr(obstore, f"{name}_async", awaited(name, getattr(obstore, f"{name}_async")))

@@ -1,8 +1,8 @@
 """Kill, freeze or fail a process at its n-th storage operation.
 
-An operation is whatever changes files below the places of a plan: the creation of a file, each write of its bytes,
-sync, rename, link, delete, truncation, and folders; on an object store each PUT and DELETE. They run one at a time, so
-that a process dies between two of them, or in the middle of a write, and nowhere else.
+An operation is whatever changes files below the places of a plan: the creation of a file, each write of its
+bytes, sync, rename, link, delete, truncation, and folders; on an object store each PUT and DELETE. They run
+one at a time, so that a process dies between two of them, or in the middle of a write, and nowhere else.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Plan:
     at: int | None = None
     """The operation to hit; the first one is 1."""
     how: How = "before"
-    """Before it is executed, after it, or half-way through the bytes of a write (other operations: before)."""
+    """Before it is executed, after it, or half-way through a write (other operations: before)."""
     action: Action = "kill"
     lasting: bool = False
     """Errors only: whether every operation from `at` on fails, as on a full disk."""

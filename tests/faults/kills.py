@@ -1,7 +1,10 @@
 """Which operations a life has, and what came of the kills: for tests to iterate over, and for the report."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
 
 from tests.faults.injector import How, Operation
 
@@ -17,12 +20,27 @@ def points(operations: Sequence[Operation]) -> Iterator[tuple[int, How]]:
             yield operation.number, "torn"
 
 
-def one_of_each_kind(operations: Sequence[Operation]) -> list[Operation]:
-    """The first operation of each kind and name."""
-    found: dict[tuple[str, str], Operation] = {}
+def one_of_each_kind(operations: Sequence[Operation], *, by_name: bool = True) -> list[Operation]:
+    """One operation of each kind (and name), in the order of their first ones.
+
+    It is the middle one of its kind: by then the store is full, and there is something to lose.
+    """
+    found: dict[tuple[str, str], list[Operation]] = {}
     for operation in operations:
-        found.setdefault((operation.kind, operation.name), operation)
-    return list(found.values())
+        found.setdefault((operation.kind, operation.name if by_name else ""), []).append(operation)
+    return [same[len(same) // 2] for same in found.values()]
+
+
+def try_all(points: Sequence[tuple[Any, ...]], attempt: Callable[..., None]) -> None:
+    """Try every point before saying which ones failed."""
+    failures = []
+    for point in points:
+        try:
+            attempt(*point)
+        except Exception as error:
+            failures.append(f"{point}: {type(error).__name__}: {str(error)[:600]}")
+    if failures:
+        pytest.fail(f"{len(failures)} of {len(points)} failed:\n" + "\n".join(failures), pytrace=False)
 
 
 def count(scene: str, hit: Sequence[Operation]) -> None:

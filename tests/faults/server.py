@@ -2,8 +2,8 @@
 
 python -m tests.faults.server MODULE ...
 
-It reads a request a line and answers each with a line, all in JSON. It never starts a thread, so its children are as
-good as new processes; a child leads a process group, which is killed when the child ends.
+It reads a request a line and answers each with a line, all in JSON. It never starts a thread, so its children
+are as good as new processes; a child leads a process group, which is killed when the child ends.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Server:
         return pid
 
     def wait(self, request: dict[str, Any]) -> list[tuple[int, str, int]]:
-        """(pid, `exit`, `signal` or `stopped`, number) of the children that changed, when at least one did."""
+        """(pid, `exit`, `signal` or `stopped`, number) of those that changed, when at least one did."""
         deadline = time.monotonic() + request["seconds"]
         while True:
             events = [event for pid in request["pids"] if (event := self._look(pid)) is not None]
@@ -125,6 +125,8 @@ def main(modules: list[str]) -> None:
             print(json.dumps(answer), flush=True)
     finally:
         server.kill_all()
+    # Libraries complain about leaks when the interpreter is taken apart.
+    os._exit(0)
 
 
 if __name__ == "__main__":

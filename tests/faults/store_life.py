@@ -1,7 +1,8 @@
 """The life of a small store: creation, epochs with commits in mid-epoch, compaction, rollback, drops.
 
-Every row is a pure function of (sample, epoch), so whoever reads the store can tell what a row must hold from its
-visit stamp alone. A ledger next to the store plays the part of the checkpoints: it names the snapshots to return to.
+Every row is a pure function of (sample, epoch), so whoever reads the store can tell what a row must hold from
+its visit stamp alone. A ledger next to the store plays the part of the checkpoints: it names the snapshots to
+return to.
 """
 
 import json
@@ -129,9 +130,9 @@ def take_back(store, ledger, epoch):
 
 
 def usurp(url, ledger_path, endpoint=""):
-    """Take the store from whoever holds it, go on from the ledger; stand still with writes under way, then finish.
+    """Take the store from its holder, resume from the ledger; stop with writes under way, and then finish.
 
-    The lease is broken as `bigscl unlock --force` does it: the holder is frozen, which nobody can tell from dead.
+    The lease is broken as `bigscl unlock --force` does it: nobody can tell a frozen holder from a dead one.
     """
     break_lease(open_backend(url, storage(endpoint)))
     ledger = Ledger(ledger_path)

@@ -1,7 +1,7 @@
-"""A store killed at each of its storage operations loses nothing that was committed, and its life goes on.
+"""A store killed at each of its storage operations loses nothing that was committed, and can be resumed.
 
-The slow suite hits every operation of the small life, the normal run one of each kind. A failure names the operation;
-`Life(...).run(at=number, how=how)` repeats it.
+The slow suite hits every operation of the small life, the normal run one of each kind. A failure names the
+operation; `Life(...).run(at=number, how=how)` repeats it.
 """
 
 import itertools
@@ -41,16 +41,16 @@ def kill_and_go_on(life, number, how):
 
 
 def check_points(lives, points, kill=kill_and_go_on):
-    """Try all of them before saying which failed."""
-    failures = []
-    for number, how in points:
+    """Each point in a life of its own."""
+
+    def attempt(*point):
         life = lives()
         try:
-            kill(life, number, how)
+            kill(life, *point)
         except AssertionError as error:
-            failures.append(f"{error}\n{life.hit[0] if life.hit else number}")
-    if failures:
-        pytest.fail(f"{len(failures)} failed:\n" + "\n".join(failures), pytrace=False)
+            raise AssertionError(f"{error}\n{life.hit[0] if life.hit else ''}") from error
+
+    kills.try_all(list(points), attempt)
 
 
 def test_a_store_killed_at_each_kind_of_operation_loses_nothing(lives, operations):
@@ -64,7 +64,7 @@ def test_a_store_killed_at_every_operation_loses_nothing(lives, operations):
 
 
 def test_starts_that_each_live_a_little_longer_come_to_the_end(lives, operations):
-    """The n-th start is killed at its n-th operation, so every start-up is killed somewhere, many times over."""
+    """Each start is killed a few operations later than the last, so start-ups are killed everywhere."""
     live_ever_longer(lives(), step=9, most=len(operations))
 
 
