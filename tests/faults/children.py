@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 # Of the object store on loopback; without any, obstore would ask the machine's metadata service for them.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 HANG_SECONDS = 60.0
+POLL_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,10 @@ class Ended:
 
 
 class ForkServer:
-    """A server process; it and its children are gone at the end of the block."""
+    """A server process; it and its children are gone at the end of the block. Threads may share it."""
 
     def __init__(self, *modules: str) -> None:
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server", *modules],
             cwd=ROOT,
@@ -70,9 +73,10 @@ class ForkServer:
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def start(
         self,
@@ -97,17 +101,25 @@ class ForkServer:
 
     def wait_any(self, pids: Sequence[int], seconds: float = HANG_SECONDS) -> dict[int, Ended]:
         """Those that ended or stand still, when at least one does; nothing after `seconds`."""
-        events = self._ask({"do": "wait", "pids": list(pids), "seconds": seconds})
-        return {pid: Ended(how=how, number=number) for pid, how, number in events}
+        deadline = time.monotonic() + seconds
+        while True:
+            events = self._ask({"do": "look", "pids": list(pids)})
+            if events or time.monotonic() > deadline:
+                return {pid: Ended(how=how, number=number) for pid, how, number in events}
+            time.sleep(POLL_SECONDS)
 
     def wait(self, pid: int, seconds: float = HANG_SECONDS) -> Ended:
         """How one ended; one that does not is killed, and is a fault."""
         found = self.wait_any([pid], seconds)
         if not found:
-            os.killpg(pid, signal.SIGKILL)
-            self.wait_any([pid])
+            self.kill(pid)
             raise AssertionError(f"the process hung for {seconds} s and was killed")
         return found[pid]
+
+    def kill(self, pid: int) -> None:
+        """End a child that is still there, frozen or not."""
+        os.killpg(pid, signal.SIGKILL)
+        self.wait_any([pid])
 
     def wait_all(
         self, pids: Sequence[int], seconds: float = HANG_SECONDS, patience: float = 0.0

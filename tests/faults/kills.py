@@ -1,15 +1,21 @@
 """Which operations a life has, and what came of the kills: for tests to iterate over, and for the report."""
 
+import os
+import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.faults.injector import How, Operation
 
+AT_A_TIME = min(4, os.cpu_count() or 1)
 hits: Counter[tuple[str, str]] = Counter()
 """Kills of this test session by (scene, kind of operation)."""
+_lock = threading.Lock()
 
 
 def points(operations: Sequence[Operation]) -> Iterator[tuple[int, How]]:
@@ -32,21 +38,33 @@ def one_of_each_kind(operations: Sequence[Operation], *, by_name: bool = True) -
 
 
 def try_all(points: Sequence[tuple[Any, ...]], attempt: Callable[..., None]) -> None:
-    """Try every point before saying which ones failed."""
-    failures = []
-    for point in points:
+    """Try every point, some at a time, before saying which ones failed."""
+
+    def failure_of(point: tuple[Any, ...]) -> str:
         try:
             attempt(*point)
         except Exception as error:
-            failures.append(f"{point}: {type(error).__name__}: {str(error)[:600]}")
+            return f"{point}: {type(error).__name__}: {str(error)[:600]}"
+        return ""
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        failures = list(filter(None, pool.map(failure_of, points)))
     if failures:
-        pytest.fail(f"{len(failures)} of {len(points)} failed:\n" + "\n".join(failures), pytrace=False)
+        causes = Counter(_cause(failure) for failure in failures).most_common()
+        lines = [f"{len(failures)} of {len(points)} failed:", *(f"{n} x {cause}" for cause, n in causes)]
+        pytest.fail("\n".join([*lines, "", *failures]), pytrace=False)
+
+
+def _cause(failure: str) -> str:
+    """The first line, without what differs from one point to the next."""
+    first = failure.partition(": ")[2].strip().partition("\n")[0]
+    return re.sub(r"[0-9a-f]{32}|\d+", "#", re.sub(r"(/[\w.+-]+)*/(store|run-\d+)\b", "STORE", first))[:160]
 
 
 def count(scene: str, hit: Sequence[Operation]) -> None:
     """Remember a kill for the report; a life that ended before its kill has none."""
-    for operation in hit:
-        hits[scene, operation.kind] += 1
+    with _lock:
+        hits.update((scene, operation.kind) for operation in hit)
 
 
 def report() -> list[str]:

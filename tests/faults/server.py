@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.faults.injector import Plan
 
 STORE_ERROR, OS_ERROR = 3, 4
 """Exit codes of a child that ended with an error of the store's own, or with one of the system's."""
-POLL_SECONDS = 0.002
 
 
 def call(request: dict[str, Any]) -> int:
@@ -77,14 +75,9 @@ class Server:
         self._alive.add(pid)
         return pid
 
-    def wait(self, request: dict[str, Any]) -> list[tuple[int, str, int]]:
-        """(pid, `exit`, `signal` or `stopped`, number) of those that changed, when at least one did."""
-        deadline = time.monotonic() + request["seconds"]
-        while True:
-            events = [event for pid in request["pids"] if (event := self._look(pid)) is not None]
-            if events or time.monotonic() > deadline:
-                return events
-            time.sleep(POLL_SECONDS)
+    def look(self, request: dict[str, Any]) -> list[tuple[int, str, int]]:
+        """(pid, `exit`, `signal` or `stopped`, number) of those that changed since the last look."""
+        return [event for pid in request["pids"] if (event := self._look(pid)) is not None]
 
     def _look(self, pid: int) -> tuple[int, str, int] | None:
         found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
@@ -121,7 +114,7 @@ def main(modules: list[str]) -> None:
     try:
         for line in iter(sys.stdin.readline, ""):
             request = json.loads(line)
-            answer: Any = server.start(request) if request["do"] == "start" else server.wait(request)
+            answer: Any = server.start(request) if request["do"] == "start" else server.look(request)
             print(json.dumps(answer), flush=True)
     finally:
         server.kill_all()

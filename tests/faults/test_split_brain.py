@@ -4,6 +4,7 @@ A is frozen at one of its operations; B breaks its lease, commits twice, and sto
 thawed and must end with an error; then B finishes.
 """
 
+import contextlib
 import shutil
 
 import numpy as np
@@ -33,16 +34,20 @@ def freeze_and_thaw(server, folder, number):
     kills.count("split brain, frozen", a.hit)
     had_all = a.ledger.done
     b = Life(server, folder / f"{number}-b", url=a.url)
-    try:
-        take_over(server, a, b, frozen, had_all)
-    except Exception as error:
-        raise AssertionError(f"{str(error)[:300]}\n{a.hit[0]}") from error
-
-
-def take_over(server, a, b, frozen, had_all):
     if a.ledger_path.exists():
         shutil.copy(a.ledger_path, b.ledger_path)
     successor = b.start("usurp")
+    try:
+        take_over(server, a, b, frozen, successor, had_all)
+    except Exception as error:
+        raise AssertionError(f"{str(error)[:300]}\n{a.hit[0]}") from error
+    finally:
+        for pid in (frozen, successor):
+            with contextlib.suppress(ProcessLookupError):
+                server.kill(pid)
+
+
+def take_over(server, a, b, frozen, successor, had_all):
     assert server.wait(successor).stopped, f"B could not take over: {b.last_words()}"
     before = check_snapshots(b.url)
     ended = a.thaw(frozen)

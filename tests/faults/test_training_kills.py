@@ -5,6 +5,7 @@ operations vary a little from run to run, so the same number may hit a neighbour
 """
 
 import itertools
+import os
 
 import pytest
 
@@ -107,11 +108,10 @@ def test_run_on_two_processes_killed_at_a_commit_a_checkpoint_and_a_drop_ends_id
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("offset", range(4))
-def test_run_killed_at_every_fourth_operation_ends_identical(trainings, whole, shards, offset):
-    """The four of them together hit every operation; each takes minutes."""
-    points = alternating(whole(1)[1])[offset::4]
-    kills.try_all(points, Kill(trainings, whole, shards))
+def test_run_killed_at_operations_all_over_its_life_ends_identical(trainings, whole, shards):
+    """`BIGSCL_KILL_STRIDE=1` kills at every single operation."""
+    stride = int(os.environ.get("BIGSCL_KILL_STRIDE", "4"))
+    kills.try_all(alternating(whole(1)[1])[::stride], Kill(trainings, whole, shards))
 
 
 @pytest.mark.slow
@@ -181,7 +181,8 @@ def test_a_full_disk_at_each_kind_of_operation_is_one_line_and_the_run_resumes(t
         assert ended.code in (0, 2), f"code {ended.code}: {run.last_words()}\n{run.hit[0]}"
         assert "Traceback" not in text, f"{run.last_words()}\n{run.hit[0]}"
         run.run_to_the_end()
-        assert_same_runs(run.folder, whole(1)[0], shards)
+        assert_same_runs(run.folder, reference, shards)
 
-    wanted = kills.one_of_each_kind(whole(1)[1])
+    reference, operations = whole(1)
+    wanted = kills.one_of_each_kind(operations)
     kills.try_all([(each.number, action) for each in wanted for action in ("ENOSPC", "EIO")], fill_up)
