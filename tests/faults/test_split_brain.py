@@ -16,6 +16,8 @@ from tests.faults.life import Life
 from tests.faults.server import STORE_ERROR
 from tests.faults.store_life import check_committed, check_end, check_snapshots
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture(scope="module")
 def operations(store_server, quick_folders):

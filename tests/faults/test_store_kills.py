@@ -14,6 +14,8 @@ from tests.faults.life import Life
 from tests.faults.server import OS_ERROR, STORE_ERROR
 from tests.faults.store_life import check_end
 
+pytestmark = pytest.mark.timeout(400)
+
 
 @pytest.fixture
 def lives(store_server, quick_folder):
@@ -102,17 +104,22 @@ def test_a_store_killed_twice_in_a_row_loses_nothing(lives, operations):
     check_points(lives, [(n, str(m)) for n in first for m in range(1, 40, 3)], kill_twice)
 
 
-@pytest.mark.parametrize("action", ["ENOSPC", "EIO"])
-def test_an_error_of_the_storage_at_each_kind_of_operation_is_clear_and_loses_nothing(
-    lives, operations, action
-):
+def fail_and_go_on(life, number, action):
     """A full disk stays full until the process has ended; a bad one fails once."""
+    ended = life.run(at=number, action=action, lasting=action == "ENOSPC")
+    assert ended.code in (0, STORE_ERROR, OS_ERROR), life.last_words()
+    life.check_committed()
+    life.run_to_the_end()
 
-    def fail_and_go_on(life, number, how):
-        ended = life.run(at=number, action=how, lasting=how == "ENOSPC")
-        assert ended.code in (0, STORE_ERROR, OS_ERROR), life.last_words()
-        life.check_committed()
-        life.run_to_the_end()
 
-    wanted = kills.one_of_each_kind(operations)
-    check_points(lives, [(each.number, action) for each in wanted], fail_and_go_on)
+def test_an_error_of_the_storage_is_clear_and_loses_nothing(lives, operations):
+    wanted = kills.one_of_each_kind(operations, by_name=False)
+    points = [(each.number, action) for each in wanted for action in ("ENOSPC", "EIO")]
+    check_points(lives, points, fail_and_go_on)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("action", ["ENOSPC", "EIO"])
+def test_an_error_of_the_storage_at_any_operation_is_clear_and_loses_nothing(lives, operations, action):
+    check_points(lives, [(each.number, action) for each in operations[::3]], fail_and_go_on)
