@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ def try_all(points: Sequence[tuple[Any, ...]], attempt: Callable[..., None]) -> 
         try:
             attempt(*point)
         except Exception as error:
-            return f"{point}: {type(error).__name__}: {str(error)[:600]}"
+            return f"{point}: {type(error).__name__}: {said(error)[:900]}"
         return ""
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -53,6 +54,11 @@ def try_all(points: Sequence[tuple[Any, ...]], attempt: Callable[..., None]) -> 
         causes = Counter(_cause(failure) for failure in failures).most_common()
         lines = [f"{len(failures)} of {len(points)} failed:", *(f"{n} x {cause}" for cause, n in causes)]
         pytest.fail("\n".join([*lines, "", *failures]), pytrace=False)
+
+
+def said(error: Exception) -> str:
+    """The message; for an assertion without one, what it asserts."""
+    return str(error).strip() or str(traceback.extract_tb(error.__traceback__)[-1].line)
 
 
 def _cause(failure: str) -> str:

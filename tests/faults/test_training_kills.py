@@ -77,12 +77,12 @@ class Kill:
             assert killed or {each.code for each in ended} == {0}, f"{run.last_words()}\n{run.hit}"
         twice = ", killed again at once" if again else ""
         kills.count(f"training, {self._processes} processes{twice}", run.hit)
-        said = "\n".join(map(str, run.hit))
+        hit = "\n".join(map(str, run.hit))
         try:
             run.run_to_the_end(processes=self._processes)
             assert_same_runs(run.folder, self._reference, self._shards)
         except Exception as error:
-            raise AssertionError(f"{str(error)[:300]}\n{said}") from error
+            raise AssertionError(f"{kills.said(error)[:300]}\n{hit}") from error
 
 
 def alternating(operations):
