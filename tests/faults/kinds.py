@@ -14,7 +14,7 @@ FUNCTIONS = {
     "create": {"create_store"},
     "compaction": {"compact", "_compact"},
     "drop": {"drop_snapshots", "delete_unnamed_groups"},
-    "rollback": {"roll_back", "rollback", "prepare_writing"},
+    "rollback": {"roll_back", "rollback", "claim", "prepare_writing"},
 }
 PATHS = {
     "history": ("history",),
