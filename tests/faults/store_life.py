@@ -50,7 +50,8 @@ class Ledger:
 
     @property
     def snapshots(self):
-        return [entry["snapshot"] for entry in self.entries]
+        """Those that must stay: the beginning, as long as there is nothing else to return to."""
+        return [entry["snapshot"] for entry in self.entries] or [0]
 
     @property
     def next_epoch(self):
@@ -77,7 +78,7 @@ def open_for_life(url, ledger, endpoint):
         url,
         annotations=ANNOTATIONS,
         mode="w",
-        snapshot=ledger.snapshots[-1] if ledger.entries else 0,
+        snapshot=ledger.snapshots[-1],
         run="life",
         options=options,
         patience_seconds=5,
