@@ -6,11 +6,14 @@ def test_a_damaged_index_is_refused_by_name(content): ...
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+from bigscl.printing import printable
 
 # Bytes that mean something to many formats: ends of strings, markers, signs, quotes, brackets, nesting.
 TELLING = (
@@ -27,7 +30,7 @@ TELLING = (
     b'"',
     b"\n",
 )
-# `FUZZ=20 pytest ...` tries twenty times as many examples; the slow tests pass their own factor.
+# `FUZZ=20 pytest ...` tries twenty times as many examples.
 FACTOR = int(os.environ.get("FUZZ", "1"))
 
 
@@ -40,6 +43,19 @@ def fuzzed(examples: int) -> Callable[[Any], Any]:
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
+
+
+@contextmanager
+def allowing(*errors: type[Exception], naming: object = "", most: int = 20_000) -> Iterator[None]:
+    """Let the block end well, or in one of these errors with a short, printable message that has `naming`."""
+    try:
+        yield
+        return
+    except errors as error:
+        message = str(error)
+    assert str(naming) in message
+    assert len(message) <= most
+    assert printable(message, keep="\n") == message
 
 
 @st.composite

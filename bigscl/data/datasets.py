@@ -1,5 +1,6 @@
 """Multi-label datasets under the single-positive protocol: what VOC and COCO have in common."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,9 @@ def label_matrix(labels: Sequence[tuple[int, ...]], num_classes: int) -> NDArray
 
 
 def fraction(position: float, length: float) -> float:
-    """A pixel position in 0..1 of the side it is on."""
+    """A pixel position in 0..1 of the side it is on; ValueError where one of them is no number of pixels."""
+    if not (0 < length < math.inf and math.isfinite(position)):
+        raise ValueError(f"pixel {position} of {length}, expected numbers, the second larger than 0")
     return round(min(max(position / length, 0.0), 1.0), 5)
 
 

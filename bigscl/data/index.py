@@ -183,7 +183,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
 def _check_names(path: Path, made_for: list[str], names: tuple[str, ...]) -> None:
     if tuple(made_for) != names:
         other = sorted(set(names) ^ set(made_for)) or ["their order"]
-        raise ValueError(
+        raise BadFile(
             f"{path}: made for {len(made_for)} shards, these are {len(names)}; "
             f"they differ in {first_few(other, len(other), most=3)}. Run `bigscl index` on these shards."
         )
@@ -224,7 +224,7 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
             head = json.loads(file["head"].tobytes())
             _check_head(head)
         if head["version"] > VERSION:
-            raise ValueError(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
+            raise BadFile(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
         yield head, file
 
 
@@ -266,7 +266,7 @@ def check_shards(index: Index) -> None:
         if size is not None and size != before
     ]
     if changed:
-        raise ValueError(
+        raise BadFile(
             f"{len(changed)} shards have changed: {first_few(changed, len(changed))}. "
             f"Run `bigscl index` again."
         )
