@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
     """The config of plain values, or ConfigError with everything that is wrong in it."""
     try:
-        config = TypeAdapter(Config).validate_python(values)
+        config = _adapter().validate_python(values)
     except ValidationError as error:
         problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
         raise ConfigError(_listed(source, problems)) from None
@@ -96,9 +97,14 @@ def make_config(values: dict[str, Any], source: str = "config") -> Config:
     return config
 
 
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
 def to_yaml(config: Config) -> str:
     """The resolved config, as it can be loaded again."""
-    plain = TypeAdapter(Config).dump_python(config, mode="json")
+    plain = _adapter().dump_python(config, mode="json")
     return yaml.safe_dump(plain, sort_keys=False)
 
 

@@ -79,10 +79,6 @@ def find_class(name: str, index: "Index") -> int:
         return index.class_names.index(name)
     if name.isdecimal() and int(name) < index.num_classes:
         return int(name)
-    near = [known for known in index.class_names if name.lower() in known.lower()][:3]
-    hint = (
-        f"Did you mean {', '.join(map(printable, near))}?"
-        if near
-        else f"There are {index.num_classes}, from 0 on."
-    )
+    near = [printable(known) for known in index.class_names if name.lower() in known.lower()][:3]
+    hint = f"Did you mean {', '.join(near)}?" if near else f"There are {index.num_classes}, from 0 on."
     raise ValueError(f"class {name!r}: no such class. {hint}")

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from bigscl.data.imagefile import ImageFile, Resize, key_of
 from bigscl.data.protocol import observe, split
 from bigscl.data.write import MultiLabel, Sample, Shards
+from bigscl.parsing import BadFile
+from bigscl.printing import printable
 
 Box = tuple[int, float, float, float, float]
 
@@ -105,11 +107,11 @@ def existing_folder(path: Path, what: str) -> Path:
     """The path of a folder, or an error that says what was expected there."""
     if existing(path, what).is_dir():
         return path
-    raise ValueError(f"{path}: a file, expected {what}")
+    raise BadFile(f"{printable(str(path))}: a file, expected {what}")
 
 
 def existing(path: Path, what: str) -> Path:
     """The path, or an error that says what was expected there."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: not there, expected {what}")
+        raise FileNotFoundError(f"{printable(str(path))}: not there, expected {what}")
     return path

@@ -164,7 +164,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
     with _opened(path) as (head, file):
         _check_names(path, head["shard_names"], short_names(urls))
         with parsing(path, WHAT, REMEDY):
-            arrays = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
+            arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
             rows: dict[str, Any] = {name: _read_rows(file, name) for name in RAGGED}
         arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
     index = Index(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
 from bigscl.backbones import load_state, read_state
-from bigscl.config_file import ConfigError, load_config
+from bigscl.config_file import ConfigError, load_config, parse_yaml
 from bigscl.data.coco import coco
 from bigscl.data.datasets import Protocol
 from bigscl.data.decode import decode
