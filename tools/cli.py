@@ -85,7 +85,9 @@ def main(arguments: list[str] | None = None) -> Any:
             raise
         reason = str(error).splitlines()[0]
         message = f"the object store: {reason}. Check bucket, --endpoint, --region and credentials."
-    print(f"bigscl: {message}", file=sys.stderr)
+    from bigscl.printing import printable
+
+    print(f"bigscl: {printable(message, keep=chr(10))}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from bigscl.printing import printable
+
 
 def size(num_bytes: float) -> str:
     """Bytes with a unit, in powers of 1000 as disks are sold: `5.9 MB`."""
@@ -25,7 +27,7 @@ def moment(seconds: float) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Columns under their heads; numbers to the right, all else to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     right = [all(isinstance(row[place], int | float) for row in rows) for place in range(len(heads))]
     lines = []
