@@ -82,6 +82,7 @@ class Trainer:
         """Every epoch that is left."""
         for epoch in range(self.state.progress.epoch, self.schedule.epochs):
             self.state.enter_phase(epoch)
+            self.step.settle()
             self.train_epoch(epoch)
             self.finish_epoch(epoch)
 

@@ -126,6 +126,17 @@ def test_run_whose_rank_dies_ends_soon_and_resumes_bit_for_bit(tmp_path, noisy, 
     assert_same_runs(tmp_path / "run", noisy[2], shards)
 
 
+@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_resumed_ranks_add_up_gradients_in_the_same_order(tmp_path, shards, processes):
+    """From three ranks on, a sum depends on how DDP packs the gradients before it adds them up."""
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    train(config, processes=processes)
+    resumed = copy_run(tmp_path / "run", tmp_path / "resumed")
+    *_, middle, _ = sorted((resumed / "checkpoints").iterdir())
+    train(config, "--run", resumed, "--resume", middle, processes=processes)
+    assert_same_runs(resumed, tmp_path / "run", shards)
+
+
 def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, shards):
     config = noisy_config(tmp_path / "run.yaml", shards)
     with Running(tmp_path / "run", config, processes=2) as running:
