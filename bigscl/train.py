@@ -7,7 +7,6 @@ them where no label says what is there. `Trainer.train_epoch` is the loop, `bigs
 
 import logging
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from bigscl.data.batch import Batch
 from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
 from bigscl.gallery import picture_of_epoch
+from bigscl.interrupts import Interrupts
 from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
 from bigscl.memory import EpochMemory
@@ -315,8 +315,8 @@ class Trainer:
 
     # The end
 
-    def stop_soon(self, *_: object) -> None:
-        """What a signal does: the run is saved after the step at hand."""
+    def stop_soon(self) -> None:
+        """What the first signal does: the run is saved after the step at hand."""
         self.stopping = True
 
     def close(self) -> None:
@@ -350,9 +350,9 @@ def main(arguments: list[str]) -> int:
         if show:
             print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
             return 0
-        with Trainer(config, resume, sys.argv) as trainer:
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, trainer.stop_soon)
+        listening = Interrupts(speaks=first_on_this_machine())
+        with listening as interrupts, Trainer(config, resume, sys.argv) as trainer:
+            interrupts.save_first(trainer.stop_soon)
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:

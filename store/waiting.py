@@ -20,8 +20,8 @@ WARN_SECONDS = 30.0
 class Channel(Generic[Item]):
     """A queue of bounded length between two threads, ended by its writer."""
 
-    # Two queues in C, one of them for the free places: an exception that a signal raises in the middle of a wait
-    # leaves no lock behind, as it can in queue.Queue, where the other thread would then wait for ever.
+    # Two queues in C, one of them for the free places: an exception that a signal raises in the middle of a
+    # wait leaves no lock behind, as it can in queue.Queue, where the other thread would then wait for ever.
 
     def __init__(self, depth: int) -> None:
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()

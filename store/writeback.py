@@ -65,9 +65,7 @@ class Writeback:
     def _check(self) -> None:
         self._residents.check()
         if not self._thread.is_alive():
-            raise RuntimeError(
-                "writeback: its thread has ended; nothing more can be written. Open a new one."
-            )
+            raise RuntimeError("writeback: its thread has ended; open a new one to write more.")
 
     def drain(self) -> None:
         """Return when everything put so far is written, or raise what went wrong."""

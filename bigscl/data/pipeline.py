@@ -117,11 +117,13 @@ class Loader:
 
 
 def _outlive_a_signal(worker: int) -> None:
-    """A batch system's signal to every process of a run must leave it the batches of its last step.
+    """A signal to every process of a run must leave it the batches of its last step.
 
-    The trainer, asked to stop, finishes its step and saves; torch's own handler would end the worker first. A
-    second signal ends it: that is how a process which fails gets rid of its workers.
+    Batch systems send SIGTERM to all, a terminal SIGINT. The trainer, asked to stop, finishes its step and
+    saves; torch's own handler would end the worker first. A second SIGTERM ends it: that is how a process
+    which fails gets rid of its workers.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

@@ -191,12 +191,7 @@ def interrupt_at(place):
     left = count(place, -1)
 
     def trace(frame, event, _):
-        if Path(frame.f_code.co_filename).name not in (
-            "writeback.py",
-            "waiting.py",
-            "queue.py",
-            "threading.py",
-        ):
+        if Path(frame.f_code.co_filename).stem not in ("writeback", "waiting", "queue", "threading"):
             return None
         if event in ("line", "return") and next(left) == 0:
             raise KeyboardInterrupt
