@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
-from bigscl.data.decode import decode
+from bigscl.data.decode import decode, jpeg_decoder
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.looks import Look, Seen
 from bigscl.data.plan import Plan, Stream
@@ -89,6 +89,7 @@ class Loader:
         streams = [stream for stream in plan.streams[rank] if len(stream.ids)]
         batches = Batches(index, streams, plan.batch_size, look, labels, allow_pipe)
         workers = min(plan.workers, len(streams))
+        jpeg_decoder()  # here, once: forked workers have what this process has imported
         self._loader: DataLoader[Batch] = DataLoader(
             batches,
             batch_size=None,
