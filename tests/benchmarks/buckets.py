@@ -2,7 +2,8 @@
 
 Two processes (gloo) train ResNet-18. Steps of three copies take turns, so that all meet the same noise: DDP
 as it is; after one backward of nothing, as `bigscl.step` settles the buckets; and with
-`find_unused_parameters`, which never packs again. A copy's times are medians over its steps, on the clock and of the CPU.
+`find_unused_parameters`, which never packs again. A copy's times are medians over its steps, on the clock and
+of the CPU.
 """
 
 import argparse
