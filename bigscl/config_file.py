@@ -19,15 +19,20 @@ class ConfigError(ValueError):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a YAML file with `--section.key value` overrides; ConfigError lists all mistakes."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
+    values = _read(path)
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
     return make_config(values, str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
+    return values
 
 
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
@@ -100,10 +105,13 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def changed_settings(before: Path, config: Config) -> list[str]:
-    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file."""
+    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file.
+
+    ConfigError if there is one that cannot be read.
+    """
     if not before.exists():
         return []
-    old = dict(_flat(yaml.safe_load(before.read_text())))
+    old = dict(_flat(_read(before)))
     new = dict(_flat(yaml.safe_load(to_yaml(config))))
     return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
 
