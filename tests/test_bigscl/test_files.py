@@ -19,7 +19,7 @@ def small_files():
 def test_a_failed_write_leaves_the_old_file_and_names_it(tmp_path, small_files):
     path = tmp_path / "config.yaml"
     write_whole(path, "old")
-    with pytest.raises(OSError, match="config.yaml") as caught:
+    with pytest.raises(OSError, match=r"config\.yaml") as caught:
         write_whole(path, "new" * 100)
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
@@ -27,15 +27,19 @@ def test_a_failed_write_leaves_the_old_file_and_names_it(tmp_path, small_files):
 
 
 def test_a_failed_append_names_the_file(tmp_path, small_files):
-    with pytest.raises(OSError, match="metrics.jsonl") as caught:
+    with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
         append_lines(tmp_path / "metrics.jsonl", ["x" * 200])
     assert "Free some space" in explain(caught.value)
 
 
 def test_a_file_gets_its_name_only_when_the_block_ends_well(tmp_path):
-    with pytest.raises(KeyError), written_whole(tmp_path / "picture.png") as partial:
-        partial.write_text("half")
-        raise KeyError
+    def draw():
+        with written_whole(tmp_path / "picture.png") as partial:
+            partial.write_text("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw()
     assert not list(tmp_path.iterdir())
 
 
