@@ -13,6 +13,7 @@ import subprocess
 
 import pytest
 
+from bigscl.subject import find_weights
 from store import HeatmapStore
 from tests.integration.forks import Forks
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
@@ -104,15 +105,6 @@ def assert_resumed(done, folder, whole, shards):
 
 # Kills
 
-KILLS = [
-    # Between the saving of a checkpoint and the dropping of snapshots: every slot is named by then.
-    f"{STORE}.drop_snapshots before 4",
-    # In the removal of an old checkpoint: it is gone or whole.
-    f"{FOLDERS}:remove_folder before 1",
-    "shutil:_rmtree_safe_fd after 6",
-    # Between the two renames that replace best/.
-    "pathlib:Path.rename after 7",
-]
 MORE_KILLS = [
     *(f"{STORE}.drop_snapshots {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
     *(f"{SNAPSHOTS}.drop before {n}" for n in (1, 2, 3, 4)),
@@ -133,11 +125,14 @@ def kill_and_resume(train, config, folder, moment, whole, shards):
     assert_resumed(train(config, "--run", folder), folder, whole, shards)
 
 
-@pytest.mark.parametrize("moment", KILLS)
-def test_run_killed_at_a_chosen_moment_ends_as_if_it_never_was(
-    tmp_path, train, config, whole, shards, moment
-):
-    kill_and_resume(train, config, tmp_path / "run", moment, whole, shards)
+def test_kill_between_a_checkpoint_and_the_drop_of_old_snapshots(tmp_path, train, config, shards):
+    """Every slot is named by then, as all checkpoints are of one array group without `top`."""
+    folder, once = tmp_path / "run", tmp_path / "once"
+    assert train(config, "--run", once, "--store.top", "null")[0] == 0
+    train(
+        config, "--run", folder, "--store.top", "null", kill="bigscl.train:Trainer._drop_snapshots before 3"
+    )
+    assert_resumed(train(config, "--run", folder, "--store.top", "null"), folder, once, shards)
 
 
 @pytest.mark.slow
@@ -154,7 +149,8 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
         f"{SNAPSHOTS}.drop before 1",
         "bigscl.run:RunFolder.write_start before 1",
         f"{FOLDERS}:remove_folder before 1",
-        "shutil:_rmtree_safe_fd after 3",
+        "os:unlink after 2",
+        "os:unlink after 4",
         "bigscl.log:Journal.keep_until after 1",
     ],
 )
@@ -165,21 +161,30 @@ def test_resume_of_an_older_checkpoint_killed_at_a_chosen_moment(train, config, 
 
 
 def test_two_kills_before_the_first_checkpoint(tmp_path, train, config, whole, shards):
-    """The second start rolls back to the beginning, which no run has written."""
+    """The second start rolls back to the beginning, which no run has written, and commits nothing."""
     folder = tmp_path / "run"
-    for _ in range(2):
-        train(config, "--run", folder, kill=f"{STORE}.commit after 1")
+    for moment in ("after", "before"):
+        train(config, "--run", folder, kill=f"{STORE}.commit {moment} 1")
     assert_resumed(train(config, "--run", folder), folder, whole, shards)
 
 
-def test_epochs_without_a_checkpoint_can_be_repeated_from_the_beginning(
-    tmp_path, train, config, whole, shards
-):
+def test_epochs_without_a_checkpoint_can_be_repeated_from_the_beginning(tmp_path, train, config, shards):
     options = ["--checkpoint.every_epochs", 2, "--checkpoint.every_steps", "null"]
     folder, once = tmp_path / "run", tmp_path / "once"
     assert train(config, "--run", once, *options)[0] == 0
-    train(config, "--run", folder, *options, kill=f"{STORE}.drop_snapshots after 2")
+    train(config, "--run", folder, *options, kill="bigscl.train:Trainer.train_epoch before 2")
     assert_resumed(train(config, "--run", folder, *options), folder, once, shards)
+
+
+def test_best_weights_are_found_while_they_are_replaced_and_after_a_kill(
+    tmp_path, train, config, whole, shards
+):
+    folder = tmp_path / "run"
+    train(config, "--run", folder, kill="pathlib:Path.rename after 6")
+    assert not (folder / "best").exists()
+    assert find_weights(folder) == folder / ".best.old" / "model.safetensors"
+    assert_resumed(train(config, "--run", folder), folder, whole, shards)
+    assert find_weights(folder) == folder / "best" / "model.safetensors"
 
 
 # Damaged files
@@ -337,10 +342,14 @@ def test_full_disk_is_one_line_and_the_run_resumes(tmp_path, train, config, whol
     assert_resumed(train(config, *options), tmp_path / "run", whole, shards)
 
 
-def test_run_on_a_really_full_file_system_resumes_when_there_is_space(tmp_path, train, config, whole, shards):
+@pytest.mark.parametrize("size", ["40k", "100k", "160k", "240k"])
+def test_run_on_a_really_full_file_system_resumes_when_there_is_space(
+    tmp_path, train, config, whole, shards, size
+):
+    """It is full in the creation of the store, in a step, in a checkpoint, or in the next phase."""
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs is not allowed here")
     try:
