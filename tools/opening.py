@@ -1,5 +1,6 @@
 """What every verb over a store has in common: where the store is, and the data it was made for."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,8 +9,11 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.files import read_json_object
 from store import Annotations, HeatmapStore, Snapshot, StorageOptions
 from store.errors import IndexMismatch
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index, Labels
@@ -138,20 +142,22 @@ def _data_settings(store: str) -> dict[str, Any]:
         return {}
     import yaml
 
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        logger.warning("%s: damaged, its data settings are unknown: %s", folder / "config.yaml", error)
+        return {}
     section = config.get("data") if isinstance(config, dict) else None
     return section if isinstance(section, dict) else {}
 
 
 def checkpoints_by_snapshot(store: str) -> dict[int, list[str]]:
     """Names of the checkpoints of the store's run, by the snapshot each of them goes on from."""
-    import json
-
     found: dict[int, list[str]] = {}
     folder = run_folder(store)
-    for file in sorted((folder / "checkpoints").glob("*/progress.json")) if folder is not None else []:
-        snapshot = json.loads(file.read_text()).get("snapshot")
-        if snapshot is not None:
+    for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
+        snapshot = (read_json_object(file) or {}).get("snapshot")
+        if isinstance(snapshot, int):
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
 
