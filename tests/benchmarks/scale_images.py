@@ -5,6 +5,7 @@ import io
 import sys
 import tarfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ CHECKSUM = slice(148, 154)
 
 
 def tiny_net(num_classes: int) -> "nn.Module":
-    """One convolution, average pooling and a linear layer: 28 x 28 pixels give maps of 7 x 7, as ImageNet's."""
+    """One convolution, average pooling, a linear layer: 28 x 28 pixels give maps of 7 x 7, as ImageNet's."""
     from collections import OrderedDict
 
     from torch import nn
@@ -59,7 +60,7 @@ def pictures(seed: int) -> list[bytes]:
 def shard_sizes(num_images: int, num_shards: int) -> list[int]:
     """Images of each shard, which differ by one at most."""
     ends = [num_images * n // num_shards for n in range(num_shards + 1)]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def labels_of_shard(seed: int, shard: int, size: int, num_classes: int) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""What a command costs: wall and CPU time, memory and bytes of it and of all processes it starts. Linux only."""
+"""What a command costs, with all processes it starts: wall and CPU time, memory, bytes. Linux only."""
 
 import json
 import os
@@ -52,6 +52,12 @@ class Row:
     """Images trained, where that is what the stage does."""
     note: str = ""
     failed: bool = False
+
+    def line(self) -> str:
+        """For people who wait."""
+        state = "FAILED " if self.failed else ""
+        cost = f"{self.cost.wall_seconds:.1f} s, {self.cost.cpu_seconds:.1f} CPU s"
+        return f"{state}{self.stage}: {cost} {self.note}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,6 +137,10 @@ class Watched:
         """kill -9 of the process itself; its children are on their own."""
         self.look()
         self._process.send_signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, upon which a trainer saves its run and ends."""
+        self._process.send_signal(signal.SIGTERM)
 
     def _end(self, peak: Cost) -> Ended:
         read, written = _io(self._process.pid)

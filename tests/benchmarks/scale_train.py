@@ -1,24 +1,26 @@
 """The training of the scale benchmark: one run through the real trainer, killed in mid-epoch and resumed."""
 
-import json
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from tests.benchmarks.scale_measure import Cost, Ended, Row, Watched, larger
+from tests.benchmarks.scale_measure import Row, Watched
+from tests.benchmarks.scale_phases import Phases, newest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SIZE, TOP, SIDE, SLOTS = 28, 10, 14, 3
+SLOTS_OF_A_SHARE = 4
+"""One more checkpoint stays, that of the epoch before, so that two whole epochs can be compared."""
 CHECKPOINT_AT = 0.25
 """Share of the last epoch after which it is saved: what is resumed is this, in mid-epoch."""
-KILL_BETWEEN = (0.35, 0.85)
+KILL_BETWEEN = (0.3, 0.6)
 LINES_PER_EPOCH = 200
 
 
@@ -33,25 +35,33 @@ class Training:
     batch: int
     workers: int
     threads: int
+    consistency: str
+    share: float
+    """Of each epoch's images that are trained; the rest is filled in by `scale_fill`."""
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """Of a whole epoch."""
         return -(-self.images // self.batch)
 
     @property
-    def log_steps(self) -> int:
-        return max(1, self.steps // LINES_PER_EPOCH)
+    def slots(self) -> int:
+        return SLOTS if self.share == 1 else SLOTS_OF_A_SHARE
 
     @property
-    def save_step(self) -> int:
+    def save_steps(self) -> int:
+        """Of a whole epoch: a number that is met once, in the last one. Of a share: that share."""
+        if self.share < 1:
+            return max(2, int(self.steps * self.share))
         return int((self.epochs + CHECKPOINT_AT) * self.steps)
 
     @property
-    def kill_step(self) -> int:
-        """A random moment of the last epoch, always the same for a seed."""
-        share = np.random.default_rng([self.seed, 3]).uniform(*KILL_BETWEEN)
-        return int((self.epochs + share) * self.steps)
+    def kill_after(self) -> int:
+        """Steps after the last save at which it is killed: a random moment, the same for a seed."""
+        random = np.random.default_rng([self.seed, 3])
+        if self.share < 1:
+            return max(1, int(self.save_steps * random.uniform(0.2, 0.9)))
+        return max(1, int((random.uniform(*KILL_BETWEEN) - CHECKPOINT_AT) * self.steps))
 
     def config(self, shards: Path, run: Path) -> dict[str, Any]:
         """EN + SCL as on ImageNet: its classes, maps, layouts and schedule, and few pixels."""
@@ -67,14 +77,19 @@ class Training:
                 "workers": self.workers,
             },
             "model": {"backbone": "tests.benchmarks.scale_images:tiny_net"},
+            "objective": {"consistency": self.consistency},
             "selection": {"K": 1.2},
-            "store": {"top": TOP, "warmup_heatmaps": "scores", "slots": SLOTS},
+            "store": {"top": TOP, "warmup_heatmaps": "scores", "slots": self.slots},
             "schedule": {
                 "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
                 "main": {"epochs": self.epochs, "learning_rate": 1e-2},
             },
-            "checkpoint": {"every_steps": self.save_step},
-            "log": {"every_steps": self.log_steps, "trackers": [], "pictures_every": 0},
+            "checkpoint": {"every_steps": self.save_steps},
+            "log": {
+                "every_steps": max(1, int(self.steps * self.share) // LINES_PER_EPOCH),
+                "trackers": [],
+                "pictures_every": 0,
+            },
         }
 
     def environment(self) -> dict[str, str]:
@@ -85,106 +100,59 @@ def write_config(training: Training, shards: Path, run: Path, path: Path) -> Non
     path.write_text(yaml.safe_dump(training.config(shards, run)))
 
 
-def train(training: Training, config: Path, run: Path, logs: Path) -> list[Row]:
-    """Warm-up, compaction and top-10 epochs, with a kill -9 and a second start of the same command."""
-    command = [sys.executable, "-m", "bigscl.train", str(config)]
-    phases, rows = Phases(training, run, kill=True), []
-    killed = phases.follow(Watched(command, ROOT, training.environment(), logs / "train-1"))
-    rows += phases.rows
-    if not phases.killed:
-        return [*rows, _whole("train, not killed", killed, failed=True)]
-    rows.append(replace(_whole("train, up to the kill", killed), note=f"kill -9 at step {phases.step:,}"))
-    phases = Phases(training, run, kill=False)
-    resumed = phases.follow(Watched(command, ROOT, training.environment(), logs / "train-2"))
-    failed = resumed.returncode != 0
-    said = resumed.last_line if failed else f"from step {phases.first_step:,}"
-    return [*rows, *phases.rows, replace(_whole("train, resumed", resumed, failed=failed), note=said)]
-
-
-def _whole(stage: str, ended: Ended, *, failed: bool = False) -> Row:
-    return Row(stage=stage, cost=ended.cost, note=ended.last_line if failed else "", failed=failed)
-
-
-@dataclass(slots=True)
-class Phases:
-    """Which part of the run is going on, by the last line of its metrics, and what each part has cost."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """The same command, started again and again until the run is done."""
 
     training: Training
+    config: Path
     run: Path
-    kill: bool
-    rows: list[Row] = field(default_factory=list)
-    killed: bool = False
-    step: int = 0
-    first_step: int = 0
+    logs: Path
 
-    _name: str = "start-up"
-    _since: Cost = field(default_factory=Cost)
-    _since_step: int = 0
-    _peak: Cost = field(default_factory=Cost)
-    _old_lines: int = 0
+    def rows(self) -> Iterator[Row]:
+        """Warm-up, compaction and top-10 epochs, with a kill -9 and another start of the same command."""
+        last = self.training.epochs
+        stops = [last] if self.training.share == 1 else range(last + 1)
+        for number, epoch in enumerate(stops, 1):
+            yield from self._until(epoch, f"start {number}", kill=epoch == last)
+            if self.training.share < 1:
+                yield self._fill(epoch)
+        yield from self._until(None, f"start {len(stops) + 1}", kill=False)
 
-    def follow(self, watched: Watched) -> Ended:
-        """Let the run end, or kill it in its last epoch."""
-        self.step = self.first_step = self._since_step = _newest_checkpoint(self.run)
-        self._old_lines = _modified(self.run)
-        ended = watched.run(self._look)
-        self._close(ended.cost)
-        self._note_compaction(ended.errors)
-        return ended
-
-    def _look(self, watched: Watched) -> None:
-        line = self._last_line()
-        if line and line["step"] > self.first_step:
-            self.step, name = line["step"], self._phase(line)
-            if name != self._name:
-                self._close(watched.cost)
-                self._name = name
-        self._peak = larger(self._peak, watched.cost)
-        if self.kill and not self.killed and self.step >= self.training.kill_step:
-            watched.kill()
-            self.killed = True
-
-    def _phase(self, line: Mapping[str, Any]) -> str:
-        epoch, layout = line["epoch"], "scores" if line["epoch"] == 0 else f"top {TOP}"
-        ends = (epoch + 1) * self.training.steps
-        if line["kind"] == "train" and line["step"] + self.training.log_steps <= ends:
-            return f"epoch {epoch}, {layout}"
-        compacts = ", compaction" if epoch == 0 else ""
-        return f"end of epoch {epoch}: selection, commit{compacts}, validation, checkpoint"
-
-    def _close(self, cost: Cost) -> None:
-        """End the part that went on until now."""
-        used = replace(
-            cost.since(self._since), rss_tree=self._peak.rss_tree, rss_process=self._peak.rss_process
+    def _until(self, epoch: int | None, name: str, *, kill: bool) -> Iterator[Row]:
+        """Train up to a save in this epoch and a little more; without an epoch, to the end."""
+        first = newest_checkpoint(self.run)
+        phases = Phases(self.run, self.training.batch, first, name, top=TOP)
+        if epoch is not None:
+            phases.stop_in(epoch, self.training.kill_after, kill=kill)
+        ended = phases.follow(self._start(name, "bigscl.train"))
+        yield from _with_compaction(phases.rows, ended.errors)
+        failed = not phases.stopped if epoch is not None else ended.returncode != 0
+        note = f"resumed at step {first:,}, " if first else ""
+        note += (
+            f"{'kill -9' if kill else 'SIGTERM'} at step {phases.step:,}" if phases.stopped else "to the end"
         )
-        images = (self.step - self._since_step) * self.training.batch
-        is_epoch = self._name.startswith("epoch")
-        name = f"{'' if self.kill else 'resumed: '}{self._name}"
-        self.rows.append(Row(stage=name, cost=used, images=images if is_epoch else None))
-        self._since, self._since_step, self._peak = cost, self.step, Cost()
+        yield Row(
+            stage=f"{name}: the whole process",
+            cost=ended.cost,
+            note=f"exit code {ended.returncode}: {ended.last_line}" if failed else note,
+            failed=failed,
+        )
 
-    def _note_compaction(self, log: str) -> None:
-        found = re.search(r"kept heatmaps .*? in ([\d.]+) s", log)
-        for place, row in enumerate(self.rows):
-            if found and "compaction" in row.stage:
-                self.rows[place] = replace(row, note=f"compaction {found[1]} s")
+    def _fill(self, epoch: int) -> Row:
+        ended = self._start(f"fill {epoch}", "tests.benchmarks.scale_fill").run()
+        failed = ended.returncode != 0
+        said = ended.last_line if failed else ended.output.strip()
+        return Row(
+            stage=f"fill epoch {epoch}, in place of training", cost=ended.cost, note=said, failed=failed
+        )
 
-    def _last_line(self) -> dict[str, Any] | None:
-        """The last whole line of the metrics, if this start of the run has touched them."""
-        path = self.run / "metrics.jsonl"
-        if _modified(self.run) == self._old_lines:
-            return None
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 10_000))
-            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b"{")]
-        return json.loads(lines[-1]) if lines else None
+    def _start(self, name: str, module: str) -> Watched:
+        command = [sys.executable, "-m", module, str(self.config)]
+        return Watched(command, ROOT, self.training.environment(), self.logs / name.replace(" ", "-"))
 
 
-def _modified(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def _newest_checkpoint(run: Path) -> int:
-    found = sorted(path.name for path in run.glob("checkpoints/step-*"))
-    return int(found[-1].removeprefix("step-")) if found else 0
+def _with_compaction(rows: list[Row], log: str) -> Iterator[Row]:
+    found = re.search(r"kept heatmaps .*? in ([\d.]+) s", log)
+    for row in rows:
+        yield replace(row, note=f"compaction {found[1]} s") if found and "compaction" in row.stage else row
