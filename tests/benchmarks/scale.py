@@ -220,16 +220,24 @@ STAGES: dict[str, Callable[[Place], list[Row]]] = {
 }
 
 
-def remove(place: Place, stages: Iterable[str]) -> None:
-    """Remove what these stages made."""
+def made_by(place: Place, stages: Iterable[str]) -> list[Path]:
+    """What these stages have made so far."""
     made = {
         "make": [place.shards],
         "index": sorted(place.shards.glob("bigscl-index*")),
         "train": [place.run, place.config],
         "tools": [place.exported],
     }
-    for path in [path for stage in stages for path in made[stage]]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return [path for stage in stages for path in made[stage] if path.exists()]
+
+
+def remove(place: Place, stages: Iterable[str]) -> None:
+    """Remove what these stages have made."""
+    for path in made_by(place, stages):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 # One rehearsal
@@ -268,7 +276,8 @@ def _claim(place: Place) -> None:
 
 
 def _check_space(place: Place, stages: tuple[str, ...]) -> None:
-    there = sum(path.stat().st_size for path in place.folder.rglob("*") if path.is_file())
+    files = (file for path in made_by(place, stages) for file in (path, *path.rglob("*")) if file.is_file())
+    there = sum(file.stat().st_size for file in files)
     needed = place.settings.bytes_needed(stages)
     free = shutil.disk_usage(place.folder).free
     if needed > free + there:
