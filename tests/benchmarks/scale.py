@@ -13,8 +13,9 @@ A step costs about 1 ms of CPU per image, most of it for the maps of 1000 classe
 --share 0.02 trains a fiftieth of each epoch and fills in the other rows through the store: selection,
 compaction, commits, resuming and the tools still meet all images.
 
-Everything is in one folder. What a call makes it removes in the end, or leaves with --keep; a later call with
---folder and --stages uses what is there. Other work on the machine changes wall times: compare CPU seconds.
+Everything is in one folder. What a call makes it removes in the end, except logs and figures in a folder
+that was named; --keep leaves it all. A later call with --folder and --stages uses what is there. Other work
+on the machine changes wall times: compare CPU seconds.
 """
 
 import argparse
@@ -170,11 +171,11 @@ def tools(place: Place) -> list[Row]:
     rows = [
         _with_visits(shown, facts, place.settings),
         place.bigscl("verify", "verify", place.run)[0],
-        place.bigscl("show --histograms", "show", place.run, "--histograms")[0],
         _diff(place, facts),
         _export(place, "labels", "mined.csv", "--which", "expected"),
         _export(place, "scores", "scores.npy"),
         place.bigscl("compact, dry run", "compact", place.run, "--top", TOP // 2)[0],
+        place.bigscl("show --histograms", "show", place.run, "--histograms")[0],
     ]
     shutil.rmtree(place.exported)
     return rows
@@ -331,7 +332,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--grow", action="store_true", help="compare the memory with that of a tenth")
     parser.add_argument("--json", type=Path, help="write the table here too")
     args = parser.parse_args(arguments)
-    args.stages = tuple(stage for stage in STAGES if stage in args.stages.split(","))
+    wanted = args.stages.split(",")
+    if unknown := sorted(set(wanted) - STAGES.keys()):
+        parser.error(f"--stages: no stage {', '.join(unknown)}; expected some of {', '.join(STAGES)}")
+    if args.share is not None and not 0 < args.share <= 1:
+        parser.error(f"--share: found {args.share}, expected more than 0, at most 1")
+    args.stages = tuple(stage for stage in STAGES if stage in wanted)
     return args
 
 
