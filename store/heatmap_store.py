@@ -28,6 +28,7 @@ from store.opening import (
     prepare_writing,
     read_spec,
 )
+from store.passes import in_order
 from store.snapshots import Snapshot, SnapshotLog, merge_reports
 from store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from store.transport import Alone, Transport, on_rank_zero
@@ -430,11 +431,15 @@ class HeatmapStore:
         new = self._create_group(new_spec)
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
+
+        def rewrite(shard: int) -> int:
+            new.write(shard, 0, self._compacted(new, shard, top))
+            return shard
+
         try:
-            for done, shard in enumerate(share):
-                new.write(shard, 0, self._compacted(new, shard, top))
+            for done, shard in enumerate(in_order(rewrite, share), 1):
                 self._pending[shard] = 0
-                progress(done + 1)
+                progress(done)
         except Exception as error:
             self._failure = error
         try:
