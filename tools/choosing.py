@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store import HeatmapStore
-from store.spec import Array
+from tools.halves import to_float32
 from tools.opening import Data
 from tools.passes import pass_over
 
@@ -62,7 +62,7 @@ def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[
 
     def work(shard: int) -> Scored:
         ids, scores = next(store.scores_by_shard([shard]))
-        return ids, _interest(np.where(data.annotated(ids), -1, _float(scores)), number)
+        return ids, _interest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
 
     shards = range(store.spec.num_shards)
     return (found for _, found in pass_over("looking for confident ones", shards, work, [store]))
@@ -84,13 +84,9 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
 
     def work(shard: int) -> Scored:
         (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
-        return ids, _interest(np.abs(_float(now) - _float(then)), number)
+        return ids, _interest(np.abs(to_float32(now) - to_float32(then)), number)
 
     return (found for _, found in pass_over("looking for changes", changed, work, [store, before]))
-
-
-def _float(scores: Array) -> NDArray[np.float32]:
-    return scores.astype(np.float32)
 
 
 def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from store import HeatmapStore, Rows, StorageOptions
 from store.errors import IndexMismatch
 from store.spec import Array
 from tools.expected import Expected, count_by_class, expected_at
+from tools.halves import to_float32
 from tools.opening import (
     Anonymous,
     AsJson,
@@ -124,7 +125,7 @@ def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Com
 def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard: int) -> Compared:
     ids = one.spec.sample_ids(shard)
     mine, its = (_first_rows(store.load_shard(shard), len(ids)) for store in (one, other))
-    change = np.abs(mine.scores.astype(np.float32) - its.scores.astype(np.float32))
+    change = np.abs(to_float32(mine.scores) - to_float32(its.scores))
     of_a, of_b = expected[0].of(mine.scores, ids), expected[1].of(its.scores, ids)
     return Compared(
         ids=ids,
