@@ -30,6 +30,7 @@ from store.opening import (
     prepare_writing,
     read_spec,
 )
+from store.passes import in_order
 from store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
 from store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from store.transport import Alone, Transport, on_rank_zero
@@ -462,10 +463,14 @@ class HeatmapStore:
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
         slot = new.spec.slots_of(self._snapshot.generation)[0]
+
+        def rewrite(shard: int) -> tuple[int, Written]:
+            return shard, Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
+
         try:
-            for done, shard in enumerate(share):
-                self._pending[shard] = Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
-                progress(done + 1)
+            for done, (shard, written) in enumerate(in_order(rewrite, share), 1):
+                self._pending[shard] = written
+                progress(done)
         except Exception as error:
             self._failure = error
         try:
