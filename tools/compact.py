@@ -25,6 +25,7 @@ from tools.opening import (
     need_data,
     open_store,
     options,
+    run_folder,
 )
 from tools.progress import progress
 from tools.text import counted, size
@@ -71,7 +72,7 @@ def command(
     reach = options(endpoint, region, anonymous)
     opened = open_store(store, None, reach)
     change = _change(opened, top, slots, codec, keep or [])
-    facts = _forecast(opened, change, checkpoints_by_snapshot(store))
+    facts = _forecast(opened, change, checkpoints_by_snapshot(run_folder(store)))
     if apply:
         data = need_data("--apply", store, opened.spec.fingerprint, shards, index)
         # The rows stay those of the run that learnt them, so the snapshot keeps its name.

@@ -143,17 +143,29 @@ def _data_settings(store: str) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def checkpoints_by_snapshot(store: str) -> dict[int, list[str]]:
-    """Names of the checkpoints of the store's run, by the snapshot each of them goes on from."""
-    import json
-
+def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
+    """Names of the checkpoints in a run's folder, by the snapshot each of them resumes from."""
     found: dict[int, list[str]] = {}
-    folder = run_folder(store)
     for file in sorted((folder / "checkpoints").glob("*/progress.json")) if folder is not None else []:
-        snapshot = json.loads(file.read_text()).get("snapshot")
-        if snapshot is not None:
+        snapshot = _read_progress(file).get("snapshot")
+        if isinstance(snapshot, int):
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
+
+
+def _read_progress(file: Path) -> dict[str, Any]:
+    import json
+
+    try:
+        progress = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error}). {_REMOVE}") from error
+    if not isinstance(progress, dict) or not isinstance(progress.get("snapshot"), int | None):
+        raise ValueError(f"{file}: expected an object with the number of a snapshot. {_REMOVE}")
+    return progress
+
+
+_REMOVE = "Remove this checkpoint's folder, or restore the file from a copy."
 
 
 def has_selection(snapshot: Snapshot) -> bool:

@@ -31,6 +31,7 @@ from tools.opening import (
     need_data,
     open_store,
     options,
+    run_folder,
 )
 from tools.progress import progress
 from tools.samples import class_name, find_samples, name_of
@@ -77,7 +78,7 @@ def command(
         facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
         text = _histogram_text(facts)
     else:
-        facts = _facts(opened, checkpoints_by_snapshot(store))
+        facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
         text = _text(facts)
     print(json.dumps(facts) if as_json else text)
 

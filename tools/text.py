@@ -4,6 +4,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 
+def printable(text: str) -> str:
+    """The text without what could move a terminal's cursor or colour it; such characters are spelled out."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def say(text: str) -> None:
+    """Print text that may hold names from files."""
+    print(printable(text))
+
+
 def size(num_bytes: float) -> str:
     """Bytes with a unit, in powers of 1000 as disks are sold: `5.9 MB`."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -16,6 +29,19 @@ def size(num_bytes: float) -> str:
 def counted(number: int, what: str) -> str:
     """`1 shard`, `2 shards`, `1,281 shards`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def spans(numbers: Sequence[int], most: int = 5) -> str:
+    """Rising numbers in few words: `3, 16-31, 40`; after so many spans, how many more there are."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts[:most])
+    left = sum(last - first + 1 for first, last in parts[most:])
+    return f"{told} and {left:,} more" if left else told
 
 
 def moment(seconds: float) -> str:
