@@ -17,7 +17,7 @@ from tools.text import counted, size, table
 if TYPE_CHECKING:
     from bigscl.config import Config
     from bigscl.data.plan import Plan
-    from tools.forecast import MemoryPhase
+    from bigscl.forecast import MemoryPhase
 
 # `--section.key value` overrides the config, as for training.
 context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -113,11 +113,12 @@ def _plan(config: "Config", spec: StoreSpec, processes: int) -> "Plan":
 def _facts(
     config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
-    from tools import forecast
+    from bigscl import forecast
 
     plan = _plan(config, spec, processes)
     phases = forecast.memory_phases(config, spec, plan)
     steps = -(-plan.num_steps // config.optimizer.accumulate)
+    disk_bytes = forecast.disk_needed(config, spec, plan)
     free = _free_bytes(config.store_url) if config.store.kind == "disk" else None
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -139,10 +140,10 @@ def _facts(
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
         "store_url": config.store_url if config.store.kind == "disk" else None,
-        "disk_bytes": forecast.disk_needed(phases),
+        "disk_bytes": disk_bytes,
         "free_bytes": free,
         "phases": [_phase(config, phase, rate * processes) for phase in phases],
-        "warnings": list(forecast.warnings(config, plan, phases, free, ram)),
+        "warnings": list(forecast.warnings(config, plan, phases, disk_bytes, free, ram)),
     }
 
 
@@ -156,16 +157,18 @@ def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
 
 
 def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any]:
-    limit = None if config.store.resident_gb is None else int(config.store.resident_gb * 2**30)
+    from bigscl.forecast import ram_needed
+
     return {
         "first_epoch": phase.epochs.start,
         "last_epoch": phase.epochs.stop - 1,
         "layout": phase.group.layout,
         "top": phase.group.top,
         "slot_bytes": phase.slot_bytes,
+        "versions": phase.versions,
         "disk_bytes": phase.disk_bytes,
         "bytes_per_second": phase.image_bytes * rate,
-        "resident_bytes": phase.resident_bytes if limit is None else min(limit, phase.resident_bytes),
+        "resident_bytes": ram_needed(config, phase),
     }
 
 
@@ -181,7 +184,7 @@ def _free_bytes(url: str) -> int | None:
 
 def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Whether a place takes and gives the bytes of the heaviest phase fast enough."""
-    from tools import forecast
+    from bigscl import forecast
     from tools.probe import measure
 
     phases = forecast.memory_phases(config, spec, _plan(config, spec, 1))
@@ -228,6 +231,7 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
             f"{phase['first_epoch']} - {phase['last_epoch']}",
             phase["layout"] if phase["top"] is None else f"top {phase['top']}",
             size(phase["slot_bytes"]),
+            phase["versions"],
             size(phase["disk_bytes"]),
             f"{size(phase['bytes_per_second'] / 2)}/s",
             size(phase["resident_bytes"]),
@@ -239,7 +243,7 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
         table(
-            ("epochs", "heatmaps", "a slot", "all slots", "read and write, each", "RAM per process"),
+            ("epochs", "heatmaps", "a version", "kept", "on disk", "read and write, each", "RAM per process"),
             rows,
             indent="    ",
         ),

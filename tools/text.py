@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from bigscl.units import size as size
+
 
 def printable(text: str) -> str:
     """The text without what could move a terminal's cursor or colour it; such characters are spelled out."""
@@ -15,15 +17,6 @@ def printable(text: str) -> str:
 def say(text: str) -> None:
     """Print text that may hold names from files."""
     print(printable(text))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes with a unit, in powers of 1000 as disks are sold: `5.9 MB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def counted(number: int, what: str) -> str:
