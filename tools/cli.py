@@ -82,7 +82,7 @@ def bigscl(
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb and exit: 2 and one line on stderr after a user's or the outside world's error."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="bigscl", standalone_mode=False)
     except UsageError as error:
         code = _report_usage(error)
     except Exception as error:
@@ -99,7 +99,7 @@ def _report_usage(error: Any) -> int:
     message = error.format_message()
     if "\n" in message:
         error.show()
-    else:
+    elif message:  # without one, the help has been printed
         command = "bigscl" if error.ctx is None else error.ctx.command_path
         told = printable(message.rstrip("."))
         print(f"{command}: {told}. See `{command} --help`.", file=sys.stderr)

@@ -45,10 +45,11 @@ class Change:
 def command(
     store: Store,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Keep heatmaps of so many classes per image, the strongest.")
+        int | None,
+        typer.Option(min=1, max=10**7, help="Keep heatmaps of so many classes per image, the strongest."),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=2, help="Versions of each shard there is room for.")
+        int | None, typer.Option(min=2, max=1000, help="Versions of each shard there is room for.")
     ] = None,
     codec: Annotated[Codec | None, typer.Option(help="Compress chunks.")] = None,
     keep: Annotated[

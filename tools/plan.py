@@ -28,15 +28,21 @@ def command(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A run's YAML; --section.key value overrides it.")
     ],
-    processes: Annotated[int, typer.Option(min=1, help="Training processes of all nodes: GPUs.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Training processes of all nodes: GPUs.")
+    ] = 1,
     images_per_second: Annotated[
-        float, typer.Option(min=0.001, help="What one process trains, to know the store's load.")
+        float, typer.Option(min=0.001, max=1e9, help="What one process trains, to know the store's load.")
     ] = 400,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Plan for so many images that are not there yet.")
+        int | None, typer.Option(min=1, max=10**10, help="Plan for so many images that are not there yet.")
     ] = None,
-    classes: Annotated[int | None, typer.Option(min=1, help="With --samples: their classes.")] = None,
-    per_shard: Annotated[int, typer.Option(min=1, help="With --samples: images in a shard.")] = 1000,
+    classes: Annotated[
+        int | None, typer.Option(min=1, max=10**7, help="With --samples: their classes.")
+    ] = None,
+    per_shard: Annotated[
+        int, typer.Option(min=1, max=10**7, help="With --samples: images in a shard.")
+    ] = 1000,
     probe: Annotated[
         str | None, typer.Option(metavar="DIR", help="Measure this place and say whether it will keep up.")
     ] = None,

@@ -24,10 +24,10 @@ PARTS = ("single", "train", "val", "test")
 
 def command(
     folder: Annotated[Path, typer.Argument(help="Where data, runs and results go.")] = DEFAULT_FOLDER,
-    seed: Annotated[int, typer.Option(min=0, help="Of the scenes and of training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the scenes and of training.")] = 0,
     methods: Annotated[str, typer.Option(help="Which runs to compare, by comma.")] = ",".join(METHODS),
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Other than the configs' 30, to try it out.")
+        int | None, typer.Option(min=1, max=10_000, help="Other than the configs' 30, to try it out.")
     ] = None,
 ) -> None:
     """Make scenes of digits, pretrain, train five ways from one label per image, and compare them.

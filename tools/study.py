@@ -27,8 +27,12 @@ def command(
     configs: Annotated[
         list[Path], typer.Argument(help="What to compare; the first is what others differ from.")
     ],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --first-seed on.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="Of training and of the observed labels.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Runs of each, with seeds from --first-seed on.")
+    ] = 3,
+    first_seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of training and of the observed labels.")
+    ] = 0,
     same_labels: Annotated[
         bool, typer.Option("--same-labels", help="Let all seeds see the labels of the config or the shards.")
     ] = False,
@@ -55,7 +59,7 @@ def command(
     parallel: Annotated[
         int,
         typer.Option(
-            min=1, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
+            min=1, max=1000, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
         ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,

@@ -19,7 +19,10 @@ def command(
     ] = False,
     apply: Apply = False,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds without a sign of life after which another host is dead.")
+        float,
+        typer.Option(
+            min=0, max=86_400, help="Seconds without a sign of life after which another host is dead."
+        ),
     ] = PATIENCE_SECONDS,
     endpoint: Endpoint = None,
     region: Region = None,

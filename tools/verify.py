@@ -59,7 +59,7 @@ def command(
     ] = False,
     shards: Shards = None,
     index: IndexFile = None,
-    threads: Annotated[int, typer.Option(min=1, help="Shards read at the same time.")] = min(
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time.")] = min(
         4, os.cpu_count() or 1
     ),
     endpoint: Endpoint = None,
