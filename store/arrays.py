@@ -1,7 +1,7 @@
 """The Zarr arrays of one group: whole versions of shards in, whole versions out."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -9,10 +9,13 @@ import zarr
 from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
 
 from store.backends import Backend
-from store.errors import ChunkCorrupt, StoreError
+from store.checksums import WatchedStore, digest, watched
+from store.errors import BadFile, ChunkCorrupt, StoreError
+from store.fields import Fields
 from store.layout import ArrayPlan, array_plans
 from store.spec import Array, GroupSpec, Rows, StoreSpec
 
+REMEDY = "Restore it from a copy, or create the store again at another place."
 # Nested chunk folders make deletes slow.
 CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
@@ -54,7 +57,7 @@ class ArrayGroup:
         self._store_spec = spec
         self._backend = backend
         self.plans = array_plans(spec, group)
-        store = backend.zarr_store(read_only=read_only)
+        store = WatchedStore(backend.zarr_store(read_only=read_only))
         # Chunks are written even where all values equal the fill: what is missing must be a fault.
         self._arrays = {
             plan.name: zarr.open_array(
@@ -62,6 +65,17 @@ class ArrayGroup:
             ).with_config({"write_empty_chunks": True})
             for plan in self.plans
         }
+        for plan in self.plans:
+            self._check_shape(plan)
+
+    def _check_shape(self, plan: ArrayPlan) -> None:
+        array = self._arrays[plan.name]
+        found, expected = (array.shape, array.chunks, array.dtype), (plan.shape, plan.chunks, plan.dtype)
+        if found != expected:
+            raise BadFile(
+                f"{self._backend.url}/{self.spec.name}/{plan.name}/zarr.json: shape, chunks and type are "
+                f"{found}, expected {expected}. {REMEDY}"
+            )
 
     @classmethod
     def create(cls, backend: Backend, spec: StoreSpec, group: GroupSpec) -> Self:
@@ -75,26 +89,46 @@ class ArrayGroup:
     @classmethod
     def open(cls, backend: Backend, spec: StoreSpec, name: str, *, read_only: bool) -> Self:
         """A group that a snapshot names."""
+        place = f"{backend.url}/{name}/zarr.json"
+        data = backend.read(f"{name}/zarr.json")
+        if data is None:
+            raise ChunkCorrupt(f"{place}: is missing, but a snapshot names this array group. {REMEDY}")
+        group = GroupSpec.from_fields(Fields.parse(data, place, REMEDY).inside("attributes").inside("bigscl"))
+        if group.name != name:
+            raise BadFile(f"{place}: describes {group.name!r:.40}, expected {name!r}. {REMEDY}")
         try:
-            attributes = zarr.open_group(
-                backend.zarr_store(read_only=True), path=name, mode="r"
-            ).attrs.asdict()
-            described: Any = attributes["bigscl"]
-            return cls(backend, spec, GroupSpec.from_json(described), read_only=read_only)
-        except (FileNotFoundError, KeyError) as error:
+            return cls(backend, spec, group, read_only=read_only)
+        except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            # What zarr raises for metadata that is missing or is not its own.
             raise ChunkCorrupt(
-                f"{backend.url}: array group {name!r}, which a snapshot names, cannot be read ({error!r}). "
-                f"Restore it from a copy, or create the store anew."
+                f"{backend.url}/{name}: the zarr.json of an array cannot be read ({error!r:.200}). {REMEDY}"
             ) from error
 
-    def read(self, shard: int, slot: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
-        """The arrays of one version (or only those named); ChunkCorrupt names what is broken."""
-        wanted = [plan for plan in self.plans if names is None or plan.name in names]
-        return {plan.name: self._read_one(plan, shard, slot) for plan in wanted}
+    def read(
+        self,
+        shard: int,
+        slot: int,
+        names: tuple[str, ...] | None = None,
+        digests: Mapping[str, int] | None = None,
+    ) -> dict[str, Array]:
+        """The arrays of one version (or only those named); ChunkCorrupt names what is broken.
 
-    def read_rows(self, shard: int, slot: int) -> Rows:
-        """One version, whole."""
-        return Rows(**self.read(shard, slot))
+        `digests` say which version it must be: chunks that are whole but of another one are refused.
+        """
+        wanted = [plan for plan in self.plans if names is None or plan.name in names]
+        known = digests or {}
+        return {plan.name: self._read_whole(plan, shard, slot, known.get(plan.name)) for plan in wanted}
+
+    def _read_whole(self, plan: ArrayPlan, shard: int, slot: int, expected: int | None) -> Array:
+        with watched() as checksums:
+            values = self._read_one(plan, shard, slot)
+        if expected is not None and self._digest(plan, shard, slot, checksums) != expected:
+            reason = "whole, but not the version that the snapshot names (overwritten, or stale)"
+            raise self.corrupt(plan.name, shard, slot, reason)
+        return values
+
+    def _digest(self, plan: ArrayPlan, shard: int, slot: int, checksums: Mapping[str, bytes]) -> int:
+        return digest(checksums.get(key, b"") for key in self._keys(plan, shard, slot))
 
     def unreadable(self, plan: ArrayPlan, shard: int, slot: int) -> Array:
         """Which rows of a version lie in chunks that cannot be read."""
@@ -112,7 +146,7 @@ class ArrayGroup:
             values: Array = np.asarray(self._arrays[plan.name][slot, shard, rows])
         except (ValueError, RuntimeError, OSError) as error:
             # zarr and its codecs raise these for a wrong checksum, wrong length, or undecodable bytes.
-            raise self.corrupt(plan.name, shard, slot, str(error)) from error
+            raise self.corrupt(plan.name, shard, slot, str(error).rstrip(".")) from error
         if self._shows_fill(plan, values):
             raise self.corrupt(plan.name, shard, slot, "a chunk file is missing")
         if not values.flags.writeable:
@@ -130,16 +164,25 @@ class ArrayGroup:
         samples = f"samples {ids[0]} to {ids[-1]}" if len(ids) else "no samples"
         return ChunkCorrupt(
             f"{self._backend.url}/{self.spec.name}/{name}: shard {shard}, slot {slot} ({samples}): {reason}. "
-            f"Run `bigscl verify` to see all damage; roll back to an older snapshot, or restore from a copy."
+            f"Run `bigscl verify` to see all damage. Resume from an older checkpoint, restore the chunk from "
+            f"a copy, or reset its samples with `bigscl repair`."
         )
 
-    def write(self, shard: int, slot: int, rows: Rows) -> None:
-        """Put one version into a slot."""
-        for name, values in rows.arrays():
-            try:
-                self._arrays[name][slot, shard] = values
-            except OSError as error:
-                raise self._not_written(name, shard, error) from error
+    def write(self, shard: int, slot: int, rows: Rows) -> dict[str, int]:
+        """Put one version into a slot; gives the digests of its arrays, none where chunks lack checksums."""
+        digests: dict[str, int] = {}
+        for plan in self.plans:
+            with watched() as checksums:
+                self._write_one(plan, shard, slot, rows)
+            if self.spec.checksum:
+                digests[plan.name] = self._digest(plan, shard, slot, checksums)
+        return digests
+
+    def _write_one(self, plan: ArrayPlan, shard: int, slot: int, rows: Rows) -> None:
+        try:
+            self._arrays[plan.name][slot, shard] = getattr(rows, plan.name)
+        except OSError as error:
+            raise self._not_written(plan.name, shard, error) from error
 
     def _not_written(self, name: str, shard: int, error: OSError) -> StoreError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -152,7 +195,9 @@ class ArrayGroup:
     def keys(self, shard: int, slot: int) -> Iterator[str]:
         """The files of one version, relative to the store."""
         for plan in self.plans:
-            parts = -(-plan.shape[2] // plan.chunks[2])
-            for part in range(parts):
-                tail = ".0" * (len(plan.shape) - 3)
-                yield f"{self.spec.name}/{plan.name}/c.{slot}.{shard}.{part}{tail}"
+            yield from self._keys(plan, shard, slot)
+
+    def _keys(self, plan: ArrayPlan, shard: int, slot: int) -> Iterator[str]:
+        for part in range(-(-plan.shape[2] // plan.chunks[2])):
+            tail = ".0" * (len(plan.shape) - 3)
+            yield f"{self.spec.name}/{plan.name}/c.{slot}.{shard}.{part}{tail}"

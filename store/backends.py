@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,11 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import zarr.abc.store
-from zarr.storage import LocalStore, MemoryStore, ObjectStore
+from zarr.storage import LocalStore, MemoryStore
 
 from store.errors import AlreadyExists, StoreError
 
-SYNC_THREADS = 8
+FILE_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,19 @@ class Backend(Protocol):
         """Remove a file if it is there."""
         ...
 
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files, those that are there."""
+        ...
+
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix."""
+        ...
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Replace a file's content if it is exactly `old`; of several writers, one gets True.
+
+        `new` must be unlike anything others write: where an answer got lost, finding it there is success.
+        """
         ...
 
     def names(self, prefix: str) -> list[str]:
@@ -101,10 +113,28 @@ class LocalBackend:
         path = self.root / key
         with self._written(path, data) as temporary:
             try:
-                os.link(temporary, path)
+                self._link(temporary, path)
             except FileExistsError:
                 raise AlreadyExists(f"{path}: exists already") from None
-        self._sync_one(path.parent)
+        self._sync_folder_of(path)
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Move the file to a private name, compare, link the new one; put it back if it is not `old`.
+
+        For that moment readers see no file. A crash in it leaves none, which for a lease means: released.
+        """
+        path = self.root / key
+        if self.read(key) != old:
+            return False
+        with self._written(path, new) as temporary, self._private_name(path) as taken:
+            try:
+                path.rename(taken)
+                swapped = taken.read_bytes() == old
+                self._link(temporary if swapped else taken, path)
+            except (FileNotFoundError, FileExistsError):
+                return False
+        self._sync_folder_of(path)
+        return swapped
 
     def replace(self, key: str, data: bytes) -> None:
         """Temporary name, sync, rename."""
@@ -112,24 +142,50 @@ class LocalBackend:
         with self._written(path, data) as temporary:
             temporary.replace(path)
 
+    @staticmethod
+    def _link(private: Path, path: Path) -> None:
+        """Give a file its name. NFS may do it, lose the answer, ask again, and say that the name is taken."""
+        try:
+            os.link(private, path)
+        except OSError:
+            if not (path.exists() and path.samefile(private)):
+                raise
+
+    def _sync_folder_of(self, path: Path) -> None:
+        try:
+            self._sync_one(path.parent)
+        except OSError as error:
+            raise StoreError(
+                f"{path}: was written and has its name, but may not survive a power cut: its folder could "
+                f"not be synced ({error.strerror}). Check the disk, then resume."
+            ) from error
+
     @contextlib.contextmanager
     def _written(self, path: Path, data: bytes) -> Iterator[Path]:
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
+            with self._private_name(path) as temporary:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 hint = "Use another place, or ask for the right to write there."
                 raise StoreError(f"{self.root}: cannot be written to ({error.strerror}). {hint}") from error
             raise
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _private_name(path: Path) -> Iterator[Path]:
+        """A name next to the path that nobody else uses; what is there in the end is removed."""
+        private = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            yield private
         finally:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                private.unlink(missing_ok=True)
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there, for good."""
@@ -137,6 +193,14 @@ class LocalBackend:
         path.unlink(missing_ok=True)
         if path.parent.exists():
             self._sync_one(path.parent)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files in threads, then sync the folders they were in."""
+        paths = [self.root / key for key in keys]
+        folders = {path.parent for path in paths}
+        with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="store-delete") as pool:
+            list(pool.map(lambda path: path.unlink(missing_ok=True), paths))
+            list(pool.map(self._sync_one, (folder for folder in folders if folder.exists())))
 
     def delete_tree(self, prefix: str) -> None:
         """Remove a folder, or the whole store for an empty prefix."""
@@ -162,7 +226,7 @@ class LocalBackend:
     def sync(self, keys: Iterable[str]) -> None:
         """Files first, then the folders that name them."""
         paths = [self.root / key for key in keys]
-        with ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="store-sync") as pool:
+        with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="store-sync") as pool:
             list(pool.map(self._sync_one, paths))
             list(pool.map(self._sync_one, {path.parent for path in paths}))
 
@@ -180,89 +244,6 @@ class LocalBackend:
             os.close(descriptor)
 
 
-class ObjectBackend:
-    """A prefix of a bucket; a PUT is durable and whole when it returns."""
-
-    def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
-        from obstore.store import S3Store
-
-        settings: dict[str, Any] = {"region": options.region or os.environ.get("AWS_REGION", "us-east-1")}
-        if options.endpoint:
-            settings["endpoint"] = options.endpoint
-        if options.anonymous:
-            settings["skip_signature"] = True
-        plain_http = (options.endpoint or "").startswith("http://")
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._store = S3Store(
-            bucket, prefix=prefix or None, client_options={"allow_http": plain_http}, **settings
-        )
-
-    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr over the same client."""
-        return ObjectStore(self._store, read_only=read_only)
-
-    def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None if there is none."""
-        import obstore
-
-        try:
-            return bytes(obstore.get(self._store, key).bytes())
-        except FileNotFoundError:
-            return None
-
-    def create(self, key: str, data: bytes) -> None:
-        """A conditional PUT: of two writers, one fails."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
-        try:
-            obstore.put(self._store, key, data, mode="create")
-        except AlreadyExistsError:
-            raise AlreadyExists(f"{self.url}/{key}: exists already") from None
-
-    def replace(self, key: str, data: bytes) -> None:
-        """A plain PUT."""
-        import obstore
-
-        obstore.put(self._store, key, data)
-
-    def delete(self, key: str) -> None:
-        """Remove an object if it is there."""
-        import obstore
-
-        with contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, key)
-
-    def delete_tree(self, prefix: str) -> None:
-        """Remove all objects below a prefix."""
-        import obstore
-
-        for batch in obstore.list(self._store, prefix=prefix or None):
-            obstore.delete(self._store, [entry["path"] for entry in batch])
-
-    def names(self, prefix: str) -> list[str]:
-        """Sorted names directly below a prefix."""
-        import obstore
-
-        found = obstore.list_with_delimiter(self._store, prefix=prefix or None)
-        paths = [entry["path"] for entry in found["objects"]] + list(found["common_prefixes"])
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
-
-    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every object below a prefix."""
-        import obstore
-
-        for batch in obstore.list(self._store, prefix=prefix or None):
-            for entry in batch:
-                yield entry["path"], entry["size"]
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
-
-    def sweep(self) -> None:
-        """Nothing to do."""
-
-
 class MemoryBackend:
     """A store that lives and dies with this process."""
 
@@ -270,6 +251,7 @@ class MemoryBackend:
         self.url = url
         self._chunks: dict[str, Any] = {}
         self._files: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """Zarr's MemoryStore over one dict."""
@@ -283,18 +265,35 @@ class MemoryBackend:
         return None if chunk is None else bytes(chunk.to_bytes())
 
     def create(self, key: str, data: bytes) -> None:
-        """Exclusive: setdefault is atomic."""
-        if self._files.setdefault(key, data) is not data:
-            raise AlreadyExists(f"{self.url}/{key}: exists already")
+        """Exclusive."""
+        with self._lock:
+            if key in self._files:
+                raise AlreadyExists(f"{self.url}/{key}: exists already")
+            self._files[key] = data
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """Compare and set under a lock."""
+        with self._lock:
+            if self._files.get(key) != old:
+                return False
+            self._files[key] = new
+        return True
 
     def replace(self, key: str, data: bytes) -> None:
         """Overwrite."""
-        self._files[key] = data
+        with self._lock:
+            self._files[key] = data
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there."""
-        self._files.pop(key, None)
-        self._chunks.pop(key, None)
+        with self._lock:
+            self._files.pop(key, None)
+            self._chunks.pop(key, None)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove files, those that are there."""
+        for key in keys:
+            self.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix."""
@@ -340,6 +339,8 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
     if parsed.scheme == "memory":
         return _memories.setdefault(text, MemoryBackend(text))
     if parsed.scheme == "s3":
+        from store.objects import ObjectBackend
+
         return ObjectBackend(parsed.netloc, parsed.path.strip("/"), options or StorageOptions())
     raise StoreError(
         f"{text}: unknown scheme {parsed.scheme!r}. Use a path, file://, s3://bucket/prefix or memory://name."

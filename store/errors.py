@@ -21,6 +21,10 @@ class IndexMismatch(StoreError):
     """The store belongs to other data: use another path, or the shards it was made from."""
 
 
+class BadFile(StoreError):
+    """A small file of the store cannot be what it should: it was damaged, or written by something else."""
+
+
 class SnapshotMissing(StoreError):
     """The snapshot asked for is not, or is no longer, retained."""
 

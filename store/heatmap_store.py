@@ -17,7 +17,7 @@ from store.annotations import Annotations
 from store.arrays import ArrayGroup
 from store.backends import Backend, StorageOptions, open_backend
 from store.compact import check_top, compact_rows
-from store.errors import ReadOnly, StoreError
+from store.errors import BadFile, CommitConflict, ReadOnly, StoreError
 from store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
 from store.lease import Lease
 from store.opening import (
@@ -25,13 +25,14 @@ from store.opening import (
     check_fingerprint,
     create_store,
     delete_unnamed_groups,
+    delete_unnamed_versions,
     prepare_writing,
     read_spec,
 )
-from store.snapshots import Snapshot, SnapshotLog, merge_reports
-from store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
+from store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
+from store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from store.transport import Alone, Transport, on_rank_zero
-from store.versions import version_of, versions_of
+from store.versions import versions_of
 
 Location = str | os.PathLike[str]
 
@@ -43,8 +44,10 @@ class HeatmapStore:
     are collective: all ranks call them together. Reading and `save_shard` are each rank's own.
     """
 
-    # Always: what a retained snapshot names is never written to. `_pending` holds the slots this process
-    # wrote since the last commit; no retained snapshot names them. `_lock` guards the fields that change.
+    # Always: what a retained snapshot names is never written to. `_pending` holds the versions this process
+    # wrote since the last commit, in slots of this writer's generation that no retained snapshot names.
+    # Another writer has another generation, so nothing it commits is in our slots, however late we write.
+    # `_lock` guards the fields that change.
 
     def __init__(
         self,
@@ -67,14 +70,16 @@ class HeatmapStore:
         self._run = run
         self._log = SnapshotLog(backend)
         self._retained = self._log.read_all() if writable else {}
-        self._pending: dict[int, int] = {}
+        self._pending: dict[int, Written] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._go_to(snapshot)
 
     def _go_to(self, snapshot: Snapshot) -> None:
+        arrays = ArrayGroup.open(self.backend, self.spec, snapshot.group, read_only=not self._writable)
+        check_slots(self.backend.url, snapshot, self.spec, arrays.spec)
         self._snapshot = snapshot
-        self._arrays = ArrayGroup.open(self.backend, self.spec, snapshot.group, read_only=not self._writable)
+        self._arrays = arrays
 
     # Creating and opening
 
@@ -120,7 +125,8 @@ class HeatmapStore:
     ) -> Self:
         """The store at its newest snapshot, or at the one asked for.
 
-        Writing takes annotations and the lease; opening an older snapshot for writing rolls back to it.
+        Writing takes annotations and the lease, and claims the snapshot: its content gets the next number,
+        which shuts out every earlier writer. Opening an older snapshot for writing drops the newer ones.
         """
         backend = open_backend(url, options)
         spec = read_spec(backend)
@@ -128,7 +134,7 @@ class HeatmapStore:
             check_fingerprint(backend, spec, annotations)
         if mode == "r":
             log = SnapshotLog(backend)
-            wanted = log.read(log.ids()[-1] if snapshot is None else snapshot)
+            wanted = log.read(log.newest() if snapshot is None else snapshot)
             return cls(backend, spec, wanted, annotations, transport=transport, writable=False)
         if annotations is None:
             raise ValueError(f"{backend.url}: writing needs the annotations the store was made for")
@@ -139,7 +145,7 @@ class HeatmapStore:
             patience = {} if patience_seconds is None else {"patience_seconds": patience_seconds}
             leases.append(Lease.acquire(backend, run, **patience))
             try:
-                return prepare_writing(backend, snapshot).to_bytes()
+                return prepare_writing(backend, snapshot, run).to_bytes()
             except BaseException:
                 leases.pop().release()
                 raise
@@ -149,7 +155,7 @@ class HeatmapStore:
         return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
 
     def close(self) -> None:
-        """Give the lease back. What was not committed is gone."""
+        """Release the lease. What was not committed is gone."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -200,10 +206,12 @@ class HeatmapStore:
 
     def _load(self, shard: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
         with self._lock:
-            slot = self._pending.get(shard, self._snapshot.slots[shard])
             arrays = self._arrays
-        if slot >= 0:
-            return arrays.read(shard, slot, names)
+            version = self._pending.get(shard)
+            if version is None:
+                version = Written(self._snapshot.slots[shard], self._snapshot.digests_of(shard))
+        if version.slot >= 0:
+            return arrays.read(shard, version.slot, names, version.digests)
         if self.annotations is None:
             raise StoreError(
                 f"{self.backend.url}: shard {shard} was never visited; its initial values come from the "
@@ -261,20 +269,22 @@ class HeatmapStore:
     def save_shard(self, shard: int, rows: Rows) -> None:
         """Write a version of a shard to a free slot. It counts from the next commit on."""
         self._check_writable()
+        if self._lease is not None:
+            self._lease.check_seen()
         with self._lock:
             arrays = self._arrays
             named = [kept.slots for kept in self._retained.values() if kept.group == arrays.spec.name]
-            slot = self._pending.get(shard)
-            if slot is None:
-                slot = free_slot(shard, named, arrays.spec.slots)
+            pending = self._pending.get(shard)
+            ours = arrays.spec.slots_of(self._snapshot.generation)
+            slot = free_slot(shard, named, ours) if pending is None else pending.slot
         try:
-            arrays.write(shard, slot, rows)
+            digests = arrays.write(shard, slot, rows)
         except Exception as error:
             # A version that was pending may now be half overwritten: nothing may be committed on top.
             self._failure = error
             raise
         with self._lock:
-            self._pending[shard] = slot
+            self._pending[shard] = Written(slot, digests)
 
     def _check_writable(self) -> None:
         if not self._writable:
@@ -287,30 +297,24 @@ class HeatmapStore:
     def _commit(self, arrays: ArrayGroup, epoch: int, step: int, attributes: Mapping[str, Any]) -> Snapshot:
         self._check_writable()
         failure = self._sync(arrays)
-        mine = {"shards": self._pending, "error": None if failure is None else str(failure)}
-        reports = self._transport.gather(json.dumps(mine).encode())
+        reports = self._transport.gather(report(self._pending, failure))
 
         def create() -> bytes:
             assert reports is not None
-            assert self._lease is not None
-            written = merge_reports([json.loads(report) for report in reports])
-            same_group = arrays.spec.name == self._snapshot.group
-            slots = list(self._snapshot.slots) if same_group else [-1] * self.spec.num_shards
-            for shard, slot in written.items():
-                slots[shard] = slot
-            self._lease.check()
-            snapshot = Snapshot(
+            base = self._snapshot
+            if arrays.spec.name != base.group:
+                base = replace(base, group=arrays.spec.name, slots=(-1,) * self.spec.num_shards, digests={})
+            snapshot = replace(
+                with_versions(base, merge_reports(reports)),
                 id=self._snapshot.id + 1,
                 parent=self._snapshot.id,
                 time=time.time(),
                 run=self._run,
                 epoch=epoch,
                 step=step,
-                group=arrays.spec.name,
-                slots=tuple(slots),
                 attributes=attributes,
             )
-            self._log.create(snapshot)
+            self._create_snapshot(snapshot)
             return snapshot.to_bytes()
 
         try:
@@ -319,7 +323,7 @@ class HeatmapStore:
             raise (failure or error) from None
         except OSError as error:
             raise StoreError(
-                f"{self.backend.url}: could not commit: {error}. Mend the storage, then resume: "
+                f"{self.backend.url}: could not commit: {error}. Fix the storage, then resume: "
                 f"the last commit is intact."
             ) from error
         with self._lock:
@@ -329,12 +333,39 @@ class HeatmapStore:
             self._pending = {}
         return snapshot
 
+    def _create_snapshot(self, snapshot: Snapshot) -> None:
+        """Make the next snapshot, or nothing, whoever else is at work."""
+        self.check_lease()
+        try:
+            self._log.create(snapshot)
+        except OSError:
+            # It may have its name all the same: then its slots must not be written to.
+            self._writable = not self._log.exists(snapshot.id)
+            raise
+        # A writer that was frozen before it committed may find its number free again.
+        if self._log.newest() != snapshot.id or not self._lease_is_ours():
+            self._log.drop(snapshot.id)
+            self.check_lease()
+            raise CommitConflict(
+                f"{self.backend.url}: another process committed after snapshot {snapshot.parent}. "
+                f"Two runs write one store: stop one of them, then resume the other."
+            )
+
+    def check_lease(self) -> None:
+        """Raise LeaseHeld if this process held the lease and lost it."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def _lease_is_ours(self) -> bool:
+        return self._lease is None or self._lease.is_ours()
+
     def _sync(self, arrays: ArrayGroup) -> Exception | None:
         """Make pending versions durable; gives back what went wrong, so that the other ranks hear of it."""
         if self._failure is not None:
             return self._failure
         try:
-            keys = [key for shard, slot in self._pending.items() for key in arrays.keys(shard, slot)]
+            written = self._pending.items()
+            keys = [key for shard, version in written for key in arrays.keys(shard, version.slot)]
             self.backend.sync(keys)
         except OSError as error:
             return error
@@ -345,7 +376,12 @@ class HeatmapStore:
         self._check_writable()
 
         def go_back() -> bytes:
-            return self._log.roll_back(snapshot).to_bytes()
+            self.check_lease()
+            if snapshot == self._log.newest():
+                return self._log.read(snapshot).to_bytes()
+            claimed = self._log.claim(snapshot, self._run, self._snapshot.generation)
+            self._log.drop_after(snapshot, claimed.id)
+            return claimed.to_bytes()
 
         current = Snapshot.from_bytes(on_rank_zero(self._transport, go_back))
         with self._lock:
@@ -364,16 +400,33 @@ class HeatmapStore:
         kept = {*keep, self._snapshot.id}
 
         def drop() -> bytes:
+            self.check_lease()
             for number in self._log.ids():
                 if number not in kept:
                     self._log.drop(number)
-            delete_unnamed_groups(self.backend, self._log)
+            # Before any slot is used again: who lost the lease in the meantime must write nothing more.
+            self.check_lease()
+            self._delete_unnamed()
             return json.dumps(self._log.ids()).encode()
 
         # The slots are reused by any rank only after rank 0 has removed the snapshots that name them.
         left = json.loads(on_rank_zero(self._transport, drop))
         with self._lock:
-            self._retained = {number: self._retained[number] for number in left}
+            self._retained = {number: self._retained[number] for number in left if number in self._retained}
+
+    def _delete_unnamed(self) -> None:
+        """Delete groups that no snapshot names, and versions in slots that this writer will not use again."""
+        delete_unnamed_groups(self.backend, self._log)
+        left = self._log.read_all().values()
+        named = {version for kept in left for version in versions_of(kept)}
+        ours = self._arrays.spec.slots_of(self._snapshot.generation)
+        gone = [
+            (slot, shard)
+            for kept in self._retained.values()
+            for group, slot, shard in versions_of(kept) - named
+            if group == self._arrays.spec.name and slot not in ours
+        ]
+        self.backend.delete_many(key for slot, shard in gone for key in self._arrays.keys(shard, slot))
 
     def delete_free(self) -> int:
         """Delete the files of versions that no retained snapshot names; gives back the bytes that were freed.
@@ -385,14 +438,8 @@ class HeatmapStore:
             raise StoreError(f"{self.backend.url}: commit first: {len(self._pending)} shards pending")
 
         def delete() -> bytes:
-            named = {version for kept in self._log.read_all().values() for version in versions_of(kept)}
-            freed = 0
-            for key, num_bytes in list(self.backend.sizes("")):
-                version = version_of(key)
-                if version is not None and version not in named:
-                    self.backend.delete(key)
-                    freed += num_bytes
-            return str(freed).encode()
+            self.check_lease()
+            return str(delete_unnamed_versions(self.backend, self._log)).encode()
 
         return int(on_rank_zero(self._transport, delete))
 
@@ -421,7 +468,9 @@ class HeatmapStore:
             raise ValueError(f"top: {top}, but only {old.spec.top} classes per image are there")
         new_spec = replace(
             old.spec,
-            name=f"arrays-{int(old.spec.name.split('-')[1]) + 1:03d}",
+            # A number that no other writer chooses, even one that was frozen in a compaction of its own.
+            name=f"arrays-{max(int(old.spec.name.split('-')[1]) + 1, self._snapshot.generation):03d}",
+            generations=GENERATIONS,
             layout="topk",
             top=top,
             slots=slots or old.spec.slots,
@@ -430,10 +479,10 @@ class HeatmapStore:
         new = self._create_group(new_spec)
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
+        slot = new.spec.slots_of(self._snapshot.generation)[0]
         try:
             for done, shard in enumerate(share):
-                new.write(shard, 0, self._compacted(new, shard, top))
-                self._pending[shard] = 0
+                self._pending[shard] = Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
                 progress(done + 1)
         except Exception as error:
             self._failure = error
@@ -455,7 +504,8 @@ class HeatmapStore:
 
     def _compacted(self, new: ArrayGroup, shard: int, top: int) -> Rows:
         assert self.annotations is not None
-        rows = self._arrays.read_rows(shard, self._snapshot.slots[shard])
+        digests = self._snapshot.digests_of(shard)
+        rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
         compacted = compact_rows(rows, annotated, top, self.spec.heatmap_size)
         return compacted if new.spec.counts else replace(compacted, counts=None)
@@ -478,3 +528,18 @@ class HeatmapStore:
     def history(self, sample: int) -> dict[int, Rows]:
         """How a tracked sample looked after each epoch; empty for samples that are not tracked."""
         return history.read_history(self.backend, sample, self.spec)
+
+
+def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec) -> None:
+    """Refuse a snapshot that cannot be one of this store."""
+    if len(snapshot.slots) != spec.num_shards:
+        raise BadFile(
+            f"{url}: snapshot {snapshot.id} names {len(snapshot.slots)} shards, the store has "
+            f"{spec.num_shards}. Restore the file from a copy, or use an older snapshot."
+        )
+    highest = max(snapshot.slots, default=-1)
+    if highest >= group.num_slots:
+        raise BadFile(
+            f"{url}: snapshot {snapshot.id} names slot {highest}, the arrays have {group.num_slots}. "
+            f"Restore the file from a copy, or use an older snapshot."
+        )

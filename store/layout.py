@@ -53,7 +53,7 @@ def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
         fill: float,
         chunk_rows: int = rows,
     ) -> ArrayPlan:
-        shape = (group.slots, spec.num_shards, rows, *tail)
+        shape = (group.num_slots, spec.num_shards, rows, *tail)
         return ArrayPlan(
             name=name, shape=shape, chunks=(1, 1, chunk_rows, *tail), dtype=np.dtype(dtype), fill=fill
         )
@@ -88,14 +88,14 @@ def split_by_shard(
             yield int(shards[places[0]]), ids[places] % rows_per_shard, places
 
 
-def free_slot(shard: int, named: Iterable[Sequence[int]], num_slots: int) -> int:
-    """The lowest slot of a shard that none of these snapshots' slot tables names."""
+def free_slot(shard: int, named: Iterable[Sequence[int]], ours: range) -> int:
+    """The lowest of our slots of a shard that none of these snapshots' slot tables names."""
     taken = {slots[shard] for slots in named}
-    for slot in range(num_slots):
+    for slot in ours:
         if slot not in taken:
             return slot
     raise NoFreeSlot(
-        f"shard {shard}: all {num_slots} slots are named by retained snapshots. "
+        f"shard {shard}: all {len(ours)} slots are named by retained snapshots. "
         f"Drop a snapshot, or create the store with more slots."
     )
 

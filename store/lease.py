@@ -1,5 +1,11 @@
-"""One writer at a time: a file that names the run which holds the store."""
+"""One writer at a time: a file that names the run which holds the store.
 
+The lease itself never changes while it is held; its holder bumps a counter in a file of its own, which others
+watch. Losing the lease cannot hurt the store: each writer has slots and a snapshot number of its own (see
+FORMAT.md). The lease tells people early, and keeps two runs from working in vain.
+"""
+
+import contextlib
 import json
 import logging
 import os
@@ -7,12 +13,13 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Self
 
 from store.backends import Backend
-from store.errors import AlreadyExists, LeaseHeld
+from store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
+from store.fields import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +27,9 @@ KEY = "lease.json"
 BEAT_SECONDS = 20.0
 # A holder on another host is dead when its counter stood still for this long. No clocks are compared.
 PATIENCE_SECONDS = 3 * BEAT_SECONDS
+JOIN_SECONDS = 5.0
+BROKEN = b'{"broken": '
+REMEDY = "Remove it with `bigscl unlock --force --apply` if no run uses this store."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,20 +43,35 @@ class Holder:
     """When that process started, as the kernel counts it: a pid alone may have been given to another."""
     since: float
     token: str
+    machine: str = ""
+    """Boot and pid namespace of the holder: the same host name elsewhere says nothing about its pid."""
     beats: int = 0
+    """Written by earlier revisions, which counted their beats here."""
 
     def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return f"run {self.run!r} (host {self.host}, pid {self.pid}, since {since})"
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return f"run {self.run!r} (host {self.host!s}, pid {self.pid}, since {since})"
+        return f"run {self.run!r} (host {self.host}, pid {self.pid})"
 
     def to_bytes(self) -> bytes:
         """The lease file's content."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """The holder in a lease file."""
-        return cls(**json.loads(data))
+    def from_bytes(cls, data: bytes, place: str = KEY) -> Self:
+        """The holder in a lease file, checked."""
+        fields = Fields.parse(data, place, REMEDY)
+        return cls(
+            run=fields.text("run"),
+            host=fields.text("host"),
+            pid=fields.integer("pid", 0),
+            started=fields.text("started"),
+            since=fields.number("since"),
+            token=fields.text("token"),
+            machine=fields.text("machine") if "machine" in fields else "",
+            beats=fields.integer("beats", 0) if "beats" in fields else 0,
+        )
 
     @classmethod
     def this_process(cls, run: str) -> Self:
@@ -59,7 +84,27 @@ class Holder:
             started=process_start(pid) or "",
             since=time.time(),
             token=uuid.uuid4().hex,
+            machine=this_machine(),
         )
+
+    @property
+    def beat_key(self) -> str:
+        """The file in which it counts its heartbeats."""
+        return f"lease-{self.token}.beat"
+
+
+def is_beat(name: str) -> bool:
+    """Whether a file counts a holder's heartbeats."""
+    return name.startswith("lease-") and name.endswith(".beat")
+
+
+def this_machine() -> str:
+    """What makes a pid mean the same process: this boot of this kernel, and the pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def process_start(pid: int) -> str | None:
@@ -86,22 +131,33 @@ def _start_without_proc(pid: int) -> str | None:
 def read_holder(backend: Backend) -> Holder | None:
     """Who holds the lease now, if anyone."""
     data = backend.read(KEY)
-    return None if data is None else Holder.from_bytes(data)
+    return None if data is None else _holder_in(backend, data)
+
+
+def _holder_in(backend: Backend, data: bytes) -> Holder | None:
+    """The holder in a lease file; None if the lease was broken."""
+    return None if data.startswith(BROKEN) else Holder.from_bytes(data, f"{backend.url}/{KEY}")
 
 
 def is_dead(backend: Backend, holder: Holder, patience_seconds: float) -> bool:
-    """Whether a holder is certainly gone: its process on this host, or its heartbeat on another."""
-    if holder.host == socket.gethostname():
+    """Whether a holder is certainly gone: its process on this machine, or its heartbeat elsewhere."""
+    here = holder.host == socket.gethostname() and holder.machine and holder.machine == this_machine()
+    if here:
         return process_start(holder.pid) != holder.started
+    first = _sign_of_life(backend, holder)
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
         time.sleep(min(1.0, patience_seconds / 10))
         seen = read_holder(backend)
         if seen is None or seen.token != holder.token:
             return seen is None
-        if seen.beats != holder.beats:
+        if _sign_of_life(backend, seen) != first:
             return False
     return True
+
+
+def _sign_of_life(backend: Backend, holder: Holder) -> tuple[int, bytes | None]:
+    return holder.beats, backend.read(holder.beat_key)
 
 
 class Lease:
@@ -112,6 +168,7 @@ class Lease:
         self._holder = holder
         self._beat_seconds = beat_seconds
         self._released = threading.Event()
+        self._lost = False
         self._thread = threading.Thread(target=self._beat, name="store-lease", daemon=True)
         self._thread.start()
 
@@ -125,54 +182,86 @@ class Lease:
         beat_seconds: float = BEAT_SECONDS,
     ) -> Self:
         """The lease, taken over from a holder that is certainly dead; or LeaseHeld, naming the holder."""
-        holder = Holder.this_process(run)
+        ours = Holder.this_process(run)
         while True:
             try:
-                backend.create(KEY, holder.to_bytes())
-                return cls(backend, holder, beat_seconds)
+                backend.create(KEY, ours.to_bytes())
+                return cls(backend, ours, beat_seconds)
             except AlreadyExists:
-                other = read_holder(backend)
-            if other is not None:
-                if not is_dead(backend, other, patience_seconds):
-                    raise LeaseHeld(
-                        f"{backend.url}: in use by {other}. Wait until it ends, or, if it is dead "
-                        f"for certain, break its lease with `bigscl unlock`."
-                    )
-                break_lease(backend, other)
+                data = backend.read(KEY)
+            if data is None:
+                continue
+            other = _holder_in(backend, data)
+            if other is not None and not is_dead(backend, other, patience_seconds):
+                raise LeaseHeld(
+                    f"{backend.url}: in use by {other}. Wait until it ends, or, if it is dead "
+                    f"for certain, break its lease with `bigscl unlock`."
+                )
+            # Of several that saw it dead one takes its place; a beat in between makes all of them fail.
+            if backend.swap(KEY, data, ours.to_bytes()):
+                if other is not None:
+                    backend.delete(other.beat_key)
+                return cls(backend, ours, beat_seconds)
 
     def _beat(self) -> None:
+        beats = 0
         while not self._released.wait(self._beat_seconds):
             try:
-                if self.is_ours():
-                    self._holder = replace(self._holder, beats=self._holder.beats + 1)
-                    self._backend.replace(KEY, self._holder.to_bytes())
+                self._lost = not self.is_ours()
+                if self._lost:
+                    return
+                beats += 1
+                self._backend.replace(self._holder.beat_key, str(beats).encode())
             except Exception as error:  # a missed beat is not yet a lost lease: the next commit checks
                 logger.warning("lease of %s: heartbeat failed: %s", self._backend.url, error)
 
     def is_ours(self) -> bool:
         """Whether nobody took the lease from us meanwhile."""
-        seen = read_holder(self._backend)
+        try:
+            seen = read_holder(self._backend)
+        except StoreError:
+            return False
         return seen is not None and seen.token == self._holder.token
 
     def check(self) -> None:
-        """Raise LeaseHeld if the lease was broken: what follows would mix two runs' writes."""
+        """Raise LeaseHeld if the lease was broken: what follows would mix two runs' work."""
         if not self.is_ours():
-            raise LeaseHeld(
-                f"{self._backend.url}: the lease of {self._holder} was broken; it is now held by "
-                f"{read_holder(self._backend) or 'nobody'}. Stop this run; resume it from a checkpoint."
+            raise self._broken()
+
+    def check_seen(self) -> None:
+        """Raise LeaseHeld if the heartbeat found the lease broken; costs nothing."""
+        if self._lost:
+            raise self._broken()
+
+    def _broken(self) -> LeaseHeld:
+        with contextlib.suppress(StoreError):
+            now = read_holder(self._backend) or "nobody"
+            return LeaseHeld(
+                f"{self._backend.url}: the lease of {self._holder} was broken; it is now held by {now}. "
+                f"Stop this run; resume it from a checkpoint."
             )
+        return LeaseHeld(f"{self._backend.url}: the lease of {self._holder} was overwritten. {REMEDY}")
 
     def release(self) -> None:
         """Give the store back; a lease that was taken from us stays with its taker."""
         self._released.set()
-        self._thread.join()
+        self._thread.join(JOIN_SECONDS)
         if self.is_ours():
             self._backend.delete(KEY)
+        self._backend.delete(self._holder.beat_key)
 
 
 def break_lease(backend: Backend, holder: Holder | None = None) -> Holder | None:
-    """Remove the lease (only this holder's, if given) and say whose it was."""
-    seen = read_holder(backend)
-    if seen is not None and (holder is None or seen.token == holder.token):
-        backend.delete(KEY)
+    """Take the lease from this holder (from anyone, if none is given) and say whose it was.
+
+    What is left is a mark that nobody holds it: deleting the file could remove the lease of the next one.
+    """
+    data = backend.read(KEY)
+    if data is None:
+        return None
+    seen = None
+    with contextlib.suppress(BadFile):
+        seen = _holder_in(backend, data)
+    if holder is None or (seen is not None and seen.token == holder.token):
+        backend.swap(KEY, data, BROKEN + json.dumps(uuid.uuid4().hex).encode() + b"}")
     return seen

@@ -1,7 +1,6 @@
 """Making a store, finding out what is at a place, and clearing away what a crash left."""
 
 import contextlib
-import json
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,39 +12,66 @@ from store.annotations import Annotations
 from store.arrays import ArrayGroup
 from store.backends import Backend
 from store.compact import check_top
-from store.errors import AlreadyExists, IndexMismatch, NewerFormat, NotAStore
+from store.errors import AlreadyExists, BadFile, IndexMismatch, NewerFormat, NotAStore, StoreError
+from store.fields import Fields
 from store.lease import KEY as LEASE_KEY
-from store.lease import Lease
+from store.lease import Lease, is_beat
 from store.snapshots import FOLDER as SNAPSHOTS
 from store.snapshots import Snapshot, SnapshotLog
 from store.spec import FORMAT, GroupSpec, StoreSpec
+from store.versions import version_of, versions_of
 
 ROOT = "zarr.json"
 FIRST_GROUP = "arrays-000"
+CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP)
+"""What creation makes next to the root file."""
+REMEDY = "Restore it from a copy (complete the copy, if one was interrupted), or use another place."
 
 
 def read_spec(backend: Backend) -> StoreSpec:
     """What the store at this place is; or an error that says what is there instead."""
-    interrupted = NotAStore(f"{backend.url}: the store's creation was interrupted. Create it again.")
-    names = backend.names("")
+    names = [name for name in backend.names("") if not is_beat(name)]
     if not names:
         raise NotAStore(f"{backend.url}: nothing there. Create a store first, or check the path.")
-    if names == [LEASE_KEY]:
-        raise interrupted
     data = backend.read(ROOT)
+    has_snapshots = bool(SnapshotLog(backend).ids())
+    if data is None and has_snapshots:
+        raise BadFile(f"{backend.url}/{ROOT}: is missing, but the store has snapshots. {REMEDY}")
+    if data is None and set(names) <= {LEASE_KEY, *CREATED}:
+        raise _interrupted(backend)
     if data is None:
         raise NotAStore(f"{backend.url}: not a heatmap store: found {', '.join(names[:3])}. Check the path.")
-    described = json.loads(data).get("attributes", {}).get("bigscl")
-    if described is None:
+    spec = _parse_spec(backend, data)
+    if not has_snapshots:
+        raise _interrupted(backend)
+    return spec
+
+
+def _interrupted(backend: Backend) -> StoreError:
+    """The error for a store that lacks what its creation writes last."""
+    if (chunk := first_chunk(backend)) is None:
+        return NotAStore(f"{backend.url}: the store's creation was interrupted. Create it again.")
+    return BadFile(
+        f"{backend.url}: holds chunks ({chunk}) but no snapshot, as after an unfinished copy. {REMEDY}"
+    )
+
+
+def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
+    attributes = Fields.parse(data, f"{backend.url}/{ROOT}", REMEDY).optional("attributes")
+    if "bigscl" not in attributes:
         raise NotAStore(f"{backend.url}: a Zarr hierarchy, but not a heatmap store. Check the path.")
-    if described["format"] > FORMAT:
+    described = attributes.inside("bigscl")
+    version = described.integer("format", 1)
+    if version > FORMAT:
         raise NewerFormat(
-            f"{backend.url}: written in format {described['format']}, this version reads up to {FORMAT}. "
-            f"Upgrade bigscl."
+            f"{backend.url}: written in format {version}, this version reads up to {FORMAT}. Upgrade bigscl."
         )
-    if not SnapshotLog(backend).ids():
-        raise interrupted
-    return StoreSpec.from_json(described)
+    return StoreSpec.from_fields(described)
+
+
+def first_chunk(backend: Backend) -> str | None:
+    """The key of some chunk that lies here, whatever else is missing."""
+    return next((key for key, _ in backend.sizes("") if version_of(key) is not None), None)
 
 
 def check_fingerprint(backend: Backend, spec: StoreSpec, annotations: Annotations) -> None:
@@ -103,33 +129,47 @@ def _claim(backend: Backend) -> Lease:
     with contextlib.suppress(NotAStore):
         read_spec(backend)
         raise AlreadyExists(f"{backend.url}: there is a store already. Open it, or choose another path.")
-    ours = (SNAPSHOTS, history.FOLDER, FIRST_GROUP)
-    names = set(backend.names(""))
+    names = {name for name in backend.names("") if not is_beat(name)}
+    foreign, chunk = names - {*CREATED, ROOT, LEASE_KEY}, first_chunk(backend)
     root = backend.read(ROOT)
-    foreign = names - {*ours, ROOT, LEASE_KEY}
-    if foreign or (root is not None and "bigscl" not in json.loads(root).get("attributes", {})):
-        raise AlreadyExists(
-            f"{backend.url}: not empty: found {', '.join(sorted(names)[:3])}. Choose an empty place."
-        )
+    if foreign or chunk or (root is not None and b'"bigscl"' not in root):
+        found = chunk or ", ".join(sorted(foreign or names)[:3])
+        raise AlreadyExists(f"{backend.url}: not empty: found {found}. Choose an empty place.")
     lease = Lease.acquire(backend, "creation")
     backend.delete(ROOT)
-    for name in ours:
+    for name in CREATED:
         backend.delete_tree(name)
     return lease
 
 
-def prepare_writing(backend: Backend, snapshot: int | None) -> Snapshot:
-    """Remove what a crash left, go to the snapshot asked for (or stay at the newest), and give it back."""
+def prepare_writing(backend: Backend, snapshot: int | None, run: str) -> Snapshot:
+    """Claim the snapshot asked for (or the newest) for a new writer, and remove what a crash left."""
     backend.sweep()
     log = SnapshotLog(backend)
-    current = log.read(log.ids()[-1]) if snapshot is None else log.roll_back(snapshot)
+    claimed = log.claim(log.newest() if snapshot is None else snapshot, run)
+    if snapshot is not None:
+        log.drop_after(snapshot, claimed.id)
     delete_unnamed_groups(backend, log)
-    return current
+    delete_unnamed_versions(backend, log)
+    return claimed
 
 
 def delete_unnamed_groups(backend: Backend, log: SnapshotLog) -> None:
     """Delete the array groups that no retained snapshot names."""
+    # In this order: a group that a snapshot names from now on is not in the list.
+    names = [name for name in backend.names("") if name.startswith("arrays-")]
     named = {snapshot.group for snapshot in log.read_all().values()}
-    for name in backend.names(""):
-        if name.startswith("arrays-") and name not in named:
+    for name in names:
+        if name not in named:
             backend.delete_tree(name)
+
+
+def delete_unnamed_versions(backend: Backend, log: SnapshotLog) -> int:
+    """Delete the files of versions that no retained snapshot names; gives the bytes that were freed."""
+    listed = list(backend.sizes(""))
+    named = {version for kept in log.read_all().values() for version in versions_of(kept)}
+    unnamed = {
+        key: size for key, size in listed if (version := version_of(key)) is not None and version not in named
+    }
+    backend.delete_many(unnamed)
+    return sum(unnamed.values())

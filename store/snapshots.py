@@ -1,15 +1,19 @@
 """Committed states of the store: small immutable files with growing numbers."""
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from store.backends import Backend
-from store.errors import AlreadyExists, CommitConflict, SnapshotMissing, StoreError
+from store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
+from store.fields import Fields
 
 FOLDER = "snapshots"
+NO_DIGEST = -1
+REMEDY = "Restore the file from a copy, or, if no checkpoint names this snapshot, remove it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +29,42 @@ class Snapshot:
     group: str
     slots: tuple[int, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    generation: int = 0
+    """Of the writer that made it: one more for each opening for writing."""
+    digests: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By array, for each shard, the digest of its version; -1: unknown."""
+
+    def digests_of(self, shard: int) -> dict[str, int]:
+        """What is known of a shard's version, by array."""
+        found = {name: values[shard] for name, values in self.digests.items()}
+        return {name: digest for name, digest in found.items() if digest != NO_DIGEST}
 
     def to_bytes(self) -> bytes:
         """The file's content."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """The snapshot in a file; fields of later versions are ignored."""
-        values = json.loads(data)
-        known = {name: values[name] for name in cls.__slots__}
-        known["slots"] = tuple(known["slots"])
-        return cls(**known)
+    def from_bytes(cls, data: bytes, place: str = "snapshot") -> Self:
+        """The snapshot in a file, checked; fields of later versions are ignored."""
+        fields = Fields.parse(data, place, REMEDY)
+        slots = fields.integers("slots", -1, 2**31)
+        group = fields.text("group")
+        if not re.fullmatch(r"arrays-\d{3,9}", group):
+            raise fields.bad(f"group: found {group!r:.40}, expected arrays- and a number")
+        digests = fields.inside("digests") if "digests" in fields else Fields({}, place, REMEDY)
+        return cls(
+            id=fields.integer("id", 0),
+            parent=None if fields.is_null("parent") else fields.integer("parent", 0),
+            time=fields.number("time"),
+            run=fields.text("run"),
+            epoch=fields.integer("epoch", -1, 2**31),
+            step=fields.integer("step", 0),
+            group=group,
+            slots=slots,
+            attributes=fields.mapping("attributes"),
+            generation=fields.integer("generation", 0) if "generation" in fields else 0,
+            digests={name: digests.integers(name, -1, 2**32, len(slots)) for name in digests},
+        )
 
 
 class SnapshotLog:
@@ -66,7 +94,22 @@ class SnapshotLog:
                 f"{self._backend.url}: no snapshot {number}; retained are {self.ids() or 'none'}. "
                 f"Choose one of those, or the checkpoint that names one."
             )
-        return Snapshot.from_bytes(data)
+        return self._parse(number, data)
+
+    def _parse(self, number: int, data: bytes) -> Snapshot:
+        place = f"{self._backend.url}/{self._key(number)}"
+        snapshot = Snapshot.from_bytes(data, place)
+        if snapshot.id != number:
+            what = f"id: found {snapshot.id}, expected {number}, as its name says"
+            raise Fields({}, place, REMEDY).bad(what)
+        return snapshot
+
+    def newest(self) -> int:
+        """The number of the current state."""
+        numbers = self.ids()
+        if not numbers:
+            raise NotAStore(f"{self._backend.url}: has no snapshot. Create a store first, or check the path.")
+        return numbers[-1]
 
     def read_all(self) -> dict[int, Snapshot]:
         """All retained snapshots by number; one dropped while we look is left out."""
@@ -74,7 +117,7 @@ class SnapshotLog:
         for number in self.ids():
             data = self._backend.read(self._key(number))
             if data is not None:
-                found[number] = Snapshot.from_bytes(data)
+                found[number] = self._parse(number, data)
         return found
 
     def create(self, snapshot: Snapshot) -> None:
@@ -87,31 +130,68 @@ class SnapshotLog:
                 f"Two runs write one store: stop one of them, then resume the other."
             ) from None
 
-    def roll_back(self, number: int) -> Snapshot:
-        """Make a retained snapshot the newest, under a new number, and drop those that came after it."""
-        wanted = self.read(number)
-        newest = self.ids()[-1]
-        if newest == number:
-            return wanted
-        current = replace(wanted, id=newest + 1, parent=number, time=time.time())
-        self.create(current)
-        for later in range(number + 1, newest + 1):
-            self.drop(later)
-        return current
+    def claim(self, number: int, run: str, generation: int | None = None) -> Snapshot:
+        """Make a retained snapshot the newest, under a new number, as the first of a new writer.
+
+        Another writer that was about to commit finds the number taken, and slots of its own.
+        """
+        wanted, newest = self.read(number), self.read(self.newest())
+        if generation is None:
+            generation = newest.generation + 1
+        claimed = replace(
+            wanted, id=newest.id + 1, parent=number, time=time.time(), run=run, generation=generation
+        )
+        self.create(claimed)
+        return claimed
+
+    def drop_after(self, number: int, current: int) -> None:
+        """Remove the snapshots between a state that was returned to and the one that now has its content."""
+        for later in self.ids():
+            if number < later < current:
+                self.drop(later)
 
     def drop(self, number: int) -> None:
         """Remove a snapshot; its slots are free from now on."""
         self._backend.delete(self._key(number))
 
 
-def merge_reports(reports: list[dict[str, Any]]) -> dict[int, int]:
-    """All ranks' (shard, slot) pairs; an error if any rank failed, or two wrote one shard."""
-    written: dict[int, int] = {}
-    for rank, report in enumerate(reports):
-        if report["error"] is not None:
-            raise StoreError(f"rank {rank} failed, nothing was committed: {report['error']}")
-        for shard, slot in report["shards"].items():
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version of a shard that a rank wrote: where it is, and the digests of its arrays."""
+
+    slot: int
+    digests: Mapping[str, int]
+
+
+def report(written: Mapping[int, Written], failure: Exception | None) -> bytes:
+    """What a rank tells rank 0 at a commit."""
+    shards = {shard: [version.slot, version.digests] for shard, version in written.items()}
+    return json.dumps({"shards": shards, "error": None if failure is None else str(failure)}).encode()
+
+
+def merge_reports(reports: list[bytes]) -> dict[int, Written]:
+    """All ranks' versions by shard; an error if any rank failed, or two wrote one shard."""
+    written: dict[int, Written] = {}
+    for rank, values in enumerate(map(json.loads, reports)):
+        if values["error"] is not None:
+            raise StoreError(f"rank {rank} failed, nothing was committed: {values['error']}")
+        for shard, (slot, digests) in values["shards"].items():
             if int(shard) in written:
                 raise StoreError(f"shard {shard} was written by two ranks; the second is rank {rank}")
-            written[int(shard)] = slot
+            written[int(shard)] = Written(slot, digests)
     return written
+
+
+def with_versions(snapshot: Snapshot, written: Mapping[int, Written]) -> Snapshot:
+    """The snapshot with these versions in place of its own."""
+    slots = list(snapshot.slots)
+    unknown = [NO_DIGEST] * len(slots)
+    names = {*snapshot.digests, *(name for version in written.values() for name in version.digests)}
+    digests = {name: list(snapshot.digests.get(name, unknown)) for name in sorted(names)}
+    for shard, version in written.items():
+        slots[shard] = version.slot
+        for name, values in digests.items():
+            values[shard] = version.digests.get(name, NO_DIGEST)
+    return replace(
+        snapshot, slots=tuple(slots), digests={name: tuple(values) for name, values in digests.items()}
+    )

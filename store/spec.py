@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from store.fields import Fields
+
 FORMAT = 1
+GENERATIONS = 1024
+"""Writers, one after the other, that have slots of their own before the first one's are used again."""
 
 Layout = Literal["dense", "topk", "scores"]
 Codec = Literal["none", "blosc", "zstd"]
@@ -50,12 +54,18 @@ class StoreSpec:
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The spec that `to_json` wrote; fields of later versions are ignored."""
-        known = {name: values[name] for name in cls.__slots__}
-        known["shard_sizes"] = tuple(known["shard_sizes"])
-        known["tracked"] = tuple(known["tracked"])
-        return cls(**known)
+    def from_fields(cls, fields: Fields) -> Self:
+        """The spec that `to_json` wrote, checked; fields of later versions are ignored."""
+        rows = fields.integer("rows_per_shard", 0, 2**31)
+        sizes = fields.integers("shard_sizes", 0, rows)
+        return cls(
+            fingerprint=fields.text("fingerprint"),
+            num_classes=fields.integer("num_classes", 1, 2**31),
+            heatmap_size=fields.integer("heatmap_size", 1, 2**15),
+            rows_per_shard=rows,
+            shard_sizes=sizes,
+            tracked=fields.integers("tracked", 0, max(0, rows * len(sizes) - 1)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +77,9 @@ class GroupSpec:
     top: int | None = None
     """Classes kept per row; only for `topk`."""
     slots: int = 3
+    """Versions of a shard that one writer can keep."""
+    generations: int = GENERATIONS
+    """Writers that have slots of their own; 1 in stores of earlier revisions, whose writers share them."""
     codec: Codec = "none"
     checksum: bool = True
     counts: bool = False
@@ -86,14 +99,40 @@ class GroupSpec:
         if self.slots < 2:
             raise ValueError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
 
+        if self.generations < 1:
+            raise ValueError(f"generations: {self.generations}, expected at least 1")
+
+    @property
+    def num_slots(self) -> int:
+        """Length of the arrays' slot axis; what nobody wrote takes no space."""
+        return self.slots * self.generations
+
+    def slots_of(self, generation: int) -> range:
+        """The slots that a writer may write to."""
+        first = generation % self.generations * self.slots
+        return range(first, first + self.slots)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values for the group's attributes."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The spec that `to_json` wrote; fields of later versions are ignored."""
-        return cls(**{name: values[name] for name in cls.__slots__})
+    def from_fields(cls, fields: Fields) -> Self:
+        """The spec that `to_json` wrote, checked; fields of later versions are ignored."""
+        layout, codec = fields.text("layout"), fields.text("codec")
+        try:
+            return cls(
+                name=fields.text("name"),
+                layout=cast(Layout, layout),
+                top=fields.integer("top", 1, 2**31) if layout == "topk" else None,
+                slots=fields.integer("slots", 2, 2**15),
+                generations=fields.integer("generations", 1, 2**15) if "generations" in fields else 1,
+                codec=cast(Codec, codec),
+                checksum=fields.flag("checksum"),
+                counts=fields.flag("counts"),
+            )
+        except ValueError as error:
+            raise fields.bad(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,11 +1,13 @@
 """Which files of a store belong to which version of a shard, and so to which snapshot."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from store.snapshots import Snapshot
 
+CHUNK = re.compile(r"(arrays-\d+)/\w+/c\.(\d{1,9})\.(\d{1,9})\b")
 Version = tuple[str, int, int]
 """(array group, slot, shard)"""
 
@@ -20,11 +22,8 @@ class Bytes:
 
 def version_of(key: str) -> Version | None:
     """The version that a file belongs to, by its key `arrays-000/scores/c.<slot>.<shard>...`."""
-    parts = key.split("/")
-    if len(parts) != 3 or not parts[0].startswith("arrays-") or not parts[2].startswith("c."):
-        return None
-    fields = parts[2].split(".", 3)
-    return (parts[0], int(fields[1]), int(fields[2])) if fields[1].isdecimal() else None
+    match = CHUNK.match(key)
+    return None if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def by_version(listing: Iterable[tuple[str, int]]) -> Counter[Version]:

@@ -10,7 +10,9 @@ from fnmatch import fnmatch
 
 from braceexpand import braceexpand
 
-from bigscl.data.sources import Shard, Unreadable, s3_bucket, scheme
+from bigscl.data.remote import s3_bucket
+from bigscl.data.sources import Shard, Unreadable, scheme
+from store.retries import Patience
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512
@@ -74,7 +76,11 @@ def _found_on_s3(url: str) -> list[str]:
     store, path = s3_bucket(url)
     bucket = url[: len(url) - len(path)]
     prefix = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-    names = sorted(entry["path"] for page in obstore.list(store, prefix) for entry in page)
+
+    def list_all() -> list[str]:
+        return sorted(entry["path"] for page in obstore.list(store, prefix) for entry in page)
+
+    names = Patience(url).call("list the shards", list_all)
     pattern = path if _is_glob(path) else path + "*"
     return [bucket + name for name in names if fnmatch(name, pattern) and _is_shard(os.path.basename(name))]
 

@@ -6,11 +6,11 @@ import io
 import os
 import re
 import subprocess
-import time
-import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from bigscl.data.remote import RemoteFile, open_http, open_s3
 
 GZIP_MAGIC = b"\x1f\x8b"
 # What a connection, a compressed stream or a disk may raise while it is read.
@@ -76,34 +76,29 @@ class LocalShard:
 class StreamedShard:
     """A tar that is read from front to back: compressed, remote, or the output of a command.
 
-    Going back opens it anew; so does a connection that breaks, at most `tries` times in a row.
+    Going back opens it again.
     """
 
-    def __init__(self, open_stream: Callable[[], tuple[Readable, int | None]], tries: int) -> None:
-        self._open, self._tries = open_stream, tries
+    def __init__(self, open_stream: Callable[[], tuple[Readable, int | None]]) -> None:
+        self._open = open_stream
         self._position = 0
         self._stream: Readable | None
-        self._stream, self.stored_bytes = self._connect()
+        self._stream, self.stored_bytes = self._open()
         self.end: int | None = None
 
     def read_at(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset` on, skipping what lies before."""
-        reached, reason = 0, "it ends there"
-        for attempt in range(self._tries):
-            # A tar that is known to end earlier is not read to its end again for each sample.
-            if self.end is not None and offset + size > self.end:
-                break
+        reason = "it ends there"
+        # A tar that is known to end earlier is not read to its end again for each sample.
+        if self.end is None or offset + size <= self.end:
             try:
                 data = self._try_read(offset, size)
                 if len(data) == size:
                     return data
             except READ_ERRORS as error:
                 reason = str(error) or type(error).__name__
-            reached = max(reached, self._position)
+            self.end = self._position
             self.close()
-            self._pause(attempt)
-        else:
-            self.end = reached
         raise Unreadable(f"the tar breaks off inside {size} bytes from {offset}: {reason}")
 
     def close(self) -> None:
@@ -111,19 +106,6 @@ class StreamedShard:
         if self._stream is not None:
             self._stream.close()
         self._stream = None
-
-    def _connect(self) -> tuple[Readable, int | None]:
-        for attempt in range(self._tries - 1):
-            try:
-                return self._open()
-            except READ_ERRORS:
-                self._pause(attempt)
-        return self._open()
-
-    def _pause(self, attempt: int) -> None:
-        """Wait before the next try, longer each time; not after the last."""
-        if attempt + 1 < self._tries:
-            time.sleep(0.2 * 4**attempt)
 
     def _try_read(self, offset: int, size: int) -> bytearray:
         if self._stream is None or offset < self._position:
@@ -150,13 +132,13 @@ def open_shard(url: str, *, allow_pipe: bool = False) -> Shard:
         if kind == "pipe":
             if not allow_pipe:
                 raise Unreadable(f"{url}: runs a command; say that pipes are allowed if you trust it")
-            return StreamedShard(lambda: _open_pipe(url), tries=1)
+            return StreamedShard(lambda: _open_pipe(url))
         if kind in ("http", "https"):
-            return StreamedShard(lambda: _open_http(url), tries=3)
+            return StreamedShard(lambda: _open_remote(open_http(url)))
         if kind == "s3":
-            return StreamedShard(lambda: _open_s3(url), tries=3)
+            return StreamedShard(lambda: _open_remote(open_s3(url)))
         if _is_gzip(url):
-            return StreamedShard(lambda: (gzip.open(url), os.path.getsize(url)), tries=1)
+            return StreamedShard(lambda: (gzip.open(url), os.path.getsize(url)))
         return LocalShard(url)
     except READ_ERRORS as error:
         raise Unreadable(f"{url}: cannot be opened: {error}") from error
@@ -173,10 +155,8 @@ def _is_gzip(path: str) -> bool:
         return file.read(2) == GZIP_MAGIC
 
 
-def _open_http(url: str) -> tuple[Readable, int | None]:
-    response = urllib.request.urlopen(url, timeout=60)
-    length = response.headers.get("Content-Length")
-    return _decompressed(io.BufferedReader(response)), int(length) if length else None
+def _open_remote(file: RemoteFile) -> tuple[Readable, int | None]:
+    return _decompressed(io.BufferedReader(file)), file.length
 
 
 class _Pipe(io.RawIOBase):
@@ -217,46 +197,3 @@ class _Gunzip(gzip.GzipFile):
 
 def _decompressed(stream: io.BufferedReader) -> Readable:
     return _Gunzip(stream) if stream.peek(2)[:2] == GZIP_MAGIC else stream
-
-
-class _Chunks(io.RawIOBase):
-    """A file made of the parts of an object, as they come in."""
-
-    def __init__(self, parts: Iterator[Any]) -> None:
-        self._parts, self._part = parts, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        from obstore.exceptions import BaseError
-
-        try:
-            while not self._part and (part := next(self._parts, None)) is not None:
-                self._part = memoryview(part)
-        except BaseError as error:
-            raise OSError(str(error)) from error
-        count = min(len(buffer), len(self._part))
-        buffer[:count], self._part = self._part[:count], self._part[count:]
-        return count
-
-
-def s3_bucket(url: str) -> tuple[Any, str]:
-    """(obstore store of the bucket, path in it); credentials and endpoint come from the environment."""
-    import obstore.store
-
-    bucket, _, path = url.removeprefix("s3://").partition("/")
-    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
-    return obstore.store.S3Store(bucket, client_options={"allow_http": plain}), path
-
-
-def _open_s3(url: str) -> tuple[Readable, int | None]:
-    import obstore
-    from obstore.exceptions import BaseError
-
-    bucket, path = s3_bucket(url)
-    try:
-        found = obstore.get(bucket, path)
-    except BaseError as error:
-        raise OSError(str(error)) from error
-    return _decompressed(io.BufferedReader(_Chunks(iter(found.stream())))), found.meta["size"]

@@ -1,6 +1,7 @@
 """The contract of the store, the same on a file system, in memory and on an S3-compatible server."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,13 +113,14 @@ def test_every_retained_snapshot_can_be_opened_and_rolled_back_to(place, annotat
         for number, state in states.items():
             old = HeatmapStore.open(url, annotations=annotations, snapshot=number, options=options)
             assert_same_rows(old.read(ids), state)
-        store.rollback(1)
-        assert_same_rows(store.read(ids), states[1])
-        assert [kept.id for kept in store.snapshots()] == [0, 1, 4]
+        store.rollback(2)
+        assert_same_rows(store.read(ids), states[2])
+        assert [kept.id for kept in store.snapshots()] == [0, 1, 2, 5]
         update(store, 1, ids, **random_update(store, len(ids), seed=9))
-        assert store.commit(epoch=1).id == 5
-    with open_for_writing(place, annotations, snapshot=1) as store:
-        assert_same_rows(store.read(ids), states[1])
+        assert store.commit(epoch=1).id == 6
+    with open_for_writing(place, annotations, snapshot=2) as store:
+        assert_same_rows(store.read(ids), states[2])
+        assert [kept.id for kept in store.snapshots()] == [0, 1, 2, 7]
 
 
 def test_dropped_snapshots_free_their_slots(place, annotations):
@@ -132,9 +134,9 @@ def test_dropped_snapshots_free_their_slots(place, annotations):
             store.drop_snapshots()
             sizes.append(sum(size for name, size in store.sizes().items() if name.startswith("arrays")))
         assert sizes[1] == sizes[2] == sizes[3]
-        assert [kept.id for kept in store.snapshots()] == [4]
+        assert [kept.id for kept in store.snapshots()] == [5]
     url, options = place
-    with pytest.raises(SnapshotMissing, match=r"no snapshot 2; retained are \[4\]"):
+    with pytest.raises(SnapshotMissing, match=r"no snapshot 2; retained are \[5\]"):
         HeatmapStore.open(url, snapshot=2, options=options)
 
 
@@ -269,7 +271,7 @@ def test_a_second_committer_fails_loudly(place, annotations):
         store.commit(epoch=0)
         rival = SnapshotLog(store.backend)
         with pytest.raises(CommitConflict, match="Two runs write one store"):
-            rival.create(store.snapshot)
+            rival.create(replace(store.snapshot, run="rival"))
 
 
 def test_reading_asks_for_annotations_only_where_nothing_was_written(place, annotations):
@@ -370,13 +372,13 @@ def test_deleting_what_is_free_leaves_every_retained_snapshot_as_it_was(store, a
     for epoch in range(3):
         update(store, epoch, all_ids(annotations), **random_update(store, annotations.num_samples, epoch))
         kept[store.commit(epoch=epoch).id] = store.read(all_ids(annotations))
-    store.drop_snapshots(keep=[2])
+    store.drop_snapshots(keep=[3])
     versions = by_version(store.backend.sizes(""))
     freed = store.delete_free()
     # Three versions of every shard were there, and two are named.
     assert freed == versions.total() // 3
     assert by_version(store.backend.sizes("")).total() == versions.total() - freed
-    for number in (2, 3):
+    for number in (3, 4):
         with HeatmapStore.open(store.backend.url, snapshot=number, annotations=annotations) as reader:
             assert_same_rows(reader.read(all_ids(annotations)), kept[number])
     assert store.delete_free() == 0

@@ -4,13 +4,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from store import HeatmapStore
 from store.backends import open_backend
 from store.errors import LeaseHeld
-from store.lease import Lease, break_lease, read_holder
+from store.lease import Holder, Lease, break_lease, read_holder
 from tests.test_store.conftest import make_annotations
 
 
@@ -84,4 +85,64 @@ def test_a_failing_heartbeat_is_logged_and_tried_again(tmp_path, caplog, monkeyp
     while "no route to host" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "heartbeat failed: no route to host" in caplog.text
+    lease.release()
+
+
+def leave_lease_of_this_host(backend, **changes):
+    """The lease of a process that is not there, by its pid."""
+    holder = replace(Holder.this_process("elsewhere"), pid=2**22 + 1, **changes)
+    backend.create("lease.json", holder.to_bytes())
+
+
+def test_a_dead_pid_of_this_machine_is_taken_over_at_once(tmp_path):
+    backend = open_backend(tmp_path)
+    leave_lease_of_this_host(backend)
+    Lease.acquire(backend, "next", patience_seconds=3600).release()
+
+
+@pytest.mark.parametrize("machine", ["another-boot pid:[1]", ""])
+def test_the_same_host_name_on_another_machine_says_nothing_about_its_pid(tmp_path, monkeypatch, machine):
+    """Another pid namespace, another boot, or a lease that does not say: only the heartbeat counts."""
+    backend = open_backend(tmp_path)
+    leave_lease_of_this_host(backend, machine=machine)
+    beats = iter(range(1000))
+    read = backend.read
+    living = lambda key: str(next(beats)).encode() if key.endswith(".beat") else read(key)  # noqa: E731
+    monkeypatch.setattr(backend, "read", living)
+    with pytest.raises(LeaseHeld, match="run 'elsewhere'"):
+        Lease.acquire(backend, "next", patience_seconds=5)
+    monkeypatch.undo()
+    Lease.acquire(backend, "next", patience_seconds=0.05).release()
+
+
+def test_of_two_that_see_a_dead_lease_one_takes_it(place):
+    url, options = place
+    backend = open_backend(url, options)
+    leave_lease_of_this_host(backend)
+    dead = backend.read("lease.json")
+    winner = Lease.acquire(backend, "winner")
+    # The slower one saw the dead lease too, and acts only now.
+    assert not backend.swap("lease.json", dead, Holder.this_process("loser").to_bytes())
+    assert read_holder(backend).run == "winner"
+    winner.release()
+    assert not [name for name in backend.names("") if name.startswith("lease")]
+
+
+def test_a_beat_in_between_keeps_the_lease(tmp_path):
+    """Leases of earlier revisions count their beats in the lease itself."""
+    backend = open_backend(tmp_path)
+    leave_lease_of_this_host(backend)
+    seen = backend.read("lease.json")
+    backend.replace("lease.json", replace(Holder.from_bytes(seen), beats=1).to_bytes())
+    assert not backend.swap("lease.json", seen, b"other")
+    assert read_holder(backend).beats == 1
+
+
+def test_a_broken_lease_is_nobodys_and_can_be_taken(place):
+    url, options = place
+    backend = open_backend(url, options)
+    lease = Lease.acquire(backend, "old")
+    assert break_lease(backend).run == "old"
+    assert read_holder(backend) is None
+    Lease.acquire(backend, "new").release()
     lease.release()

@@ -72,6 +72,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self):
         self.store = HeatmapStore.open(self.place, annotations=self.annotations, mode="w", run="machine")
+        newest = max(self.committed)
+        assert (self.store.snapshot.id, self.store.snapshot.parent) == (newest + 1, newest)
+        self.committed[newest + 1] = self.committed[newest]
 
     def positives(self, n):
         offsets = self.annotations.offsets

@@ -1,0 +1,250 @@
+"""A store in a bucket of an S3-compatible object store."""
+
+import contextlib
+import os
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+import zarr.abc.store
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import ObjectStore
+
+from store.backends import StorageOptions
+from store.errors import AlreadyExists, StoreError
+from store.retries import CLIENT_OPTIONS, RETRY_CONFIG, NotImplementedByServer, Patience
+
+T = TypeVar("T")
+
+
+class ObjectBackend:
+    """A prefix of a bucket; a PUT is durable and whole when it returns."""
+
+    def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL")
+        # The client panics, with a page of text, on an endpoint that is no address.
+        if not bucket or not re.fullmatch(r"https?://[\w.:\[\]-]+(/\S*)?", endpoint or "https://aws"):
+            raise StoreError(
+                f"{self.url}: bucket {bucket!r}, endpoint {endpoint!r}; expected s3://bucket/prefix and, for "
+                f"servers other than AWS, an endpoint such as https://host:port. Correct them."
+            )
+        self._patience = Patience(f"{self.url} at {endpoint}" if endpoint else self.url)
+        self._store = self._client(bucket, prefix, endpoint, options)
+
+    @staticmethod
+    def _client(bucket: str, prefix: str, endpoint: str | None, options: StorageOptions) -> Any:
+        from obstore.store import S3Store
+
+        settings: dict[str, Any] = {"region": options.region or os.environ.get("AWS_REGION", "us-east-1")}
+        if endpoint:
+            settings["endpoint"] = endpoint
+        if options.anonymous:
+            settings["skip_signature"] = True
+        client_options: Any = {**CLIENT_OPTIONS, "allow_http": (endpoint or "").startswith("http://")}
+        return S3Store(
+            bucket,
+            prefix=prefix or None,
+            client_options=client_options,
+            retry_config=RETRY_CONFIG,
+            **settings,
+        )
+
+    def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
+        """Zarr over the same client."""
+        return PatientStore(self._store, self._patience, read_only=read_only)
+
+    def read(self, key: str) -> bytes | None:
+        """The object's bytes, or None if there is none."""
+        found = self._get(key)
+        return None if found is None else found[0]
+
+    def _get(self, key: str) -> tuple[bytes, str | None] | None:
+        """(bytes, e_tag) of an object."""
+        import obstore
+
+        def get() -> tuple[bytes, str | None]:
+            found = obstore.get(self._store, key)
+            return bytes(found.bytes()), found.meta["e_tag"]
+
+        try:
+            return self._call(f"read {key}", get)
+        except FileNotFoundError:
+            return None
+
+    def _put(self, key: str, data: bytes, mode: Any) -> None:
+        import obstore
+
+        self._call(f"write {key}", lambda: obstore.put(self._store, key, data, mode=mode))
+
+    def _call(self, doing: str, operation: Callable[[], T]) -> T:
+        return self._patience.call(doing, operation)
+
+    def create(self, key: str, data: bytes) -> None:
+        """A conditional PUT: of two writers, one fails.
+
+        It may have succeeded and its answer got lost; a second try then finds our own bytes. `data` must
+        therefore be unlike anything others write.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            self._put(key, data, "create")
+        except AlreadyExistsError:
+            if self.read(key) != data:
+                raise AlreadyExists(f"{self.url}/{key}: exists already") from None
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bool:
+        """A PUT on condition that the object is still the one that was read."""
+        from obstore.exceptions import NotSupportedError, PreconditionError
+
+        found = self._get(key)
+        if found is None or found[0] != old:
+            return False
+        try:
+            self._put(key, new, {"e_tag": found[1]})
+        except (FileNotFoundError, PreconditionError):
+            return self.read(key) == new
+        except (NotSupportedError, NotImplementedByServer):
+            return self._swap_unconditionally(key, new)
+        return True
+
+    def _swap_unconditionally(self, key: str, new: bytes) -> bool:
+        """Delete and create, for servers without conditional updates.
+
+        Between the read and the delete a third party's object may come and be deleted with the old one.
+        """
+        self.delete(key)
+        try:
+            self.create(key, new)
+        except AlreadyExists:
+            return False
+        return True
+
+    def replace(self, key: str, data: bytes) -> None:
+        """A plain PUT."""
+        self._put(key, data, "overwrite")
+
+    def delete(self, key: str) -> None:
+        """Remove an object if it is there."""
+        self.delete_many([key])
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Remove objects, a thousand with one request."""
+        import obstore
+
+        paths = list(keys)
+        named = paths[0] if len(paths) == 1 else f"{len(paths)} objects"
+        with contextlib.suppress(FileNotFoundError):
+            self._call(f"delete {named}", lambda: obstore.delete(self._store, paths))
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove all objects below a prefix."""
+        self.delete_many(key for key, _ in self.sizes(prefix))
+
+    def names(self, prefix: str) -> list[str]:
+        """Sorted names directly below a prefix."""
+        import obstore
+
+        found = self._call(
+            f"list {prefix or 'the store'}",
+            lambda: obstore.list_with_delimiter(self._store, prefix=prefix or None),
+        )
+        paths = [entry["path"] for entry in found["objects"]] + list(found["common_prefixes"])
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of every object below a prefix."""
+        import obstore
+
+        def list_all() -> list[tuple[str, int]]:
+            pages = obstore.list(self._store, prefix=prefix or None)
+            return [(entry["path"], entry["size"]) for page in pages for entry in page]
+
+        yield from self._call(f"list {prefix or 'the store'}", list_all)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """Nothing to do."""
+
+    def sweep(self) -> None:
+        """Nothing to do."""
+
+
+class PatientStore(ObjectStore[Any]):
+    """Zarr's ObjectStore, which retries what a bad connection spoils: each operation may be repeated."""
+
+    def __init__(self, store: Any, patience: Patience, *, read_only: bool = False) -> None:
+        super().__init__(store, read_only=read_only)
+        self._patience = patience
+
+    def with_read_only(self, read_only: bool = False) -> Self:
+        """The same place, with or without the right to write."""
+        return type(self)(self.store, self._patience, read_only=read_only)
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The object's bytes, or None if there is none."""
+        above = super().get
+        return await self._patience.wait_for(f"read {key}", lambda: above(key, prototype, byte_range))
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        """Parts of several objects."""
+        above, wanted = super().get_partial_values, list(key_ranges)
+        return await self._patience.wait_for("read parts of objects", lambda: above(prototype, wanted))
+
+    async def exists(self, key: str) -> bool:
+        """Whether there is such an object."""
+        above = super().exists
+        return await self._patience.wait_for(f"look for {key}", lambda: above(key))
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Make or overwrite an object."""
+        above = super().set
+        await self._patience.wait_for(f"write {key}", lambda: above(key, value))
+
+    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
+        """Make an object if there is none."""
+        above = super().set_if_not_exists
+        await self._patience.wait_for(f"write {key}", lambda: above(key, value))
+
+    async def delete(self, key: str) -> None:
+        """Remove an object if it is there."""
+        above = super().delete
+        await self._patience.wait_for(f"delete {key}", lambda: above(key))
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Remove all objects below a prefix."""
+        above = super().delete_dir
+        await self._patience.wait_for(f"delete {prefix}", lambda: above(prefix))
+
+    async def getsize(self, key: str) -> int:
+        """Bytes of an object."""
+        above = super().getsize
+        return await self._patience.wait_for(f"look for {key}", lambda: above(key))
+
+    def list(self) -> AsyncGenerator[str, None]:
+        """All keys."""
+        return self._listed("list the store", super().list)
+
+    def list_prefix(self, prefix: str) -> AsyncGenerator[str, None]:
+        """All keys below a prefix."""
+        above = super().list_prefix
+        return self._listed(f"list {prefix}", lambda: above(prefix))
+
+    def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
+        """The names directly below a prefix."""
+        above = super().list_dir
+        return self._listed(f"list {prefix}", lambda: above(prefix))
+
+    async def _listed(self, doing: str, start: Callable[[], AsyncIterator[str]]) -> AsyncGenerator[str, None]:
+        """All of a listing, before the first of it: one that breaks off starts again."""
+
+        async def collect() -> tuple[str, ...]:
+            return tuple([name async for name in start()])
+
+        for name in await self._patience.wait_for(doing, collect):
+            yield name
