@@ -2,12 +2,16 @@
 
 import importlib
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from bigscl.parsing import BadFile, parsing
+from bigscl.printing import first_few
 
 logger = logging.getLogger(__name__)
 
@@ -115,24 +119,35 @@ def read_state(file: str) -> dict[str, Tensor]:
     """The state dict in a weights file; a torch file is read without running any code that is in it."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"weights: no file {file}")
-    if file.endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    content = torch.load(file, map_location="cpu", weights_only=True)
+    with parsing(file, "a weights file of tensors", "Give model.weights another file."):
+        content = _load(file)
     # Training scripts wrap the state dict: torchvision's under "model", Lightning's and timm's so.
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"weights: {file} holds no state dict (names and tensors)")
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise BadFile(f"weights: {file} holds no state dict (names and tensors)")
     return content
+
+
+def _load(file: str) -> Any:
+    if file.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    with warnings.catch_warnings():
+        # Of odd tensors in odd files, which are refused where they do not fit.
+        warnings.simplefilter("ignore")
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: str) -> None:
     """Put `state` into `network`, strictly; only a head of another number of classes stays as it is."""
     expected = network.state_dict()
-    rows = {name: len(state[name]) for name in (f"{head}.weight", f"{head}.bias") if name in state}
+    names = [name for name in (f"{head}.weight", f"{head}.bias") if name in state]
+    rows = {name: state[name].shape[0] if state[name].ndim else 0 for name in names}
     found = rows.get(f"{head}.weight")
     wanted = len(expected[f"{head}.weight"])
     if found is not None and found != wanted:
@@ -141,8 +156,8 @@ def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: 
             state[name] = expected[name]
     try:
         network.load_state_dict(state, strict=True)
-    except RuntimeError:
-        raise ValueError(
+    except (RuntimeError, TypeError, NotImplementedError):
+        raise BadFile(
             f"weights: {source} does not fit {type(network).__name__}: {_differences(state, expected)}. "
             f"Only the head ({head}) may differ, in its number of classes."
         ) from None
@@ -157,7 +172,7 @@ def _differences(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
         "of another shape": [name for name in common if state[name].shape != expected[name].shape],
     }
     return "; ".join(
-        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        f"{len(names)} {kind} ({first_few(names, len(names), most=3)})"
         for kind, names in kinds.items()
         if names
     )

@@ -16,12 +16,14 @@ from bigscl.schedule import Phase, Ramp, Schedule
 from store.backends import StorageOptions
 from store.spec import Codec
 
-strict = ConfigDict(extra="forbid")
+strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+# What numpy, torch and file formats take; a larger number is a mistake.
+LARGEST = 2**63 - 1
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountOrNone = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)

@@ -1,6 +1,8 @@
 """Configs from YAML files and command lines, with every mistake in them reported at once."""
 
+import reprlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,17 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from bigscl.config import Config, ObjectiveConfig
+from bigscl.parsing import reason_of
+from bigscl.printing import first_few, printable
 
+# Values of a config, with their aliases written out; those in this folder have about a hundred.
+MOST_VALUES = 10_000
+MOST_LEVELS = 20
+MOST_MISTAKES = 50
+LONGEST_INPUT = 80
+# Values as they were found, in messages.
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
 NEEDS_MEMORY = ("en", "ep")
 NEEDS_K = ("en", "ep", "epr", "role")
 
@@ -19,32 +31,80 @@ class ConfigError(ValueError):
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a YAML file with `--section.key value` overrides; ConfigError lists all mistakes."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
+    values = _read(path)
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
     return make_config(values, str(path))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{printable(str(path))}: cannot be read: {reason_of(error)}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
+    return values
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The plain values in a YAML text; ConfigError, with its source, for anything else.
+
+    Aliases are followed only as far as the result stays small: ten lines of them can mean a billion values.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {}, frozenset())
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        reason = printable(" ".join(str(error).split()))
+    except Exception as error:  # YAML raises whatever the text after a tag makes it trip over.
+        reason = reason_of(error)
+    raise ConfigError(f"{printable(source)}: cannot be read: {reason}. Expected YAML: `key: value`.")
+
+
+def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> int:
+    """Values in a node with all aliases written out; ValueError if they are too many or nested too deeply."""
+    if id(node) in inside:
+        raise ValueError("an alias inside of what it names")
+    if len(inside) > MOST_LEVELS:
+        raise ValueError(f"more than {MOST_LEVELS} levels")
+    if id(node) not in counts:
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        counts[id(node)] = 1 + sum(_count(one, counts, inside | {id(node)}) for one in inner)
+    if counts[id(node)] > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
+    return counts[id(node)]
+
+
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
     """The config of plain values, or ConfigError with everything that is wrong in it."""
     try:
-        config = TypeAdapter(Config).validate_python(values)
+        config = _adapter().validate_python(values)
     except ValidationError as error:
         problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
         raise ConfigError(_listed(source, problems)) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply, expected sections with settings") from None
     if problems := list(_conflicts(config)):
         raise ConfigError(_listed(source, problems))
     return config
 
 
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
 def to_yaml(config: Config) -> str:
     """The resolved config, as it can be loaded again."""
-    plain = TypeAdapter(Config).dump_python(config, mode="json")
+    plain = _adapter().dump_python(config, mode="json")
     return yaml.safe_dump(plain, sort_keys=False)
 
 
@@ -103,7 +163,7 @@ def changed_settings(before: Path, config: Config) -> list[str]:
     """Settings that are not as in a saved config, as `section.key: value`; none where there is no file."""
     if not before.exists():
         return []
-    old = dict(_flat(yaml.safe_load(before.read_text())))
+    old = dict(_flat(_read(before)))
     new = dict(_flat(yaml.safe_load(to_yaml(config))))
     return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
 
@@ -122,13 +182,13 @@ def _parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
     while remaining:
         name = remaining.pop(0)
         if not name.startswith("--"):
-            raise ConfigError(f"{name!r}: expected --section.key value")
+            raise ConfigError(f"{name[:LONGEST_INPUT]!r}: expected --section.key value")
         name, equals, text = name[2:].partition("=")
         if not equals:
             if not remaining:
                 raise ConfigError(f"--{name}: expected a value after it")
             text = remaining.pop(0)
-        yield name, yaml.safe_load(text)
+        yield name, parse_yaml(text, f"--{name} {text[:LONGEST_INPUT]}")
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
@@ -152,9 +212,11 @@ def _complaint(error: Any) -> str:
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "missing"
     message: str = error["msg"]
-    return f"{error['input']!r}: {message[0].lower()}{message[1:]}"
+    found = SHORT.repr(error["input"])
+    return f"{found}: {message[0].lower()}{message[1:]}"
 
 
 def _listed(source: str, problems: list[tuple[str, str]]) -> str:
-    lines = "\n".join(f"  {path}: {complaint}" for path, complaint in problems)
+    named = (f"  {path[:LONGEST_INPUT]}: {complaint}" for path, complaint in problems)
+    lines = first_few(named, len(problems), most=MOST_MISTAKES, join="\n")
     return f"{source}: {len(problems)} mistake{'s' if len(problems) > 1 else ''}\n{lines}"

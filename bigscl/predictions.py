@@ -3,7 +3,6 @@
 # Shapes: n images, L classes, R best classes of an image.
 
 import shutil
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,10 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index, Labels
 from bigscl.inference import Predictions
 from bigscl.metrics import best_classes
+from bigscl.parsing import BadFile, parsing
 
 NUM_RANKED = 10
+NUMPY_FILE = "a numpy file of plain arrays"
 CHUNK_IMAGES = 4096
 FILE_NAME = "predictions.zarr"
 LARGEST = float(np.finfo(np.float16).max)
@@ -103,7 +104,7 @@ def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | Non
     if keys is not None:
         arrays["keys"] = _read_keys(keys)
     if labels is not None:
-        arrays["labels"] = np.load(_there(labels), allow_pickle=False)
+        arrays["labels"] = _load_array(labels)
     return _from_arrays(path, arrays)
 
 
@@ -112,39 +113,71 @@ def _load_group(path: Path) -> SavedPredictions:
         raise FileNotFoundError(
             f"{path}: no predictions there. Expected a folder that bigscl.evaluate wrote, an .npz or an .npy."
         )
-    group = zarr.open_group(path, mode="r")
-    arrays: dict[str, Any] = {name: np.asarray(values[:]) for name, values in group.arrays()}
-    attributes: dict[str, Any] = dict(group.attrs)
-    return SavedPredictions(
-        ids=arrays["ids"],
-        keys=tuple(arrays["keys"].tolist()),
-        logits=arrays["logits"],
-        ranked=arrays["ranked"],
-        labels=arrays.get("labels"),
-        class_names=tuple(attributes["class_names"]),
-        about=attributes["about"],
-    )
+    with parsing(path, "predictions of bigscl.evaluate", "Evaluate again."):
+        group = zarr.open_group(path, mode="r")
+        arrays: dict[str, Any] = {name: np.asarray(values[:]) for name, values in group.arrays()}
+        attributes: dict[str, Any] = dict(group.attrs)
+        saved = SavedPredictions(
+            ids=arrays["ids"],
+            keys=tuple(map(str, arrays["keys"].tolist())),
+            logits=arrays["logits"],
+            ranked=arrays["ranked"],
+            labels=arrays.get("labels"),
+            class_names=tuple(map(str, attributes["class_names"])),
+            about=dict(attributes["about"]),
+        )
+        _check(saved)
+    return saved
+
+
+def _check(saved: SavedPredictions) -> None:
+    """Raise ValueError for arrays that do not fit together."""
+    n, num_classes = len(saved.keys), len(saved.class_names)
+    kinds = {"ids": np.integer, "logits": np.floating, "ranked": np.integer, "labels": np.integer}
+    shapes = {"ids": (n,), "logits": (n, num_classes), "labels": (n, num_classes)}
+    shapes["ranked"] = (n, min(NUM_RANKED, num_classes))
+    for name, kind in kinds.items():
+        values = getattr(saved, name)
+        if values is None and name == "labels":
+            continue
+        if values.shape != shapes[name] or not np.issubdtype(values.dtype, kind):
+            found = f"{values.dtype} {list(values.shape)}"
+            raise ValueError(f"{name} are {found}, expected {kind.__name__} {list(shapes[name])}")
+    if n and not (saved.ranked.min() >= 0 and saved.ranked.max() < num_classes):
+        raise ValueError(f"ranked has class {saved.ranked.max()} of {num_classes}")
+    if saved.labels is not None and not np.isin(saved.labels, (-1, 0, 1)).all():
+        raise ValueError("labels are not all 1, 0 or -1")
 
 
 def _arrays(path: Path) -> dict[str, Any]:
-    try:
-        content = np.load(_there(path), allow_pickle=False)
-        return {"logits": content} if path.suffix == ".npy" else dict(content)
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: not a numpy file of plain arrays ({error})") from error
+    if path.suffix == ".npy":
+        return {"logits": _load_array(path)}
+    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+        content = np.load(file, allow_pickle=False)
+        return {name: np.asarray(content[name]) for name in content.files}
+
+
+def _load_array(path: Path) -> NDArray[Any]:
+    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+        content = np.load(file, allow_pickle=False)
+        if not isinstance(content, np.ndarray):
+            raise ValueError("several arrays, expected one")
+        return content
 
 
 def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
     for name in ("logits", "keys"):
         if name not in arrays:
-            raise ValueError(f"{path}: no {name}. Expected `logits` [n, classes] and `keys` [n]; see --keys.")
-    logits, keys = arrays["logits"], [str(key) for key in arrays["keys"]]
+            raise BadFile(f"{path}: no {name}. Expected `logits` [n, classes] and `keys` [n]; see --keys.")
+    logits, keys = arrays["logits"], np.asarray(arrays["keys"]).reshape(-1).astype(str).tolist()
     if logits.ndim != 2 or len(keys) != len(logits) or not np.issubdtype(logits.dtype, np.floating):
-        raise ValueError(
+        raise BadFile(
             f"{path}: logits are {logits.dtype} {list(logits.shape)} and there are {len(keys)} keys; "
             f"expected floating-point [n, classes], and a key for each row"
         )
-    names = arrays.get("class_names", range(logits.shape[1]))
+    names = np.asarray(arrays.get("class_names", range(logits.shape[1]))).reshape(-1).tolist()
+    if len(names) != logits.shape[1] or logits.shape[1] < 1:
+        raise BadFile(f"{path}: {len(names)} class_names for logits of {logits.shape[1]} classes")
     return SavedPredictions(
         ids=np.arange(len(logits)),
         keys=tuple(keys),
@@ -160,12 +193,12 @@ def _as_matrix(path: Path, labels: NDArray[Any], shape: Sequence[int]) -> NDArra
     """Labels [n,L], whether they came so or as one class per image."""
     if labels.shape == (shape[0],) and np.issubdtype(labels.dtype, np.integer):
         if labels.size and (labels.min() < 0 or labels.max() >= shape[1]):
-            raise ValueError(f"{path}: labels go from {labels.min()} to {labels.max()} of {shape[1]} classes")
+            raise BadFile(f"{path}: labels go from {labels.min()} to {labels.max()} of {shape[1]} classes")
         matrix = np.zeros(shape, np.int8)
         matrix[np.arange(len(labels)), labels] = 1
         return matrix
     if labels.shape != tuple(shape) or not np.isin(labels, (-1, 0, 1)).all():
-        raise ValueError(
+        raise BadFile(
             f"{path}: labels are {labels.dtype} {list(labels.shape)}; expected class numbers [{shape[0]}], "
             f"or {list(shape)} of 1 (positive), 0 (negative) and -1 (unknown)"
         )
@@ -174,9 +207,10 @@ def _as_matrix(path: Path, labels: NDArray[Any], shape: Sequence[int]) -> NDArra
 
 def _read_keys(path: Path) -> Sequence[str]:
     if path.suffix == ".npy":
-        keys: list[str] = np.load(_there(path), allow_pickle=False).tolist()
+        keys: list[str] = _load_array(path).reshape(-1).astype(str).tolist()
         return keys
-    return _there(path).read_text().split()
+    with parsing(_there(path), "a list of keys, one a line", "Give another file."):
+        return path.read_text().split()
 
 
 def _there(path: Path) -> Path:

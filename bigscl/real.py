@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bigscl.parsing import BadFile, parsing
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 WNID = re.compile(r"n\d{8}")
@@ -32,12 +35,13 @@ def read_real(path: Path) -> list[list[int]]:
         raise FileNotFoundError(
             f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
         )
-    try:
+    with parsing(path, "JSON", "Download it again."):
         lists = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
-        raise ValueError(f"{path}: expected a list with a list of classes for each validation image")
+        raise BadFile(f"{path}: expected a list with a list of classes for each validation image")
+    wrong = (label for own in lists for label in own if type(label) is not int or label < 0)
+    if (label := next(wrong, None)) is not None or any(None in own for own in lists):
+        raise BadFile(f"{path}: found the class {reprlib.repr(label)}, expected numbers from 0 on")
     return lists
 
 

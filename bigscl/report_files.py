@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.metrics import PrecisionRecall, Subset
+from bigscl.printing import printable
 from bigscl.report import Report
 
 DIGITS = 6
@@ -79,7 +80,9 @@ def main_table(reports: Sequence[Report]) -> str:
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose first column is text and whose others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(printable(cell).replace("|", "/") for cell in line) + " |" for line in lines
+    )
 
 
 def percent(fraction: float) -> str:
@@ -106,7 +109,7 @@ def _about(report: Report) -> str:
     if report.shards:
         lines.append(f"Images: {report.shards}.")
     if report.missing:
-        named = ", ".join(report.missing[:NAMED_MISSING])
+        named = ", ".join(map(printable, report.missing[:NAMED_MISSING]))
         more = len(report.missing) - NAMED_MISSING
         rest = f" and {more:,} more (all in report.json)" if more > 0 else ""
         lines.append(f"Missing: {len(report.missing):,} images without a prediction: {named}{rest}.")

@@ -6,8 +6,8 @@ from typing import Any
 
 import typer
 
+from bigscl.printing import printable
 from tools.errors import explain
-from tools.text import printable
 
 # Click, or the part of it that comes with typer, raises it for a command line that cannot be parsed.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = explain(error)
         if message is None:  # a bug keeps its traceback
             raise
-        print(f"bigscl: {printable(message)}", file=sys.stderr)
+        print(f"bigscl: {printable(message, keep=chr(10))}", file=sys.stderr)
         code = 2
     raise SystemExit(code or 0)
 

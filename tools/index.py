@@ -9,10 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.data.index import Index, default_path, stored_fingerprint
-from bigscl.data.scan import NoSamples, Problem, scan
+from bigscl.data.scan import LARGEST_CLASS, LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
+from bigscl.parsing import parsing
 from tools.progress import progress
+
+MOST_PROBLEMS = 100
 
 
 def command(
@@ -67,13 +70,14 @@ def command(
 def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int | None]:
     """(names, number) of the classes, as far as they are told."""
     if given is not None and given.isdecimal():
-        if int(given) < 1:
-            raise ValueError(f"--classes: {given}, expected at least 1")
+        if not 1 <= len(given) <= LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
+            raise ValueError(f"--classes: {given[:LONGEST_NUMBER]}, expected 1 to {LARGEST_CLASS}")
         return None, int(given)
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):
         return None, None
-    names = path.read_text().splitlines()
+    with parsing(path, "a list of class names", "Give a text file with one name a line, or a number."):
+        names = path.read_text().splitlines()
     if not names or len(set(names)) < len(names) or not all(names):
         raise ValueError(f"{path}: expected a different name on each line, found {len(names)} lines")
     return names, None
@@ -93,7 +97,7 @@ def _print(index: Index, problems: list[Problem], path: Path, before: str | None
     if facts["changed"]:
         print(f"  the data has changed: it was {before}; heatmap stores made for that do not open with this")
     if problems:
-        print(f"  {len(problems)} problems found, listed above")
+        print(f"  {len(problems):,} problems found, listed above")
 
 
 def _facts(index: Index, path: Path, before: str | None) -> dict[str, Any]:
@@ -116,8 +120,10 @@ def _print_problems(problems: list[Problem], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"problems": [_fields(problem) for problem in problems]}))
         return
-    for problem in problems:
+    for problem in problems[:MOST_PROBLEMS]:
         print(problem)
+    if (more := len(problems) - MOST_PROBLEMS) > 0:
+        print(f"... and {more:,} more problems; --json lists all of them")
 
 
 def _fields(problem: Problem) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.printing import printable
 from store import StoreSpec
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def name_of(sample: int, index: "Index | None") -> str:
 
 def class_name(number: int, index: "Index | None") -> str:
     """A class for people."""
-    return f"class {number}" if index is None else index.class_names[number]
+    return f"class {number}" if index is None else printable(index.class_names[number])
 
 
 def find_class(name: str, index: "Index") -> int:
@@ -78,6 +79,6 @@ def find_class(name: str, index: "Index") -> int:
         return index.class_names.index(name)
     if name.isdecimal() and int(name) < index.num_classes:
         return int(name)
-    near = [known for known in index.class_names if name.lower() in known.lower()][:3]
+    near = [printable(known) for known in index.class_names if name.lower() in known.lower()][:3]
     hint = f"Did you mean {', '.join(near)}?" if near else f"There are {index.num_classes}, from 0 on."
     raise ValueError(f"class {name!r}: no such class. {hint}")

@@ -3,20 +3,13 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from bigscl.printing import printable
 from bigscl.units import size as size
-
-
-def printable(text: str) -> str:
-    """The text without what could move a terminal's cursor or colour it; such characters are spelled out."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
 
 
 def say(text: str) -> None:
     """Print text that may hold names from files."""
-    print(printable(text))
+    print(printable(text, keep="\n\t"))
 
 
 def counted(number: int, what: str) -> str:
@@ -44,7 +37,7 @@ def moment(seconds: float) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
     """Columns under their heads; numbers to the right, all else to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     right = [all(isinstance(row[place], int | float) for row in rows) for place in range(len(heads))]
     lines = []

@@ -15,6 +15,7 @@ from bigscl.data.datasets import (
     multi_label_shards,
 )
 from bigscl.data.write import Shards
+from bigscl.parsing import BadFile, parsing, reason_of
 
 
 def coco(
@@ -25,9 +26,7 @@ def coco(
     classes, official_train = _official(source, f"train{year}")
     val_classes, official_val = _official(source, f"val{year}")
     if classes != val_classes:
-        raise ValueError(
-            f"{source}: the categories of train{year} and val{year} differ, expected the same list"
-        )
+        raise BadFile(f"{source}: the categories of train{year} and val{year} differ, expected the same list")
     return multi_label_shards(
         "coco",
         classes=classes,
@@ -43,21 +42,33 @@ def _official(source: Path, name: str) -> tuple[list[str], list[Annotated]]:
     """(class names, annotated images): ids sorted as strings, images without annotation left out."""
     file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
     folder = existing_folder(source / name, "the folder of its images")
-    try:
+    with parsing(file, "well-formed JSON", "Unpack the annotations again."):
         # Outlines are most of the file, and not needed: dropped as they are read, not after.
         content = json.loads(file.read_bytes(), object_hook=_without_outline)
-        classes, boxes = [category["name"] for category in content["categories"]], _boxes(content)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not well-formed JSON ({error}). Unpack the annotations again.") from None
+    try:
+        classes, boxes = _class_names(content), _boxes(content)
+        names = {str(image["id"]): image["file_name"] for image in content["images"] if image["id"] in boxes}
+        if strange := [name for name in names.values() if not _is_inside(name)]:
+            raise ValueError(f"the file name {strange[0]!r} is not that of a file in the folder")
     except KeyError as error:
-        raise ValueError(
-            f"{file}: {error} is used but not there, expected an instances file of COCO"
-        ) from None
-    names = {str(image["id"]): image["file_name"] for image in content["images"] if image["id"] in boxes}
+        raise BadFile(f"{file}: {error} is used but not there, expected an instances file of COCO") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BadFile(f"{file}: {reason_of(error)}; expected an instances file of COCO") from None
     return classes, [
         Annotated(path=existing(folder / names[key], f"an image named in {file.name}"), boxes=boxes[int(key)])
         for key in sorted(names)
     ]
+
+
+def _class_names(content: dict[str, Any]) -> list[str]:
+    names = [category["name"] for category in content["categories"]]
+    if wrong := [name for name in names if not isinstance(name, str) or not name.isprintable()]:
+        raise ValueError(f"the category {wrong[0]!r} has no printable name")
+    return names
+
+
+def _is_inside(name: Any) -> bool:
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
@@ -67,6 +78,8 @@ def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
     boxes: dict[int, list[Box]] = defaultdict(list)
     for item in content["annotations"]:
         image = item["image_id"]
+        if type(image) is not int:
+            raise ValueError(f"the image id {image!r} is not a number")
         (width, height), (left, top, box_width, box_height) = sides[image], item["bbox"]
         boxes[image].append(
             (

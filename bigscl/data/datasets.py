@@ -1,5 +1,6 @@
 """Multi-label datasets under the single-positive protocol: what VOC and COCO have in common."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from bigscl.data.imagefile import ImageFile, Resize, key_of
 from bigscl.data.protocol import observe, split
 from bigscl.data.write import MultiLabel, Sample, Shards
+from bigscl.parsing import BadFile
+from bigscl.printing import printable
 
 Box = tuple[int, float, float, float, float]
 
@@ -94,7 +97,9 @@ def label_matrix(labels: Sequence[tuple[int, ...]], num_classes: int) -> NDArray
 
 
 def fraction(position: float, length: float) -> float:
-    """A pixel position in 0..1 of the side it is on."""
+    """A pixel position in 0..1 of the side it is on; ValueError where one of them is no number of pixels."""
+    if not (0 < length < math.inf and math.isfinite(position)):
+        raise ValueError(f"pixel {position} of {length}, expected numbers, the second larger than 0")
     return round(min(max(position / length, 0.0), 1.0), 5)
 
 
@@ -102,11 +107,11 @@ def existing_folder(path: Path, what: str) -> Path:
     """The path of a folder, or an error that says what was expected there."""
     if existing(path, what).is_dir():
         return path
-    raise ValueError(f"{path}: a file, expected {what}")
+    raise BadFile(f"{printable(str(path))}: a file, expected {what}")
 
 
 def existing(path: Path, what: str) -> Path:
     """The path, or an error that says what was expected there."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: not there, expected {what}")
+        raise FileNotFoundError(f"{printable(str(path))}: not there, expected {what}")
     return path

@@ -1,7 +1,6 @@
 """Pixels from bytes: every image file gets a defined answer, an upright RGB image or the reason why not."""
 
 import io
-import struct
 
 import numpy as np
 import torch
@@ -9,10 +8,9 @@ import torchvision.io
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from bigscl.data.headers import check_header, check_pixels
 from bigscl.data.sources import Unreadable
 
-# Pillow's own limit, beyond which it warns of a decompression bomb.
-MAX_PIXELS = 89_478_485
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 RGB = torchvision.io.ImageReadMode.RGB.value
 # The operator below torchvision.io.decode_jpeg, which since torchvision 0.29 says at each call that it will
@@ -26,8 +24,8 @@ def decode(data: bytearray) -> Tensor:
     Grayscale and CMYK become RGB, palettes are resolved, transparency is dropped, 16 bits become 8. Raises
     Unreadable for truncated or broken files, for other formats, and for images of more than MAX_PIXELS.
     """
-    if _decode_jpeg is not None and data[:3] == b"\xff\xd8\xff":
-        _check_size(*_jpeg_size(data))
+    size_is_known = check_header(data)
+    if _decode_jpeg is not None and size_is_known and data[:3] == b"\xff\xd8\xff":
         try:
             image: Tensor = _decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), RGB, True)
             return image
@@ -40,7 +38,7 @@ def decode(data: bytearray) -> Tensor:
 def _decode_with_pillow(data: bytearray) -> Tensor:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(*image.size)
+            check_pixels(*image.size)
             upright = _to_rgb(ImageOps.exif_transpose(image))
     except Unreadable:
         raise
@@ -58,22 +56,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
-
-
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS:
-        raise Unreadable(f"{width} x {height} pixels, more than the {MAX_PIXELS} that are decoded")
-
-
-def _jpeg_size(data: bytearray) -> tuple[int, int]:
-    """(width, height) that the frame header of a JPEG states; (0, 0) if there is none."""
-    position = 2
-    while position + 9 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        # Start of frame, except for the three markers in that range which are tables.
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", data, position + 5)
-            return width, height
-        length = 0 if marker == 0xFF else struct.unpack_from(">H", data, position + 2)[0] + 1
-        position += 1 + length
-    return 0, 0

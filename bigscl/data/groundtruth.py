@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 from bigscl.data.imagefile import key_of
+from bigscl.parsing import BadFile, parsing
 
+LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"
 
 
@@ -15,17 +17,17 @@ def read_ground_truth(file: Path, synsets: Path | None) -> list[str] | dict[str,
     a number into `synsets`, counted from 1 as in ImageNet's devkit, from 0 if a 0 occurs. The numbers of the
     devkit are not in the order of the sorted names, so numbers without `synsets` are refused.
     """
-    rows = [re.split(r"[,\s]+", line.strip()) for line in file.read_text().splitlines() if line.strip()]
+    with parsing(file, "a text file", "Give the ground truth as text, a class on every line."):
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    rows = [re.split(r"[,\s]+", line) for line in lines if line]
     if rows and rows[0][0] == "ImageId":  # the header of Kaggle's table
         rows = rows[1:]
     if not rows:
-        raise ValueError(f"{file}: empty, expected a class on every line")
+        raise BadFile(f"{file}: empty, expected a class on every line")
     column = min(1, len(rows[0]) - 1)
     for number, row in enumerate(rows, 1):
         if len(row) <= column:
-            raise ValueError(
-                f"{file}: row {number} is {row[0]!r}, expected `image class` as in the first row"
-            )
+            raise BadFile(f"{file}: row {number} is {row[0]!r}, expected `image class` as in the first row")
     names = _names([row[column] for row in rows], file, synsets)
     if column == 0:
         return names
@@ -37,29 +39,33 @@ def read_synsets(file: Path) -> list[str]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: not there, expected {HINT}")
     if file.suffix != ".mat":
-        return [line.split()[0] for line in file.read_text().splitlines() if line.strip()]
+        with parsing(file, "a text file", f"Expected {HINT}."):
+            return [line.split()[0] for line in file.read_text().splitlines() if line.strip()]
     try:
         from scipy.io import loadmat  # type: ignore[import-untyped]
     except ImportError:
-        raise ValueError(f"{file}: needs scipy to be read: pip install scipy") from None
-    rows = loadmat(file, squeeze_me=True)["synsets"]
-    # Inner nodes of the hierarchy follow the 1,000 leaves.
-    leaves = [(int(row["ILSVRC2012_ID"]), str(row["WNID"])) for row in rows if not row["num_children"]]
+        raise BadFile(f"{file}: needs scipy to be read: pip install scipy") from None
+    with parsing(file, "the devkit's meta.mat", f"Expected {HINT}."):
+        rows = loadmat(file, squeeze_me=True)["synsets"]
+        # Inner nodes of the hierarchy follow the 1,000 leaves.
+        leaves = [(int(row["ILSVRC2012_ID"]), str(row["WNID"])) for row in rows if not row["num_children"]]
     return [name for _, name in sorted(leaves)]
 
 
 def _names(classes: list[str], file: Path, synsets: Path | None) -> list[str]:
-    if not all(name.isdigit() for name in classes):
+    if not all(name.isascii() and name.isdigit() for name in classes):
         if synsets is not None:
-            raise ValueError(f"{file}: classes are names already, a list of synsets has no effect: drop it")
+            raise BadFile(f"{file}: classes are names already, a list of synsets has no effect: drop it")
         return classes
     if synsets is None:
-        raise ValueError(
+        raise BadFile(
             f"{file}: classes are numbers, and their order is not that of the sorted class folders. "
             f"Give the list they count in: {HINT}."
         )
+    if longest := [name for name in classes if len(name) > LONGEST_NUMBER]:
+        raise BadFile(f"{file}: class {longest[0][:LONGEST_NUMBER]}... has {len(longest[0])} digits")
     names, numbers = read_synsets(synsets), [int(name) for name in classes]
     first = 0 if 0 in numbers else 1
     if max(numbers) - first >= len(names):
-        raise ValueError(f"{file}: has class {max(numbers)}, but {synsets} names only {len(names)} classes")
+        raise BadFile(f"{file}: has class {max(numbers)}, but {synsets} names only {len(names)} classes")
     return [names[number - first] for number in numbers]

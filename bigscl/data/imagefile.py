@@ -7,11 +7,15 @@ from typing import Literal
 
 from PIL import Image
 
+from bigscl.data.headers import check_header, check_pixels
+
 # What a training pipeline reads from shards, by the first bytes of the file. Names are no guide: one of
 # ImageNet's .JPEG files is a PNG.
 SIGNATURES = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n\x1a\n": "png"}
 # torchvision's list of what an image folder may hold.
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+# Those of these names, and no others: Pillow runs Ghostscript for some.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 QUALITY = 95
 
 
@@ -60,7 +64,7 @@ class ImageFile:
             return extension, content
         try:
             return _reencoded(content, self.resize)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except Exception:  # Pillow's plugins raise whatever a broken file makes them trip over.
             return extension or "jpg", content
 
 
@@ -73,7 +77,9 @@ def _extension(content: bytes) -> str | None:
 def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
     """A resized JPEG, or a PNG of a kind of file that shards do not hold (BMP, TIFF, ...)."""
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(content)) as image:
+    check_header(content)
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        check_pixels(image.width, image.height)
         if resize is None:
             image.convert("RGB").save(buffer, format="PNG")
             return "png", buffer.getvalue()

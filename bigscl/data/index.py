@@ -4,10 +4,10 @@ import hashlib
 import json
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,15 @@ from bigscl.data import shards as tars
 from bigscl.data.observed import draw_negatives, draw_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
+from bigscl.parsing import BadFile, parsing
+from bigscl.printing import first_few, printable
 from store.annotations import Annotations
 
 VERSION = 1
 UNKNOWN_BYTES = -1
 RAGGED = ("keys", "positives", "negatives", "labels")
+ARRAYS = ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes")
+WHAT, REMEDY = "an index of bigscl", "Delete it, or choose another path; make it again with `bigscl index`."
 Labels = Literal["observed", "labels"]
 
 
@@ -78,11 +82,12 @@ class Index:
 
     def key(self, sample_id: int) -> str:
         """A sample's key in its shard."""
-        return bytes(self.keys[sample_id]).decode()
+        # Bytes that are not UTF-8 are written as escapes, as everywhere.
+        return bytes(self.keys[sample_id]).decode(errors="backslashreplace")
 
     def name(self, sample_id: int) -> str:
-        """A sample's shard and key, for messages."""
-        return f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}"
+        """A sample's shard and key, for messages: without control characters."""
+        return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
 
     def labels_of(self, ids: NDArray[np.int64], which: Labels = "observed") -> NDArray[np.int8]:
         """`[n, L]`: 1 positive, 0 negative, -1 unknown. Nothing is unknown in `labels`."""
@@ -157,25 +162,47 @@ def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
     if not path.exists():
         raise ValueError(f"{path}: no index of these {len(urls)} shards. Make it with `bigscl index`.")
     with _opened(path) as (head, file):
-        if tuple(head["shard_names"]) != (names := short_names(urls)):
-            other = sorted(set(names) ^ set(head["shard_names"])) or ["their order"]
-            raise ValueError(
-                f"{path}: made for {len(head['shard_names'])} shards, these are {len(names)}; "
-                f"they differ in {', '.join(other[:3])}. Run `bigscl index` on these shards."
-            )
-        rows: dict[str, Any] = {name: _read_rows(file, name) for name in RAGGED}
-        index = Index(
-            urls=tuple(urls),
-            class_names=tuple(head["class_names"]),
-            fingerprint=head["fingerprint"],
-            shard_bytes=file["shard_bytes"],
-            shard_sizes=file["shard_sizes"],
-            image_offsets=np.cumsum(file["image_offsets"]),
-            image_bytes=file["image_bytes"].astype(np.int64),
-            **rows,
-        )
+        _check_names(path, head["shard_names"], short_names(urls))
+        with parsing(path, WHAT, REMEDY):
+            arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
+            rows: dict[str, Any] = {name: _read_rows(file, name) for name in RAGGED}
+        arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
+    index = Index(
+        urls=tuple(urls),
+        class_names=tuple(head["class_names"]),
+        fingerprint=head["fingerprint"],
+        **arrays,
+        **rows,
+    )
+    if fault := next(_faults(index), None):
+        raise BadFile(f"{path}: not {WHAT} ({fault}). {REMEDY}")
     check_shards(index)
     return index
+
+
+def _check_names(path: Path, made_for: list[str], names: tuple[str, ...]) -> None:
+    if tuple(made_for) != names:
+        other = sorted(set(names) ^ set(made_for)) or ["their order"]
+        raise BadFile(
+            f"{path}: made for {len(made_for)} shards, these are {len(names)}; "
+            f"they differ in {first_few(other, len(other), most=3)}. Run `bigscl index` on these shards."
+        )
+
+
+def _faults(index: Index) -> Iterator[str]:
+    """What does not fit together in an index that was read."""
+    sizes, num_rows = index.shard_sizes, len(index.keys) if index.keys is not None else 0
+    if len(sizes) != len(index.urls) or len(index.shard_bytes) != len(index.urls):
+        yield f"{len(sizes)} sizes of {len(index.urls)} shards"
+    elif sizes.min() < 0 or sizes.max() < 1 or num_rows != len(sizes) * int(sizes.max()):
+        yield f"{num_rows} keys in {len(sizes)} shards of {sizes.min()} to {sizes.max()} samples"
+    for name in ("image_offsets", "image_bytes", "positives", "negatives", "labels"):
+        rows = getattr(index, name)
+        if (rows is None and name != "labels") or (rows is not None and len(rows) != num_rows):
+            yield f"{name} of {0 if rows is None else len(rows)} samples, but {num_rows} keys"
+    for rows in (index.positives, index.negatives, index.labels):
+        if rows is not None and len(rows.values) and not 0 <= rows.values.max() < index.num_classes:
+            yield f"class {rows.values.max()}, but {index.num_classes} classes"
 
 
 def stored_fingerprint(path: Path) -> str | None:
@@ -189,23 +216,41 @@ def stored_fingerprint(path: Path) -> str | None:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     """(head, arrays) of an index file."""
-    try:
-        file = np.load(path, allow_pickle=False)
-        head = json.loads(file["head"].tobytes())
-    except (ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path}: not an index of bigscl ({error}). Delete it, or choose another path."
-        ) from error
-    with file:
+    with ExitStack() as stack:
+        with parsing(path, WHAT, REMEDY):
+            # Opened here: numpy leaves a file that is no archive open.
+            content = stack.enter_context(path.open("rb"))
+            file = stack.enter_context(np.load(content, allow_pickle=False))
+            head = json.loads(file["head"].tobytes())
+            _check_head(head)
         if head["version"] > VERSION:
-            raise ValueError(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
+            raise BadFile(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
         yield head, file
+
+
+def _check_head(head: Any) -> None:
+    texts = {"shard_names": head["shard_names"], "class_names": head["class_names"]}
+    for name, values in texts.items():
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise ValueError(f"{name} is no list of names")
+    if type(head["version"]) is not int or not isinstance(head["fingerprint"], str):
+        raise ValueError("version or fingerprint is of another type")
+
+
+def _numbers(file: Any, name: str) -> NDArray[Any]:
+    values: NDArray[Any] = file[name]
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"{name} is {values.dtype} {list(values.shape)}, expected a list of numbers")
+    return values
 
 
 def _read_rows(file: Any, name: str) -> Ragged | None:
     if f"{name}.lengths" not in file:
         return None
-    return Ragged.from_lengths(file[f"{name}.lengths"], file[f"{name}.values"])
+    lengths, values = _numbers(file, f"{name}.lengths"), _numbers(file, f"{name}.values")
+    if len(lengths) and (lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) != len(values)):
+        raise ValueError(f"{name} has {len(values)} values, not as many as its lengths say")
+    return Ragged.from_lengths(lengths, values.astype(np.uint8 if name == "keys" else np.uint32, copy=False))
 
 
 def check_shards(index: Index) -> None:
@@ -214,15 +259,16 @@ def check_shards(index: Index) -> None:
     expected = index.shard_bytes.tolist()
     missing = [url for url, size in zip(index.urls, found, strict=True) if size == tars.MISSING]
     if missing:
-        raise FileNotFoundError(f"{len(missing)} shards are missing: {', '.join(missing)}")
+        raise FileNotFoundError(f"{len(missing)} shards are missing: {first_few(missing, len(missing))}")
     changed = [
         f"{url} ({size} bytes, {before} when indexed)"
         for url, size, before in zip(index.urls, found, expected, strict=True)
         if size is not None and size != before
     ]
     if changed:
-        raise ValueError(
-            f"{len(changed)} shards have changed: {', '.join(changed)}. Run `bigscl index` again."
+        raise BadFile(
+            f"{len(changed)} shards have changed: {first_few(changed, len(changed))}. "
+            f"Run `bigscl index` again."
         )
 
 
@@ -238,9 +284,15 @@ def default_path(urls: Sequence[str]) -> Path:
 
 def short_names(urls: Sequence[str]) -> tuple[str, ...]:
     """The urls without the folder that they have in common, so that shards may move together."""
+    return _short_names(tuple(urls))
+
+
+# 2 ms for 1,282 shards, and asked for again with the name of each sample.
+@lru_cache(maxsize=16)
+def _short_names(urls: tuple[str, ...]) -> tuple[str, ...]:
     # A pipe is a command, its words are no folders.
     if any(scheme(url) == "pipe" for url in urls):
-        return tuple(urls)
+        return urls
     folders = zip(*(url.split("/")[:-1] for url in urls), strict=False)
     depth = sum(1 for _ in takewhile(_all_equal, folders))
     return tuple("/".join(url.split("/")[depth:]) for url in urls)

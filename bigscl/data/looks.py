@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.headers import check_pixels
 from bigscl.data.views import RandomCrop, View, whole
 
 Fractions = tuple[float, float, float, float]
@@ -100,6 +101,8 @@ class EvaluationLook:
             return Seen(look_at(image, view, self.size), view.fractions())
         scale = self.shorter / min(height, width)
         height, width = max(self.shorter, int(height * scale)), max(self.shorter, int(width * scale))
+        # A line of pixels becomes a field of them.
+        check_pixels(width, height)
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
         resized = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
         return Seen(resized, (left / width, top / height, self.size / width, self.size / height, 0.0))

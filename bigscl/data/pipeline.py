@@ -20,8 +20,12 @@ from bigscl.data.looks import Look, Seen
 from bigscl.data.plan import Plan, Stream
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
+from bigscl.printing import first_few, printable
 
 logger = logging.getLogger(__name__)
+# Bad samples of an epoch that are named in the log, and in the error that there are too many.
+MOST_WARNINGS = 100
+MOST_LISTED = 20
 
 
 class TooManyBadSamples(ValueError):
@@ -54,14 +58,21 @@ class BadSamples:
     def see(self, batch: Batch) -> None:
         """Count and log what a batch had to skip."""
         for sample_id, reason in zip(batch.skipped.tolist(), batch.reasons, strict=True):
-            logger.warning("skipped %s: %s", self._index.name(sample_id), reason)
+            self._warn(sample_id, reason)
             self.reasons[sample_id] = reason
         if len(batch.reasons) and len(self.reasons) > self._max_share * self._num_samples:
-            named = "\n".join(f"  {self._index.name(n)}: {reason}" for n, reason in self.reasons.items())
+            lines = (f"  {self._index.name(n)}: {reason}" for n, reason in self.reasons.items())
+            named = first_few(lines, len(self.reasons), most=MOST_LISTED, join="\n")
             raise TooManyBadSamples(
                 f"{len(self.reasons)} of {self._num_samples} samples could not be read, allowed is "
                 f"a share of {self._max_share}. Repair the shards, or raise max_bad_share.\n{named}"
             )
+
+    def _warn(self, sample_id: int, reason: str) -> None:
+        if len(self.reasons) < MOST_WARNINGS:
+            logger.warning("skipped %s: %s", self._index.name(sample_id), printable(reason))
+        elif len(self.reasons) == MOST_WARNINGS:
+            logger.warning("skipped more than %d samples: further ones are only counted", MOST_WARNINGS)
 
 
 class Loader:

@@ -14,8 +14,9 @@ from torch import Tensor
 from bigscl.data.decode import decode
 from bigscl.data.index import Index
 from bigscl.data.plan import Stream
-from bigscl.data.shards import BLOCK, members
+from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
+from bigscl.printing import printable
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +71,24 @@ def _images_of_shard(
 def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
     """The content of a sample's image file; the tar header before it must be the one that was indexed."""
     offset, size = int(index.image_offsets[sample_id]), int(index.image_bytes[sample_id])
+    # Before anything is allocated. A plain tar checks its own end, a stream does not know it.
+    if offset < BLOCK or not 0 <= size <= LARGEST_IMAGE_BYTES:
+        raise Unreadable(
+            f"the index is damaged: an image of {size} bytes from byte {offset}. Run `bigscl index` again."
+        )
     data = shard.read_at(offset - BLOCK, BLOCK + size)
     try:
         info = tarfile.TarInfo.frombuf(bytes(data[:BLOCK]), "utf-8", "surrogateescape")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError) as error:
         raise Unreadable(
             f"the shard has changed since it was indexed: {error} before byte {offset}"
         ) from error
-    key = index.key(sample_id)
+    key = bytes(index.keys[sample_id])
     # A header holds 100 bytes of a name, all of them ASCII.
-    if info.size != size or (key.isascii() and not info.name.startswith(key[:90])):
-        raise Unreadable(f"the shard has changed since it was indexed: {info.name} is at byte {offset}")
+    if info.size != size or (key.isascii() and not info.name.startswith(key[:90].decode())):
+        raise Unreadable(
+            f"the shard has changed since it was indexed: {printable(info.name)} is at byte {offset}"
+        )
     del data[:BLOCK]
     return data
 
@@ -105,12 +113,30 @@ def read_metadata(
     """The json of a few samples (with its `boxes`, if there are any), by id; empty where there is none."""
     found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
-        wanted = {index.key(n): n for n in found if n // index.rows_per_shard == number}
+        wanted = {bytes(index.keys[n]): n for n in found if n // index.rows_per_shard == number}
         with closing(open_shard(index.urls[number], allow_pipe=allow_pipe)) as shard:
-            for member in members(shard):
+            for member in members(shard, _ignore):
                 key, extension = member.key_and_extension() or ("", "")
-                if extension == "json" and key in wanted:
-                    found[wanted.pop(key)] = json.loads(shard.read_at(member.offset, member.size))
+                row = wanted.get(key.encode(errors="surrogateescape")) if extension == "json" else None
+                if row is not None:
+                    found[row] = _metadata(index.name(row), shard, member)
+                    del wanted[bytes(index.keys[row])]
                 if not wanted:
                     break
     return found
+
+
+def _ignore(damage: str) -> None:
+    """Whoever indexed the shards was told of it."""
+
+
+def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:
+    if member.size > LARGEST_LABEL_BYTES:
+        raise Unreadable(f"{name}: json of {member.size} bytes, expected at most {LARGEST_LABEL_BYTES}")
+    try:
+        content = json.loads(shard.read_at(member.offset, member.size))
+    except (ValueError, RecursionError, Unreadable) as error:
+        raise Unreadable(f"{name}: its json cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise Unreadable(f"{name}: its json is of type {type(content).__name__}, expected an object")
+    return content

@@ -1,6 +1,7 @@
 """One scan of the shards: their index, and everything that is wrong with them."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
@@ -14,13 +15,17 @@ import numpy as np
 
 from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.ragged import Ragged
-from bigscl.data.shards import Member, expand, members
+from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
+from bigscl.printing import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")
-LARGEST_LABEL_BYTES = 1 << 24
 LARGEST_CLASS = (1 << 24) - 1
+LONGEST_NUMBER = 20
+# Labels as they were found, in messages: cut, and not nested deeply.
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.shard}: {self.key + ': ' if self.key else ''}{self.what}"
+        return printable(f"{self.shard}: {self.key + ': ' if self.key else ''}{self.what}")
 
 
 class NoSamples(ValueError):
@@ -115,38 +120,66 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardS
             image = next((sample.members[kind] for kind in IMAGES if kind in sample.members), None)
             if image is None:
                 sample.wrong.append(f"no image: expected one of {', '.join(IMAGES)}")
+            elif image.size > LARGEST_IMAGE_BYTES:
+                sample.wrong.append(f"an image of {image.size} bytes, expected at most {LARGEST_IMAGE_BYTES}")
             elif not sample.wrong:
                 rows.append((sample.key, image, labels))
+                sample.wrong += _oddities(sample.key, image)
             problems += [Problem(url, sample.key, what) for what in sample.wrong]
     if not rows and not problems:
         problems.append(Problem(url, "", "empty: no samples"))
     return _packed(rows, stored_bytes, problems)
 
 
+def _oddities(key: str, image: Member) -> Iterator[str]:
+    """What is worth telling of a sample that is kept."""
+    if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in key):
+        yield "the key is not UTF-8; the sample is kept, other bytes written as \\x.."
+    if image.size == 0:
+        yield "an image of 0 bytes; the sample is kept, and skipped in training"
+
+
 def _samples(shard: Shard, url: str, problems: list[Problem]) -> Iterator[_Sample]:
     """Neighbouring members with the same key, as WebDataset groups them; labels are read on the way."""
     sample: _Sample | None = None
-    try:
-        for member in members(shard):
-            if (named := member.key_and_extension()) is None:
-                continue
-            key, extension = named
-            if sample is None or key != sample.key:
-                if sample is not None:
-                    yield sample
-                sample = _Sample(key)
-            if extension in sample.members:
-                sample.wrong.append(f"duplicate key: it has two members {extension}")
-            sample.members[extension] = member
-            if extension in LABELS and member.size <= LARGEST_LABEL_BYTES:
-                sample.contents[extension] = bytes(shard.read_at(member.offset, member.size))
-    except Unreadable as error:
-        problems.append(Problem(url, sample.key if sample else "", f"cut off: {error}"))
+
+    def note(reason: str) -> None:
+        problems.append(Problem(url, sample.key if sample else "", f"damaged or cut off: {reason}"))
         if sample and shard.end is not None:
             whole = {kind: m for kind, m in sample.members.items() if m.offset + m.size <= shard.end}
             sample.members = whole
+
+    for member in members(shard, note, hollow=True):
+        if (named := member.key_and_extension()) is None:
+            continue
+        key, extension = named
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample
+            sample = _Sample(key)
+        if extension in sample.members:
+            sample.wrong.append(f"duplicate key: it has two members {extension}")
+        _add(sample, extension, member, shard)
     if sample is not None:
         yield sample
+
+
+def _add(sample: _Sample, extension: str, member: Member, shard: Shard) -> None:
+    """Note a member of a sample, and read it if it is a label."""
+    if member.hollow:
+        if extension in (*IMAGES, *LABELS):
+            sample.wrong.append(f"{extension}: a link or a sparse file, expected a file with its content")
+        return
+    sample.members[extension] = member
+    if extension not in LABELS:
+        return
+    if member.size > LARGEST_LABEL_BYTES:
+        sample.wrong.append(f"{extension}: {member.size} bytes, expected at most {LARGEST_LABEL_BYTES}")
+        return
+    try:
+        sample.contents[extension] = bytes(shard.read_at(member.offset, member.size))
+    except Unreadable as error:
+        sample.wrong.append(f"{extension}: cannot be read: {error}")
 
 
 def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
@@ -155,15 +188,17 @@ def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
     try:
         found = json.loads(sample.contents.get("json", b"{}"))
         fields = {name: found[name] for name in ("labels", "observed", "negatives") if name in found}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         sample.wrong.append(f"json: cannot be read: {error}")
         return {}
     if not fields.keys() & {"labels", "observed"}:
         if "cls" not in sample.contents:
-            sample.wrong.append("no label: expected `cls`, or `json` with `labels` or `observed`")
+            if not sample.wrong:
+                sample.wrong.append("no label: expected `cls`, or `json` with `labels` or `observed`")
             return {}
         text = sample.contents["cls"].decode(errors="replace").strip()
-        fields["observed"] = [int(text)] if text.isdecimal() and text.isascii() else text
+        number = text.isdecimal() and text.isascii() and len(text) <= LONGEST_NUMBER
+        fields["observed"] = [int(text)] if number else text
     for name, value in fields.items():
         if wrong := _wrong_classes(value, num_classes):
             sample.wrong.append(f"{name}: {wrong}")
@@ -177,10 +212,10 @@ def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
 
 def _wrong_classes(value: Any, num_classes: int | None) -> str | None:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
-        return f"{str(value)[:60]!r}, expected class numbers"
+        return f"{SHORT.repr(value)}, expected class numbers"
     last = LARGEST_CLASS if num_classes is None else num_classes - 1
     if beyond := [number for number in value if not 0 <= number <= last]:
-        return f"{beyond[0]} is out of range, expected 0 to {last}"
+        return f"{SHORT.repr(beyond[0])} is out of range, expected 0 to {last}"
     return None
 
 

@@ -60,12 +60,20 @@ class LocalShard:
 
     def read_at(self, offset: int, size: int) -> bytearray:
         """`size` bytes from `offset` on, wherever the last read was."""
+        assert self.end is not None
+        # Before anything is allocated: a damaged index or tar may ask for any number of bytes.
+        if offset < 0 or size < 0 or offset + size > self.end:
+            raise Unreadable(f"the tar ends at byte {self.end}, inside {size} bytes from {offset}")
         data = bytearray(size)
-        self._file.seek(offset)
-        if (found := self._file.readinto(data)) != size:
-            raise Unreadable(
-                f"the tar ends at byte {offset + (found or 0)}, inside {size} bytes from {offset}"
-            )
+        found = 0
+        try:
+            self._file.seek(offset)
+            while found < size and (count := self._file.readinto(memoryview(data)[found:])):
+                found += count
+        except OSError as error:
+            raise Unreadable(f"{error.strerror or error} in {size} bytes from {offset}") from error
+        if found < size:
+            raise Unreadable(f"the tar ends at byte {offset + found}, inside {size} bytes from {offset}")
         return data
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from bigscl.data.datasets import (
     multi_label_shards,
 )
 from bigscl.data.write import Shards
+from bigscl.parsing import BadFile, parsing
 
 # fmt: off
 CLASSES = (
@@ -53,16 +54,16 @@ def _root(source: Path, year: int) -> Path:
 def _official(root: Path, name: str) -> list[Annotated]:
     """The images of an official set by file name; those whose objects are all difficult are left out."""
     listing = existing(root / "ImageSets" / "Main" / f"{name}.txt", "the list of images of an official set")
-    images = [_annotated(root, key) for key in sorted(listing.read_text().split())]
+    with parsing(listing, "a list of images", "Unpack the devkit again."):
+        keys = sorted(listing.read_text().split())
+    images = [_annotated(root, key) for key in keys]
     return [image for image in images if image.boxes]
 
 
 def _annotated(root: Path, key: str) -> Annotated:
     annotation = existing(root / "Annotations" / f"{key}.xml", "the annotation of a listed image")
-    try:
+    with parsing(annotation, "well-formed XML", "Unpack the devkit again."):
         tree = ElementTree.parse(annotation).getroot()
-    except ElementTree.ParseError as error:
-        raise ValueError(f"{annotation}: not well-formed XML ({error}). Unpack the devkit again.") from None
     width, height = _number(tree, "size/width", annotation), _number(tree, "size/height", annotation)
     boxes = [
         _box(item, width, height, annotation)
@@ -76,16 +77,17 @@ def _annotated(root: Path, key: str) -> Annotated:
 def _box(item: ElementTree.Element, width: float, height: float, file: Path) -> Box:
     name = item.findtext("name", "").strip()
     if name not in CLASSES:
-        raise ValueError(f"{file}: object {name!r} is none of the {len(CLASSES)} VOC classes")
+        raise BadFile(f"{file}: object {name!r} is none of the {len(CLASSES)} VOC classes")
     x0, y0, x1, y1 = (_number(item, f"bndbox/{edge}", file) for edge in ("xmin", "ymin", "xmax", "ymax"))
     # VOC counts pixels from 1 and includes the last one.
-    return (
-        CLASSES.index(name),
-        fraction(x0 - 1, width),
-        fraction(y0 - 1, height),
-        fraction(x1, width),
-        fraction(y1, height),
-    )
+    with parsing(file, "an annotation of VOC", "Unpack the devkit again."):
+        return (
+            CLASSES.index(name),
+            fraction(x0 - 1, width),
+            fraction(y0 - 1, height),
+            fraction(x1, width),
+            fraction(y1, height),
+        )
 
 
 def _number(element: ElementTree.Element, path: str, file: Path) -> float:
@@ -93,4 +95,4 @@ def _number(element: ElementTree.Element, path: str, file: Path) -> float:
     try:
         return float(text or "")
     except ValueError:
-        raise ValueError(f"{file}: {path} is {text!r}, expected a number") from None
+        raise BadFile(f"{file}: {path} is {text!r}, expected a number") from None

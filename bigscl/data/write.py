@@ -13,6 +13,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
+from bigscl.parsing import BadFile, parsing
+from bigscl.printing import first_few
+
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"
 
@@ -166,13 +169,13 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def _check_keys(part: str, samples: Sequence[Sample]) -> None:
     keys = [sample.key for sample in samples]
     if not keys:
-        raise ValueError(f"{part}: no samples. Check the source folder and the split.")
+        raise BadFile(f"{part}: no samples. Check the source folder and the split.")
     # WebDataset cuts a member's name at the first dot.
     if dotted := next((key for key in keys if "." in key), None):
-        raise ValueError(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
+        raise BadFile(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        raise ValueError(
-            f"{part}: {len(twice)} keys occur more than once, e.g. {', '.join(twice[:3])}. "
+        raise BadFile(
+            f"{part}: {len(twice)} keys occur more than once: {first_few(twice, len(twice), most=3)}. "
             f"Keys come from file names: rename the files, or remove the copies."
         )
 
@@ -181,7 +184,7 @@ def _claim(shards: Shards, out: Path) -> None:
     """Note in `out` what is written there, or refuse where that differs from what is there."""
     path = out / MANIFEST
     wanted = _manifest(shards)
-    found = json.loads(path.read_text()) if path.exists() else None
+    found = _read_manifest(path) if path.exists() else None
     if found is None and any(out.glob("*.tar")):
         raise ValueError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
     if found is not None:
@@ -193,6 +196,14 @@ def _claim(shards: Shards, out: Path) -> None:
         wanted["parts"] |= found["parts"]
     _replace(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
     _replace(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    with parsing(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
+        found: dict[str, Any] = json.loads(path.read_text())
+        if not all(isinstance(found[name], dict) for name in ("settings", "parts")):
+            raise ValueError("settings or parts are no objects")
+    return found
 
 
 def _manifest(shards: Shards) -> dict[str, Any]:
