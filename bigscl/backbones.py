@@ -3,7 +3,7 @@
 import importlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -158,13 +158,13 @@ def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: 
         network.load_state_dict(state, strict=True)
     except (RuntimeError, TypeError, NotImplementedError):
         raise BadFile(
-            f"weights: {source} does not fit {type(network).__name__}: {_differences(state, expected)}. "
+            f"weights: {source} does not fit {type(network).__name__}: {differences(state, expected)}. "
             f"Only the head ({head}) may differ, in its number of classes."
         ) from None
 
 
-def _differences(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """What keeps a state dict from fitting, in one line with a few names of each kind."""
+def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """What keeps a state dict from fitting, in one line with a few names of each kind; empty if nothing."""
     common = [name for name in expected if name in state]
     kinds = {
         "missing": [name for name in expected if name not in state],

@@ -1,53 +1,109 @@
-"""Checkpoints: folders that appear whole or not at all, each naming the store's snapshot it belongs to."""
+"""Checkpoints: folders that appear whole and vanish whole, each naming its run and its store's snapshot."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from pydantic import Field, TypeAdapter, ValidationError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
+from bigscl.files import naming, sync
+
 PROGRESS = "progress.json"
+Count = Annotated[int, Field(ge=0, strict=True)]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from; the message names the file and says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """Where a run stands."""
 
-    epoch: int = 0
+    epoch: Count = 0
     """The epoch that is being trained, or comes next."""
-    step: int = 0
+    step: Count = 0
     """Optimizer steps so far."""
-    snapshot: int | None = None
+    snapshot: Count | None = None
     """The committed state of the store that belongs to it."""
     best: float | None = None
     """The best validation metric so far."""
-    best_epoch: int | None = None
+    best_epoch: Count | None = None
+    run: str = ""
+    """The id of the run; empty in checkpoints of earlier versions."""
+    ends_epoch: bool = True
+    """Whether it was saved at the end of an epoch, not within one; earlier versions do not say."""
 
 
-def write_folder(path: Path, files: Mapping[str, Callable[[Path], object]]) -> None:
-    """Make a folder of these files, all of them synced before it gets its name; an older one is replaced."""
-    partial = path.with_name(f".{path.name}.partial")
-    old = path.with_name(f".{path.name}.old")
-    if old.exists() and not path.exists():
-        old.rename(path)  # a crash fell between the two renames below
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, write in files.items():
-        write(partial / name)
-        _sync(partial / name)
-    _sync(partial)
+# Folders that are replaced and removed whole
+
+
+def write_folder(
+    path: Path,
+    files: Mapping[str, Callable[[Path], object]],
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Make a folder of these files, all of them synced before it gets its name; an older one is replaced.
+
+    `check` is called right before the folder gets its name, and may raise: then everything stays as it was.
+    """
+    repair_folder(path)
+    partial, old = _hidden(path, "partial"), _hidden(path, "old")
+    try:
+        with naming(path):
+            partial.mkdir(parents=True)
+        for name, write in files.items():
+            with naming(path / name):
+                write(partial / name)
+                sync(partial / name)
+        sync(partial)
+        check()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if path.exists():
         path.rename(old)
     partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def repair_folder(path: Path) -> None:
+    """Undo what a crash left of `write_folder` or `remove_folder`: the folder is there whole, or gone."""
+    old = _hidden(path, "old")
+    if old.exists() and not path.exists():
+        old.rename(path)  # the crash fell between the two renames
+    for leftover in (_hidden(path, "partial"), old, _hidden(path, "removed")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder: from one moment to the next it is gone, with all of its files."""
+    removed = _hidden(path, "removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    with naming(path):
+        path.rename(removed)
+        sync(path.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def find_folder(path: Path) -> Path:
+    """Where the folder is to be read: under its name, or under the old one's while it is being replaced."""
+    old = _hidden(path, "old")
+    return old if old.is_dir() and not path.is_dir() else path
+
+
+def _hidden(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
+# Writers of files
 
 
 def write_json(values: Any) -> Callable[[Path], object]:
@@ -58,70 +114,148 @@ def write_json(values: Any) -> Callable[[Path], object]:
 def write_tensors(tensors: Mapping[str, Tensor]) -> Callable[[Path], object]:
     """A writer of named tensors as safetensors."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return lambda path: save_file(plain, path)
+    # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
+    return lambda path: path.write_bytes(save(plain))
 
 
 def write_state(state: Any) -> Callable[[Path], object]:
     """A writer of nested tensors and numbers, readable without running code."""
-    return lambda path: torch.save(state, path)
+
+    def write(path: Path) -> None:
+        try:
+            with path.open("wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:
+            # A failed write, as torch's zip writer reports it when it closes.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+    return write
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# Checkpoints
 
 
 class Checkpoint:
-    """One checkpoint folder."""
+    """One checkpoint folder; what was read of it stays in memory, so that it is read once."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.progress = Progress(**json.loads((path / PROGRESS).read_text()))
+        self.path = find_folder(path)
+        self.progress = _read_progress(self.path / PROGRESS)
+        self._read: dict[str, Any] = {}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The named tensors of a safetensors file."""
-        return load_file(self.path / name)
+        found: dict[str, Tensor] = self._parsed(name, load_file)
+        return found
 
     def state(self, name: str) -> Any:
         """What `write_state` wrote."""
-        return torch.load(self.path / name, map_location="cpu", weights_only=True)
+        return self._parsed(name, lambda path: torch.load(path, map_location="cpu", weights_only=True))
+
+    def _parsed(self, name: str, parse: Callable[[Path], Any]) -> Any:
+        if name not in self._read:
+            try:
+                self._read[name] = parse(self.path / name)
+            except FileNotFoundError:
+                raise CheckpointError(f"{self.path / name}: no such file. {REMEDY}") from None
+            except Exception as error:  # of damaged bytes torch's readers make any error there is
+                reason = str(error).split("\n")[0][:200] or type(error).__name__
+                raise CheckpointError(f"{self.path / name}: damaged: {reason}. {REMEDY}") from error
+        return self._read[name]
+
+
+REMEDY = "Resume from another checkpoint with --resume, or restore this one from a copy."
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return TypeAdapter(Progress).validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path.parent}: not a checkpoint folder (no {PROGRESS} in it)") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise CheckpointError(f"{path}: damaged: {where}: {first['msg']}. {REMEDY}") from None
 
 
 class Checkpoints:
-    """The checkpoints of a run, oldest first; the newest `keep` stay."""
+    """The checkpoints of a run, oldest first; `keep` of them stay."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
+    def paths(self) -> list[Path]:
+        """Every checkpoint folder, readable or not; also one that a crash caught while it was replaced."""
+        names = {path.name for path in self._folder.glob("step-*")}
+        names |= {path.name[1:-4] for path in self._folder.glob(".step-*.old")}
+        # Not a user's copy, such as step-00000200.good.
+        ours = sorted(name for name in names if name.removeprefix("step-").isdigit())
+        return [self._folder / name for name in ours]
+
     def all(self) -> list[Checkpoint]:
-        """Every whole checkpoint."""
-        paths = sorted(self._folder.glob("step-*"))
-        return [Checkpoint(path) for path in paths if (path / PROGRESS).exists()]
+        """Every checkpoint that says where it stands."""
+        found = []
+        for path in self.paths():
+            try:
+                found.append(Checkpoint(path))
+            except CheckpointError:
+                continue  # reported when the run started
+        return found
 
     def latest(self) -> Checkpoint | None:
         """The newest one."""
         found = self.all()
         return found[-1] if found else None
 
-    def save(self, progress: Progress, files: Mapping[str, Callable[[Path], object]]) -> Path:
-        """Write a checkpoint, then remove those that are no longer kept."""
+    def save(
+        self,
+        progress: Progress,
+        files: Mapping[str, Callable[[Path], object]],
+        check: Callable[[], object] = lambda: None,
+    ) -> Path:
+        """Write a checkpoint, then remove those that are no longer kept; `check` as in `write_folder`."""
         path = self._folder / f"step-{progress.step:08d}"
-        write_folder(path, {**files, PROGRESS: write_json(asdict(progress))})
-        for old in self.all()[: -self._keep]:
-            shutil.rmtree(old.path)
+        write_folder(path, {**files, PROGRESS: write_json(asdict(progress))}, check)
+        self.prune()
         return path
 
+    def prune(self) -> None:
+        """Remove the checkpoints that are not kept."""
+        found = self.all()
+        kept = {checkpoint.path for checkpoint in kept_of(found, self._keep)}
+        for checkpoint in found:
+            if checkpoint.path not in kept:
+                remove_folder(checkpoint.path)
+
+    def repair(self) -> None:
+        """Undo what a crash left half done in the folder."""
+        for leftover in self._folder.glob(".step-*"):
+            repair_folder(self._folder / leftover.name[1:].rpartition(".")[0])
+
     def drop_after(self, kept: Checkpoint) -> None:
-        """Remove newer ones than this, which a run goes on from: their snapshots are gone with it."""
+        """Remove newer ones than this, which a run resumes from: their snapshots are gone with it."""
         for checkpoint in self.all():
             if checkpoint.progress.step > kept.progress.step:
-                shutil.rmtree(checkpoint.path)
+                remove_folder(checkpoint.path)
+
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Rename unusable ones, so that they are neither resumed from nor lost."""
+        for path in paths:
+            aside = path.with_name(f"unusable-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
     def snapshots(self) -> set[int]:
-        """The snapshots that kept checkpoints name, and so must stay."""
+        """The snapshots that checkpoints name, and so must stay."""
         named = {checkpoint.progress.snapshot for checkpoint in self.all()}
         return {number for number in named if number is not None}
+
+
+def kept_of(found: list[Checkpoint], keep: int) -> list[Checkpoint]:
+    """The newest checkpoint, then the newest ends of epochs, then the newest of the others."""
+    newest, older = found[-1:], reversed(found[:-1])
+    # Sorting keeps the order of equals: within each kind the newest comes first.
+    return [*newest, *sorted(older, key=lambda one: not one.progress.ends_epoch)][:keep]

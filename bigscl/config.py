@@ -293,7 +293,7 @@ class CheckpointConfig:
     every_epochs: Count = 1
     """Save at the end of every so many epochs, and of the last."""
     keep: Count | None = None
-    """Checkpoints to resume from; none: all that the store's slots can hold."""
+    """Checkpoints to resume from: the newest, and ends of epochs before it; none: all that the slots hold."""
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)

@@ -160,7 +160,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def changed_settings(before: Path, config: Config) -> list[str]:
-    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file."""
+    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file.
+
+    ConfigError if there is one that cannot be read.
+    """
     if not before.exists():
         return []
     old = dict(_flat(_read(before)))

@@ -34,6 +34,7 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluate_options import parse
+from bigscl.files import explain
 from bigscl.inference import predict
 from bigscl.launch import rank_of_this_process
 from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
@@ -187,9 +188,12 @@ def main(arguments: list[str]) -> int:
         options = parse(arguments, __doc__ or "")
         start_logging(rank)
         evaluate(options)
-    except (StoreError, ValueError, FileNotFoundError) as error:
+    except (StoreError, ValueError, OSError) as error:
+        reason = explain(error) if isinstance(error, OSError) else str(error)
+        if reason is None:
+            raise
         if rank == 0:
-            print(f"bigscl.evaluate: {error}", file=sys.stderr)
+            print(f"bigscl.evaluate: {reason}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from bigscl.files import append_lines, read_json_lines, write_whole
 from bigscl.objective import Loss
 from bigscl.ranks import Ranks
 
@@ -67,16 +69,14 @@ class Journal:
     def keep_until(self, step: int) -> None:
         """Forget what was logged after this step: the run goes on from there and will log it again."""
         if self._speaks and self._path.exists():
-            lines = self._path.read_text().splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith("\n"))
-            self._path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+            kept = (line for line in read_json_lines(self._path) if _step_of(line) <= step)
+            write_whole(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One line of metrics."""
         if not self._speaks:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        append_lines(self._path, [json.dumps({"kind": kind, "step": step, **values})])
         numbers = {
             f"{kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)
         }
@@ -126,6 +126,12 @@ class Journal:
             self._bar.update(self._bar.task_ids[0], state=text)
         elif self._speaks:
             logger.info("epoch %d step %d: %s", epoch, step, text)
+
+
+def _step_of(line: Mapping[str, Any]) -> float:
+    """The step that a line of metrics belongs to; none that a run has reached, where it does not say."""
+    step = line.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _tensorboard_layout(tracker: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from bigscl.files import written_whole
 from store.spec import Rows
 
 Kind = Literal["annotated", "unannotated", "negative"]
@@ -154,8 +155,9 @@ def _heat_colors(values: NDArray[Any]) -> NDArray[np.float64]:
 
 def draw_samples(samples: Sequence[SamplePicture], path: Path, *, title: str = "", across: int = 1) -> None:
     """Write a picture of the samples, `across` of them side by side; the suffix says which format."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure_of(samples, title=title, across=across).savefig(path, dpi=DPI)
+    with written_whole(path) as partial:
+        figure = figure_of(samples, title=title, across=across)
+        figure.savefig(partial, dpi=DPI, format=path.suffix.removeprefix(".") or None)
 
 
 def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int = 1) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bigscl.files import write_whole
 from bigscl.metrics import PrecisionRecall, Subset
 from bigscl.printing import printable
 from bigscl.report import Report
@@ -20,8 +21,8 @@ def write_report(report: Report, folder: Path) -> None:
     """Put report.json, report.md and scores.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_score_distribution(report.score_distribution, report.model, folder / "scores.png")
-    (folder / "report.json").write_text(json.dumps(to_json(report), indent=1) + "\n")
-    (folder / "report.md").write_text(to_markdown(report))
+    write_whole(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
+    write_whole(folder / "report.md", to_markdown(report))
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -3,32 +3,29 @@
 import json
 import logging
 import os
-import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from bigscl.checkpoint import Checkpoint, Checkpoints
+from bigscl.checkpoint import Checkpoints
 from bigscl.config import Config
-from bigscl.config_file import NEEDS_K, changed_settings, to_yaml
+from bigscl.config_file import NEEDS_K, ConfigError, changed_settings, to_yaml
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
+from bigscl.files import append_lines, read_json_object, write_whole
 from bigscl.forecast import disk_needed, memory_phases, ram_needed
 from bigscl.log import environment
 from bigscl.metrics import estimate_k
 from bigscl.predictions import true_labels
 from bigscl.ranks import Ranks
 from bigscl.units import size
-from store import Annotations, HeatmapStore, StoreError
+from store import Annotations, HeatmapStore, Snapshot, StoreError
 from store.backends import open_backend
 from store.errors import NotAStore
 from store.opening import read_spec, spec_for
 from store.transport import on_rank_zero
 
 logger = logging.getLogger(__name__)
-Resume = str
-"""`auto`, `never`, or the path of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,48 +77,46 @@ class RunFolder:
     def __init__(self, config: Config) -> None:
         self.path = config.run
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.keep_checkpoints)
+        self.id = ""
+        """A name for the run that no other run has, wherever its folder is moved; known once it starts."""
+        self.origin: set[int] = set()
+        """The snapshot that the run started from, until it has saved a checkpoint of its own."""
 
-    def start(self, config: Config, resume: Resume, command: list[str], ranks: Ranks) -> Checkpoint | None:
-        """The checkpoint to go on from, if any; on a new run, its folder with config and environment."""
-
-        def prepare() -> bytes:
-            found = self._choose(resume)
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._compare(config)
-            if not (self.path / "run.json").exists():
-                (self.path / "run.json").write_text(json.dumps({"id": uuid.uuid4().hex}))
-            (self.path / "config.yaml").write_text(to_yaml(config))
-            with (self.path / "environment.jsonl").open("a") as file:
-                file.write(json.dumps({**environment(command), "world_size": ranks.world_size}) + "\n")
-            return b"" if found is None else os.fsencode(found.path)
-
-        chosen = on_rank_zero(ranks, prepare)
-        return Checkpoint(Path(os.fsdecode(chosen))) if chosen else None
-
-    @property
-    def id(self) -> str:
-        """A name for the run that no other run has, wherever its folder is moved."""
-        return str(json.loads((self.path / "run.json").read_text())["id"])
-
-    def _choose(self, resume: Resume) -> Checkpoint | None:
-        latest = self.checkpoints.latest()
-        if resume == "auto":
-            return latest
-        if resume == "never":
-            if latest is not None:
-                raise ValueError(
-                    f"{self.path}: has checkpoints up to {latest.path.name}, and --resume is never. "
-                    f"Choose another run folder, or leave --resume away to go on."
-                )
+    def read_id(self) -> str | None:
+        """The run's id; None where there is no run.json, or a damaged one, which is a warning."""
+        path = self.path / "run.json"
+        if not path.exists():
             return None
-        path = Path(resume)
-        if not (path / "progress.json").exists():
-            raise ValueError(f"--resume {resume}: not a checkpoint folder (no progress.json in it)")
-        return Checkpoint(path)
+        found = (read_json_object(path) or {}).get("id")
+        if isinstance(found, str) and found:
+            return found
+        logger.warning(
+            "%s: damaged, expected the run's id. It is recovered from a checkpoint or the store", path
+        )
+        return None
+
+    def write_start(self, config: Config, command: list[str], world_size: int) -> None:
+        """Write down the run's id, what it is started with, and what changed since it was last."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.read_id() != self.id:
+            write_whole(self.path / "run.json", json.dumps({"id": self.id}))
+        self._compare(config)
+        write_whole(self.path / "config.yaml", to_yaml(config))
+        started = json.dumps({**environment(command), "world_size": world_size})
+        append_lines(self.path / "environment.jsonl", [started])
 
     def _compare(self, config: Config) -> None:
-        if changed := changed_settings(self.path / "config.yaml", config):
+        try:
+            changed = changed_settings(self.path / "config.yaml", config)
+        except ConfigError as error:
+            logger.warning("%s. It is written again with the settings of this start", error)
+            return
+        if changed:
             logger.warning("the config has changed since the run was started: %s", "; ".join(changed))
+
+    def needed_snapshots(self) -> set[int]:
+        """Snapshots that the run may have to resume from if it is killed now."""
+        return self.checkpoints.snapshots() | self.origin
 
 
 def open_store(
@@ -132,16 +127,11 @@ def open_store(
     ranks: Ranks,
     snapshot: int | None,
 ) -> HeatmapStore | None:
-    """The run's store, made if it is not there, at the snapshot of the checkpoint (or at its beginning)."""
+    """The store at the snapshot of the checkpoint; without one, at its beginning (created if need be)."""
     settings = config.store
     if settings.kind == "none":
         return None
-    if settings.kind == "memory" and snapshot is not None:
-        raise ValueError(
-            f"{run.path}: its store was in memory (store.kind: memory) and ended with the process, so it "
-            f"cannot be resumed. Start again in another folder, with store.kind: disk if it should be."
-        )
-    url = _store_url(config, run, ranks)
+    url = store_url(config, run, ranks)
 
     def create() -> bytes:
         backend = open_backend(url, settings.options())
@@ -164,8 +154,8 @@ def open_store(
             )
         return b""
 
-    on_rank_zero(ranks, create)
-    _check_ours(url, config, run, heatmap_size, snapshot)
+    if snapshot is None:
+        on_rank_zero(ranks, create)
     return HeatmapStore.open(
         url,
         annotations=annotations,
@@ -177,7 +167,8 @@ def open_store(
     )
 
 
-def _store_url(config: Config, run: RunFolder, ranks: Ranks) -> str:
+def store_url(config: Config, run: RunFolder, ranks: Ranks) -> str:
+    """Where the run's store lives: on disk, in this process, or in memory that the ranks share."""
     if config.store.kind == "disk":
         return config.store_url
     if ranks.world_size == 1:
@@ -187,19 +178,19 @@ def _store_url(config: Config, run: RunFolder, ranks: Ranks) -> str:
     return f"/dev/shm/bigscl-{run.id}"
 
 
-def _check_ours(url: str, config: Config, run: RunFolder, heatmap_size: int, snapshot: int | None) -> None:
-    """Refuse a store that another run has written, or that was made for maps of another size."""
-    store = HeatmapStore.open(url, options=config.store.options())
+def check_store(config: Config, annotations: Annotations, heatmap_size: int) -> list[Snapshot]:
+    """The retained snapshots of the store on disk; none if there is no store. Refuses one of other data."""
+    url = config.store_url
+    try:
+        store = HeatmapStore.open(url, annotations=annotations, options=config.store.options())
+    except NotAStore:
+        return []  # creating it, if a run may, finds out what is there instead
     if store.spec.heatmap_size != heatmap_size:
         raise StoreError(
             f"{url}: has heatmaps of side {store.spec.heatmap_size}, this network at data.size "
             f"{config.data.size} needs {heatmap_size}. Use another store.url."
         )
-    if snapshot is None and store.snapshot.id > 0 and store.snapshot.run != run.id:
-        raise StoreError(
-            f"{url}: was written by run {store.snapshot.run}, this is a new one. Use another store.url, "
-            f"or go on with that run in its own folder."
-        )
+    return store.snapshots()
 
 
 def summary(config: Config, data: Data, plan: Plan, heatmap_size: int, device: torch.device) -> list[str]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from bigscl.checkpoint import Checkpoint, Progress, write_state, write_tensors
+from bigscl.checkpoint import Checkpoint, CheckpointError, Progress, write_state, write_tensors
+from bigscl.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
 from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.estimator import LabelEstimator
@@ -23,9 +24,19 @@ from bigscl.ranks import Ranks
 from bigscl.run import Data
 from bigscl.schedule import Schedule
 from bigscl.selection import Selection
-from store import HeatmapStore
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """What the store's snapshot of a checkpoint adds to it."""
+
+    selection: Selection
+    skipped: list[int]
+    """Samples of the epoch at hand that could not be read."""
+    visited: NDArray[np.bool_]
+    """Rows that the epoch at hand has had."""
 
 
 class State:
@@ -122,20 +133,30 @@ class State:
             files["estimator.pt"] = write_state(self.estimator.state())
         return files
 
-    def restore(self, checkpoint: Checkpoint, store: HeatmapStore | None) -> None:
-        """Take up a checkpoint, and the snapshot of the store that belongs to it."""
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Read every file of a checkpoint, or raise CheckpointError if one is damaged or does not fit."""
+        weights = checkpoint.tensors("model.safetensors")
+        check_tensors(checkpoint.path / "model.safetensors", weights, self.network.network.state_dict())
+        check_optimizer(checkpoint.path / "optimizer.pt", checkpoint.state("optimizer.pt"))
+        check_ranks(checkpoint.path / "ranks.pt", checkpoint.state("ranks.pt"), len(self.visited))
+        if self.average is not None:
+            average = checkpoint.state("average.pt")
+            check_tensors(checkpoint.path / "average.pt", average, self.average.state_dict())
+        if self.estimator is not None:
+            estimator = checkpoint.state("estimator.pt")
+            check_tensors(checkpoint.path / "estimator.pt", estimator, self.estimator.state())
+
+    def restore(self, checkpoint: Checkpoint, memory: Memory | None) -> None:
+        """Load a checkpoint that was checked, and the memory of its snapshot."""
         self.progress = checkpoint.progress
         self.network.network.load_state_dict(checkpoint.tensors("model.safetensors"))
         ranks = checkpoint.state("ranks.pt")
-        if store is None:
+        if memory is None:
             packed = ranks["visited"].numpy()
             self.visited = np.unpackbits(packed, count=len(self.visited)).astype(bool)
         else:
-            attributes = store.snapshot.attributes
-            self.selection = Selection.from_json(attributes["selection"]).to(self._accelerator.device)
-            self.skipped = list(attributes["skipped"])
-            self.visited = store.visited() == self.progress.epoch
-            self.visited[self.skipped] = True
+            self.selection = memory.selection.to(self._accelerator.device)
+            self.skipped, self.visited = memory.skipped, memory.visited
         if self.average is not None:
             self.average.load_state_dict(checkpoint.state("average.pt"))
         if self.estimator is not None:
@@ -147,7 +168,14 @@ class State:
         state = checkpoint.state("optimizer.pt")
         if state["phase_began"] != self._phase_began:
             return  # the checkpoint is the end of the phase before
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        if reason := misfit(saved, self.optimizer.state_dict(), self.optimizer.param_groups):
+            raise CheckpointError(
+                f"{checkpoint.path / 'optimizer.pt'}: does not fit optimizer.name "
+                f"{self._config.optimizer.name} and what trains in this phase: {reason}. Resume with "
+                f"the settings it was saved with."
+            )
+        self.optimizer.load_state_dict(saved)
         if state["scaler"] is not None and self._accelerator.scaler is not None:
             self._accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.backbones import create_network, is_file, load_state, read_state
+from bigscl.checkpoint import find_folder
 from bigscl.config import Config, DataConfig
 from bigscl.config_file import load_config
 from bigscl.data.looks import EvaluationLook
@@ -66,7 +67,7 @@ def find_weights(path: Path) -> Path:
     if path.is_file():
         return path
     newest_first = sorted(path.glob(f"checkpoints/step-*/{WEIGHTS}"), reverse=True)
-    candidates = [path / "best" / WEIGHTS, path / WEIGHTS, *newest_first]
+    candidates = [find_folder(path / "best") / WEIGHTS, path / WEIGHTS, *newest_first]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         raise FileNotFoundError(

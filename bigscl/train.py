@@ -10,8 +10,9 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from types import TracebackType
 from typing import Any, Self
@@ -25,17 +26,20 @@ from bigscl.config_file import ConfigError, to_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
+from bigscl.files import append_lines, explain
 from bigscl.gallery import picture_of_epoch
 from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
 from bigscl.memory import EpochMemory
 from bigscl.ranks import Ranks, transport
-from bigscl.run import RunFolder, open_data, open_store, summary
+from bigscl.resume import Start
+from bigscl.run import RunFolder, open_data, summary
 from bigscl.selection import Selection, expected_counts, select
 from bigscl.state import State, map_side
 from bigscl.step import Step
 from bigscl.validation import validate
 from store import Rows, StoreError
+from store.transport import on_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -57,23 +61,15 @@ class Trainer:
         self.ranks: Ranks = transport()
         start_logging(self.ranks.rank)
         self.run = RunFolder(config)
-        checkpoint = self.run.start(config, resume, command, self.ranks)
         self.data = open_data(config)
         self.schedule, self.gamma = config.phases(), config.gamma()
         self.state = State(config, self.data, self.accelerator, self.ranks)
         side = 2 * map_side(self.state.network, config.data.size)
-        snapshot = None if checkpoint is None else checkpoint.progress.snapshot
-        self.store = open_store(config, self.data.annotations, side, self.run, self.ranks, snapshot)
-        self.step = Step(config, self.data, self.state, self.store, self.accelerator, self.ranks)
         self.journal = Journal(self.run.path, self.accelerator)
         self.stopping = False
-        if checkpoint is not None:
-            logger.info("going on from %s", checkpoint.path)
-            self.run.checkpoints.drop_after(checkpoint)
-            self.state.restore(checkpoint, self.store)
-        self.journal.keep_until(self.state.progress.step)
-        if self.state.progress.epoch < self.schedule.epochs:
-            self.state.enter_phase(self.state.progress.epoch, checkpoint)
+        start = Start(config, self.run, self.data, self.state, self.ranks, side)
+        self.store = start.resume(resume, command, self.journal)
+        self.step = Step(config, self.data, self.state, self.store, self.accelerator, self.ranks)
         self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
         for line in summary(config, self.data, self.plan(0, whole=True), side, self.device):
             logger.info(line)
@@ -145,8 +141,8 @@ class Trainer:
     def _note(self, batch: Batch) -> None:
         self.state.note(batch)
         if self.config.log.ids:
-            with (self.run.path / f"ids-{self.ranks.rank}.txt").open("a") as file:
-                file.writelines(f"{self.state.progress.epoch} {n}\n" for n in batch.ids.tolist())
+            lines = [f"{self.state.progress.epoch} {n}" for n in batch.ids.tolist()]
+            append_lines(self.run.path / f"ids-{self.ranks.rank}.txt", lines)
 
     def _log(self, epoch: int, meter: Meter, memory: EpochMemory, values: dict[str, float]) -> None:
         self.journal.advance()
@@ -178,7 +174,7 @@ class Trainer:
         if self.data.val is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
             self._validate(epoch)
         if (epoch + 1) % self.config.checkpoint.every_epochs == 0 or epoch + 1 == self.schedule.epochs:
-            self._save_checkpoint()
+            self._save_checkpoint(ends_epoch=True)
         else:
             self._drop_snapshots()
         if self.store is not None and self.ranks.rank == 0:
@@ -234,12 +230,14 @@ class Trainer:
         logger.info("epoch %d: %s", epoch, ", ".join(f"{name} {x:.4f}" for name, x in metrics.items()))
         if best is None or value > best:
             self.state.advance(best=value, best_epoch=epoch)
-            if self.ranks.rank == 0:
-                files = {
-                    "model.safetensors": write_tensors(self.state.evaluated.network.state_dict()),
-                    "metrics.json": write_json({"epoch": epoch, **metrics}),
-                }
-                write_folder(self.run.path / "best", files)
+            self._write_on_rank_zero(lambda: self._write_best({"epoch": epoch, **metrics}))
+
+    def _write_best(self, metrics: dict[str, float]) -> None:
+        files = {
+            "model.safetensors": write_tensors(self.state.evaluated.network.state_dict()),
+            "metrics.json": write_json(metrics),
+        }
+        write_folder(self.run.path / "best", files, self._check_lease)
 
     def _look(self, epoch: int) -> None:
         """Keep the rows of the tracked samples, and draw some of them."""
@@ -265,20 +263,39 @@ class Trainer:
             self.state.estimator.share(self.ranks)
         if self.store is not None:
             self._commit(epoch, next_epoch=epoch)
-        self._save_checkpoint()
+        self._save_checkpoint(ends_epoch=False)
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, *, ends_epoch: bool) -> None:
         files = self.state.files()
-        if files is not None:
-            logger.info("saved %s", self.run.checkpoints.save(self.state.progress, files))
-        self.ranks.broadcast(b"saved" if self.ranks.rank == 0 else None)
+        progress = replace(self.state.progress, run=self.run.id, ends_epoch=ends_epoch)
+
+        def save() -> None:
+            assert files is not None
+            logger.info("saved %s", self.run.checkpoints.save(progress, files, self._check_lease))
+
+        self._write_on_rank_zero(save)
+        self.run.origin.clear()
         # The checkpoint names its snapshot, so older ones may go only now that it is saved.
         self._drop_snapshots()
 
-    def _drop_snapshots(self) -> None:
-        """Keep the snapshots that checkpoints name, and the current one."""
+    def _write_on_rank_zero(self, write: Callable[[], None]) -> None:
+        """Rank 0 writes, and all ranks hear of it if it fails."""
+
+        def action() -> bytes:
+            write()
+            return b""
+
+        on_rank_zero(self.ranks, action)
+
+    def _check_lease(self) -> None:
+        """Raise if another process took the store meanwhile: the folder is its own then."""
         if self.store is not None:
-            self.store.drop_snapshots(keep=self.run.checkpoints.snapshots())
+            self.store.check_lease()
+
+    def _drop_snapshots(self) -> None:
+        """Keep the snapshots that the run may resume from, and the current one."""
+        if self.store is not None:
+            self.store.drop_snapshots(keep=self.run.needed_snapshots())
 
     # What it trains on
 
@@ -356,10 +373,13 @@ def main(arguments: list[str]) -> int:
     except Stopped:
         if rank_of_this_process() == 0:
             print(f"stopped by a signal; {config.run} is saved. Resume with the same command.")
-    except (ConfigError, StoreError, ValueError, FileNotFoundError) as error:
+    except (ConfigError, StoreError, ValueError, OSError) as error:
+        reason = explain(error) if isinstance(error, OSError) else str(error)
+        if reason is None:
+            raise
         # What stops a run from starting is met by every rank: one of each machine says it.
         if trainer is not None or first_on_this_machine():
-            print(f"bigscl.train: {error}", file=sys.stderr)
+            print(f"bigscl.train: {reason}", file=sys.stderr)
         return 2
     return 0
 

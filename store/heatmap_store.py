@@ -154,6 +154,11 @@ class HeatmapStore:
         lease = leases[0] if leases else None
         return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
 
+    def check_lease(self) -> None:
+        """Raise LeaseHeld if the lease was lost: what is written now could mix with another run's files."""
+        if self._lease is not None:
+            self._lease.check()
+
     def close(self) -> None:
         """Release the lease. What was not committed is gone."""
         if self._lease is not None:

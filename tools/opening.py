@@ -1,5 +1,6 @@
 """What every verb over a store has in common: where the store is, and the data it was made for."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,8 +9,11 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.files import read_json_object
 from store import Annotations, HeatmapStore, Snapshot, StorageOptions
 from store.errors import IndexMismatch
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index, Labels
@@ -138,7 +142,11 @@ def _data_settings(store: str) -> dict[str, Any]:
         return {}
     import yaml
 
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        logger.warning("%s: damaged, its data settings are unknown: %s", folder / "config.yaml", error)
+        return {}
     section = config.get("data") if isinstance(config, dict) else None
     return section if isinstance(section, dict) else {}
 
@@ -146,26 +154,11 @@ def _data_settings(store: str) -> dict[str, Any]:
 def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
     """Names of the checkpoints in a run's folder, by the snapshot each of them resumes from."""
     found: dict[int, list[str]] = {}
-    for file in sorted((folder / "checkpoints").glob("*/progress.json")) if folder is not None else []:
-        snapshot = _read_progress(file).get("snapshot")
+    for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
+        snapshot = (read_json_object(file) or {}).get("snapshot")
         if isinstance(snapshot, int):
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
-
-
-def _read_progress(file: Path) -> dict[str, Any]:
-    import json
-
-    try:
-        progress = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}). {_REMOVE}") from error
-    if not isinstance(progress, dict) or not isinstance(progress.get("snapshot"), int | None):
-        raise ValueError(f"{file}: expected an object with the number of a snapshot. {_REMOVE}")
-    return progress
-
-
-_REMOVE = "Remove this checkpoint's folder, or restore the file from a copy."
 
 
 def has_selection(snapshot: Snapshot) -> bool:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.files import read_json_object, write_whole
 from store import HeatmapStore, Snapshot, StorageOptions
 from store.lease import read_holder
 from store.verify import Problem, verify
@@ -174,18 +175,8 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
 
 def _name_snapshot(path: Path, snapshot: int) -> None:
     """Let a checkpoint resume from another snapshot; the file is replaced whole, or stays as it was."""
-    values = {**json.loads(path.read_text()), "snapshot": snapshot}
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(values, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    values = {**(read_json_object(path) or {}), "snapshot": snapshot}
+    write_whole(path, json.dumps(values, indent=1))
 
 
 def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:

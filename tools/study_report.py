@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bigscl.files import read_json_lines
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -53,9 +55,10 @@ def _about(trials: Sequence["Trial"]) -> str:
     import torch
 
     lines = [
-        json.loads(line)
+        line
         for trial in trials
-        for line in (trial.folder / "environment.jsonl").read_text().splitlines()
+        for line in read_json_lines(trial.folder / "environment.jsonl")
+        if {"revision", "time"} <= line.keys()
     ]
     revisions = sorted({_short_revision(line["revision"]) for line in lines})
     times = sorted(line["time"] for line in lines)

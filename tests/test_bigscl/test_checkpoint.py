@@ -1,9 +1,29 @@
+import contextlib
 import json
+import os
+import resource
+import shutil
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from bigscl.checkpoint import Checkpoints, Progress, write_folder, write_json, write_state, write_tensors
+from bigscl.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    Progress,
+    find_folder,
+    remove_folder,
+    write_folder,
+    write_json,
+    write_state,
+    write_tensors,
+)
+from bigscl.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
+from bigscl.files import explain
+from bigscl.state import rng_state
 
 
 def files(value):
@@ -60,3 +80,214 @@ def test_a_folder_is_replaced_whole_and_found_again_after_a_crash_between(tmp_pa
     with pytest.raises(OSError, match="disk full"):
         write_folder(path, {"metrics.json": fail})
     assert json.loads((path / "metrics.json").read_text()) == {"value": 2}
+
+
+def test_ends_of_epochs_are_kept_before_checkpoints_within_them(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    saved = [(85, False), (100, True), (185, False), (200, True), (285, False), (290, False)]
+    kept = []
+    for step, ends_epoch in saved:
+        checkpoints.save(Progress(step=step, ends_epoch=ends_epoch), files(1.0))
+        kept.append([found.progress.step for found in checkpoints.all()])
+    assert kept == [[85], [85, 100], [100, 185], [100, 200], [200, 285], [200, 290]]
+
+
+def test_places_that_no_epoch_end_needs_go_to_the_newest_of_the_others(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step, ends_epoch in [(3, False), (4, True), (6, False), (8, True)]:
+        checkpoints.save(Progress(step=step, ends_epoch=ends_epoch), files(1.0))
+    assert [found.progress.step for found in checkpoints.all()] == [4, 6, 8]
+
+
+def test_a_checkpoint_vanishes_whole(tmp_path, monkeypatch):
+    """A kill while its files are deleted leaves nothing that looks like a checkpoint."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(Progress(step=1), files(1.0))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    remove_folder(tmp_path / "step-00000001")
+    assert checkpoints.paths() == []
+    monkeypatch.undo()
+    checkpoints.repair()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_and_put_back(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(Progress(step=1, epoch=3), files(1.0))
+    (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.old")
+    (tmp_path / ".step-00000001.partial").mkdir()
+    assert checkpoints.latest().progress.epoch == 3
+    assert find_folder(tmp_path / "step-00000001").name == ".step-00000001.old"
+    checkpoints.repair()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_failed_check_before_the_last_rename_leaves_everything_as_it_was(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(Progress(step=1, epoch=3), files(1.0))
+
+    def lost():
+        assert (tmp_path / ".step-00000001.partial" / "progress.json").exists()
+        raise RuntimeError("the lease was lost")
+
+    with pytest.raises(RuntimeError, match="lease"):
+        checkpoints.save(Progress(step=1, epoch=4), files(2.0), lost)
+    assert checkpoints.latest().progress.epoch == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_copies_of_a_user_are_no_checkpoints(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(Progress(step=1), files(1.0))
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001.good")
+    assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
+
+
+def test_files_have_the_mode_that_the_user_asks_for(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path = Checkpoints(tmp_path, keep=1).save(Progress(step=1), files(1.0))
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("model.safetensors", write_tensors({"w": torch.zeros(1000)})),
+        ("optimizer.pt", write_state({"w": torch.zeros(1000)})),
+        ("metrics.json", write_json(list(range(1000)))),
+    ],
+)
+def test_a_full_disk_names_the_file_and_leaves_the_older_folder(tmp_path, name, write):
+    write_folder(tmp_path / "best", {name: write_json("old")})
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_folder(tmp_path / "best", {name: write})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert explain(caught.value).startswith(f"{tmp_path / 'best' / name}: could not be written")
+    assert json.loads((tmp_path / "best" / name).read_text()) == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 90, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"epoch": true}', b'{"best": []}', b"\xff"],
+)
+def test_damaged_progress_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "progress.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"progress\.json: damaged: .*--resume"):
+        Checkpoint(tmp_path)
+
+
+def test_progress_of_other_versions_is_read(tmp_path):
+    (tmp_path / "progress.json").write_text('{"epoch": 1, "step": 9, "snapshot": 3, "later": [1]}')
+    assert Checkpoint(tmp_path).progress == Progress(epoch=1, step=9, snapshot=3)
+
+
+STATE = {
+    "phase_began": 0,
+    "optimizer": {"state": {0: {"a": torch.ones(3)}}, "param_groups": []},
+    "scaler": None,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    weights = write_tensors({"w": torch.arange(20.0), "v": torch.ones(2, 2)})
+    path = Checkpoints(folder, keep=1).save(
+        Progress(step=1), {"model.safetensors": weights, "optimizer.pt": write_state(STATE)}
+    )
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def read_damaged(folder, name, content):
+    """Read and check a file of a checkpoint; nothing but CheckpointError may come of it."""
+    (folder / "progress.json").write_text("{}")
+    (folder / name).write_bytes(content)
+    checkpoint = Checkpoint(folder)
+    if name == "optimizer.pt":
+        check_optimizer(folder / name, checkpoint.state(name))
+    else:
+        expected = {"w": torch.zeros(20), "v": torch.zeros(2, 2)}
+        check_tensors(folder / name, checkpoint.tensors(name), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_truncated_files_are_errors_that_name_the_file(tmp_path, saved, name):
+    read_damaged(tmp_path, name, saved[name])
+    lengths = [0, 1, 8, 9, *range(10, len(saved[name]), max(1, len(saved[name]) // 20)), len(saved[name]) - 1]
+    for length in lengths:
+        with pytest.raises(CheckpointError, match=name):
+            read_damaged(tmp_path, name, saved[name][:length])
+
+
+@given(st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "progress.json"])
+def test_files_with_any_bytes_in_them_are_read_or_refused(tmp_path, saved, name, data):
+    content = bytearray(saved[name])
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place : place + 8] = data.draw(st.binary(min_size=1, max_size=8))
+    with contextlib.suppress(CheckpointError):
+        if name == "progress.json":
+            (tmp_path / name).write_bytes(content)
+            Checkpoint(tmp_path)
+        else:
+            read_damaged(tmp_path, name, bytes(content))
+
+
+def test_files_that_hold_something_else_are_refused(tmp_path):
+    path = tmp_path / "file"
+    for wrong in (None, [], {"w": 3}, {"w": torch.zeros(4)}, {}, {"w": torch.zeros(3), "x": torch.zeros(1)}):
+        with pytest.raises(CheckpointError, match="file"):
+            check_tensors(path, wrong, {"w": torch.zeros(3)})
+    for wrong in (None, {}, {**STATE, "optimizer": {}}, {**STATE, "phase_began": "x"}):
+        with pytest.raises(CheckpointError, match="file"):
+            check_optimizer(path, wrong)
+    visited = torch.zeros(3, dtype=torch.uint8)
+    check_ranks(path, {"rng": [rng_state()], "visited": visited}, 20)
+    for wrong in (
+        {"rng": [b"", rng_state()], "visited": visited},
+        {"rng": [rng_state()[:-1]], "visited": visited},
+        {"rng": [rng_state()], "visited": visited[:2]},
+        {"rng": [rng_state()], "visited": visited.float()},
+        {"rng": 3, "visited": visited},
+        [],
+    ):
+        with pytest.raises(CheckpointError, match="file"):
+            check_ranks(path, wrong, 20)
+
+
+def trained(optimizer, shapes):
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    made = optimizer(parameters, lr=0.1)
+    sum(each.sum() for each in parameters).backward()
+    made.step()
+    return made
+
+
+def test_states_of_another_optimizer_or_network_do_not_fit():
+    adam = trained(torch.optim.Adam, [(2, 3), (3,)])
+    others = {
+        "another optimizer": [
+            trained(torch.optim.SGD, [(2, 3), (3,)]),
+            trained(torch.optim.AdamW, [(2, 3), (3,)]),
+        ],
+        "it has 1 parameters, expected 2": [trained(torch.optim.Adam, [(2, 3)])],
+        "is (3, 2), expected (2, 3)": [trained(torch.optim.Adam, [(3, 2), (3,)])],
+    }
+    assert misfit(adam.state_dict(), adam.state_dict(), adam.param_groups) is None
+    for reason, optimizers in others.items():
+        for other in optimizers:
+            found = misfit(other.state_dict(), adam.state_dict(), adam.param_groups)
+            assert found is not None
+            assert reason in found
