@@ -16,6 +16,7 @@ the same report of the latter without a network, `bigscl compare` sets several b
 
 import json
 import logging
+import os
 import sys
 import time
 from argparse import Namespace
@@ -35,12 +36,14 @@ from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluate_options import parse
 from bigscl.files import explain
+from bigscl.files import explain
 from bigscl.inference import predict
 from bigscl.launch import rank_of_this_process
 from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
 from bigscl.log import start_logging
 from bigscl.model import SpatialClassifier
 from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
+from bigscl.printing import printable
 from bigscl.ranks import transport
 from bigscl.real import match_real, read_real
 from bigscl.report import make_report
@@ -62,6 +65,7 @@ def evaluate(options: Namespace) -> None:
         # Now, not hours later.
         match_real(real, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names)
     folder = options.output or (subject.config.run if subject.config else Path()) / "evaluation"
+    check_writable(folder)
     saved = Evaluation(subject, index, options).predictions()
     if saved is None:
         return
@@ -70,6 +74,16 @@ def evaluate(options: Namespace) -> None:
     write_report(report, folder)
     print(json.dumps(to_json(report)) if options.json else summary(report))
     logger.info("report: %s", folder / "report.md")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a place for the report where nothing can be written: now, not after hours of predictions."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "a file" if place.is_file() else "not writable"
+        raise ValueError(f"--output {folder}: {place} is {what}. Choose a folder that can be written to.")
 
 
 class Evaluation:

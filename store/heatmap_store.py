@@ -356,11 +356,6 @@ class HeatmapStore:
                 f"Two runs write one store: stop one of them, then resume the other."
             )
 
-    def check_lease(self) -> None:
-        """Raise LeaseHeld if this process held the lease and lost it."""
-        if self._lease is not None:
-            self._lease.check()
-
     def _lease_is_ours(self) -> bool:
         return self._lease is None or self._lease.is_ours()
 

@@ -1,6 +1,5 @@
 """`bigscl compact`: make a store smaller, by what it keeps of each image and by the snapshots it keeps."""
 
-import json
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ from tools.opening import (
     run_folder,
 )
 from tools.progress import progress
-from tools.text import counted, size
+from tools.text import counted, size, tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ def command(
             facts["bytes_after"] = sum(writer.sizes().values())
             facts["snapshot"] = writer.snapshot.id
     facts["applied"] = apply
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["holder"] is not None and not apply:
         raise typer.Exit(1)
 

@@ -1,6 +1,5 @@
 """`bigscl compare`: predictions of several runs on the same images, beside each other."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tools.score import Activation
+from tools.text import tell
 
 if TYPE_CHECKING:
     from bigscl.compare import Compared, Difference
@@ -43,7 +43,7 @@ def command(
         num_classes=classes,
         seed=seed,
     )
-    print(json.dumps(_facts(compared)) if as_json else _text(compared))
+    tell(_facts(compared), _text(compared), as_json)
 
 
 def _name_apart(runs: list[Any], paths: list[Path]) -> None:

@@ -1,6 +1,5 @@
 """`bigscl diff`: what differs between two snapshots, or two stores of the same data."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from tools.opening import (
 )
 from tools.progress import progress
 from tools.samples import class_name, name_of
-from tools.text import table
+from tools.text import table, tell
 
 Place = Annotated[
     str, typer.Argument(help="A store or the folder of a run; @ID for an older snapshot of it.")
@@ -70,7 +69,7 @@ def command(
     one, other, data = _open_both(a, b, reach, shards, index)
     results = _compare(one, other)
     facts = _facts(one, other, results, data, count)
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
         raise typer.Exit(1)
 

@@ -1,22 +1,9 @@
 """Which errors are a user's or the outside world's, and what is said of them; all others are bugs."""
 
-import errno
-
+from bigscl import files
 from store.errors import StoreError
 
 OURS = ("bigscl", "store", "tools")
-HINTS = {
-    errno.ENOENT: "Check the path.",
-    errno.ENOTDIR: "A part of the path is a file: check it.",
-    errno.EISDIR: "A file is expected: check the path.",
-    errno.EEXIST: "Choose another path.",
-    errno.EACCES: "Choose another path, or ask for the right to read or write there.",
-    errno.EPERM: "Choose another path, or ask for the right to read or write there.",
-    errno.EROFS: "Choose another path: this file system is read-only.",
-    errno.ENOSPC: "Free some space, then run the command again.",
-    errno.EDQUOT: "Free some space, then run the command again.",
-    errno.ENAMETOOLONG: "Choose a shorter name.",
-}
 
 
 def explain(error: Exception) -> str | None:
@@ -41,8 +28,7 @@ def _is_our_value_error(error: Exception) -> bool:
 
 
 def _explain_os_error(error: OSError) -> str:
-    if error.errno is None or error.strerror is None:
-        return str(error)
-    hint = HINTS.get(error.errno, "Check the storage, then run the command again.")
-    reason = f"{error.strerror.lower()}. {hint}"
-    return reason if error.filename is None else f"{error.filename}: {reason}"
+    told = files.explain(error)
+    if told is None and error.errno is not None and error.filename is not None:
+        told = f"{error.filename}: {error.strerror}. Check the path."
+    return told or str(error)

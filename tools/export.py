@@ -1,6 +1,5 @@
 """`bigscl export`: the labels that were found, scores, and heatmaps, in files that other programs read."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +31,7 @@ from tools.progress import progress
 from tools.regions import strongest_boxes
 from tools.samples import find_samples
 from tools.tables import Record, table_writer, written_whole
-from tools.text import size
+from tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
 Which = Literal["mined", "expected", "all"]
@@ -106,7 +105,7 @@ def command(
             rows = _heatmaps(opened, needed, output, sample or [])
     facts = {"output": str(output), "what": what, "snapshot": opened.snapshot.id, "rows": rows}
     told = f"{output}: {what} at snapshot {opened.snapshot.id}, {rows:,} rows, {size(_bytes(output))}"
-    print(json.dumps(facts) if as_json else told)
+    tell(facts, told, as_json)
 
 
 def _bytes(path: Path) -> int:

@@ -1,6 +1,5 @@
 """`bigscl plan`: what a run will need, before anyone trains."""
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -12,7 +11,7 @@ import typer
 
 from store import StoreSpec
 from tools.opening import AsJson
-from tools.text import counted, size, table
+from tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -61,7 +60,7 @@ def command(
     facts = _facts(settings, spec, processes, images_per_second, mean_bytes)
     if probe is not None:
         facts["probe"] = _probe(settings, spec, facts, probe)
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
         raise typer.Exit(1)
 

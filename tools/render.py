@@ -1,6 +1,5 @@
 """`bigscl render`: pictures of samples with the heatmaps that the store remembers."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from tools.opening import (
     options,
 )
 from tools.samples import find_class, find_samples
+from tools.text import tell
 
 MAX_EPOCHS = 8
 
@@ -88,7 +88,7 @@ def command(
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}"
     draw_samples(pictures, output, title=title, across=across)
     facts = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
-    print(json.dumps(facts) if as_json else f"{output}: {len(ids)} samples\n" + _listed(facts))
+    tell(facts, f"{output}: {len(ids)} samples\n" + _listed(facts), as_json)
 
 
 def _named(data: Data, sample: int) -> dict[str, Any]:

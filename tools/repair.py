@@ -32,7 +32,7 @@ from tools.opening import (
     run_folder,
 )
 from tools.progress import progress
-from tools.text import counted, say, spans
+from tools.text import counted, spans, tell
 
 THREADS = min(4, os.cpu_count() or 1)
 MAX_LINES = 20
@@ -92,7 +92,7 @@ def command(
             options=reach,
         ) as writer:
             facts |= {"applied": True, **repair(writer, report, folder)}
-    print(json.dumps(facts)) if as_json else say(_text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["shards"] and not apply:
         raise typer.Exit(1)
 

@@ -1,6 +1,5 @@
 """`bigscl show`: what a store is, how big, who writes it, what it remembers of a sample."""
 
-import json
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from tools.opening import (
 )
 from tools.progress import progress
 from tools.samples import class_name, find_samples, name_of
-from tools.text import bars, counted, moment, size, table
+from tools.text import bars, counted, moment, size, table, tell
 
 BINS = 10
 MAX_EPOCHS_SHOWN = 12
@@ -80,7 +79,7 @@ def command(
     else:
         facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
         text = _text(facts)
-    print(json.dumps(facts) if as_json else text)
+    tell(facts, text, as_json)
 
 
 def _find_quietly(what: str, *arguments: Any) -> Data | None:

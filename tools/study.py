@@ -193,8 +193,17 @@ def plan_trials(
 def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[str]) -> Trial:
     folder = out / "-".join(filter(None, [config.stem, _slug(variant)])) / f"seed-{seed}"
     words = [f"--run={folder}", f"--seed={seed}"]
-    words += [_setting(word) for word in (*settings, *shlex.split(variant))]
+    words += [_setting(word) for word in (*settings, *_split(variant))]
     return Trial(config=config, variant=variant, seed=seed, folder=folder, settings=tuple(words))
+
+
+def _split(variant: str) -> list[str]:
+    try:
+        return shlex.split(variant)
+    except ValueError as error:
+        raise ValueError(
+            f"--vary {variant!r}: {error}. Expected 'KEY=VALUE ...', quoted as in a shell."
+        ) from None
 
 
 def _slug(text: str) -> str:
@@ -212,7 +221,7 @@ def _observes(config: Path) -> bool:
 def _setting(word: str) -> str:
     key, equals, _ = word.partition("=")
     if not equals or not key:
-        raise ValueError(f"{word!r}: expected KEY=VALUE, as store.momentum=0.5")
+        raise ValueError(f"--set, --vary: {word!r}, expected KEY=VALUE, as store.momentum=0.5")
     return f"--{word}"
 
 
@@ -233,6 +242,7 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     """Do what is left, show the table, and say what is not in it: by name, and by the exit code."""
+    out.mkdir(parents=True, exist_ok=True)
     try:
         failures = _run_all(trials, parallel, out)
     except KeyboardInterrupt:

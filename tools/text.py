@@ -1,15 +1,17 @@
 """Numbers and tables as people read them."""
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from bigscl.printing import printable
 from bigscl.units import size as size
 
 
-def say(text: str) -> None:
-    """Print text that may hold names from files."""
-    print(printable(text, keep="\n\t"))
+def tell(facts: Any, text: str, as_json: bool) -> None:
+    """Print facts for machines, or a text that may hold names from files for people."""
+    print(json.dumps(facts) if as_json else printable(text, keep="\n\t"))
 
 
 def counted(number: int, what: str) -> str:

@@ -1,6 +1,5 @@
 """`bigscl verify`: read everything a store's snapshots name, and say what is wrong with it."""
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from tools.opening import (
     options,
 )
 from tools.progress import progress
-from tools.text import counted, size
+from tools.text import counted, size, tell
 
 MAX_LINES = 20
 
@@ -97,7 +96,7 @@ def command(
         "index": annotations is not None,
         "problems": [asdict(finding) for finding in findings],
     }
-    print(json.dumps(facts) if as_json else _text(facts, findings))
+    tell(facts, _text(facts, findings), as_json)
     if findings:
         raise typer.Exit(1)
 

@@ -72,3 +72,17 @@ def test_a_silent_holder_on_another_host_is_dead(run):
 
 def test_a_place_without_a_store_is_refused(tmp_path):
     assert bigscl("unlock", tmp_path).code == 2
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200), b'{"run": "far", "ho', b"[]", b'{"pid": "x"}'])
+def test_a_damaged_lease_is_said_and_cleared_by_force(run, index, content):
+    (run / "store" / KEY).write_bytes(content)
+    for arguments in ([], ["--apply"]):
+        answer = bigscl("unlock", run, *arguments)
+        assert answer.code == 1
+        assert f"{run}/store/{KEY}" in answer.out
+        assert "add --force --apply" in answer.out
+    assert (run / "store" / KEY).read_bytes() == content
+    assert bigscl("unlock", run, "--force", "--apply", "--json").json()["broken"]
+    assert bigscl("unlock", run).out.strip() == f"{run}/store: nobody holds it"
+    HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w").close()
