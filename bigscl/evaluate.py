@@ -36,7 +36,6 @@ from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluate_options import parse
 from bigscl.files import explain
-from bigscl.files import explain
 from bigscl.inference import predict
 from bigscl.launch import rank_of_this_process
 from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
@@ -207,7 +206,7 @@ def main(arguments: list[str]) -> int:
         if reason is None:
             raise
         if rank == 0:
-            print(f"bigscl.evaluate: {reason}", file=sys.stderr)
+            print(f"bigscl.evaluate: {printable(reason, keep=chr(10))}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

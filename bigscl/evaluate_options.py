@@ -6,7 +6,6 @@ from typing import NoReturn
 
 import numpy as np
 
-
 LIMITS = {
     "batch-size": (1, 100_000),
     "workers": (0, 1024),
