@@ -163,12 +163,12 @@ class World:
         load_predictions(path).save(folder / "predictions.zarr")
         return folder
 
-    def good(self, parameter: Parameter, verb: Verb) -> str:
-        """A value that works."""
+    def good(self, parameter: Parameter, verb: Verb, words: list[str]) -> str:
+        """A value that works with these other words."""
         values: dict[str, Callable[[], Any]] = {
             "store": lambda: self.run,
             "place": self.scratch,
-            "output": lambda: self.scratch() / _output_name(verb),
+            "output": lambda: self.scratch() / _output_name(verb, words),
             "folder": lambda: self.scratch() / "new",
             "shards": lambda: self.pattern,
             "config": lambda: self.config,
@@ -179,8 +179,11 @@ class World:
         return str(values[parameter.kind]())
 
 
-def _output_name(verb: Verb) -> str:
-    return {"render": "picture.png", "export": "labels.csv"}.get(verb.words[0], "new")
+def _output_name(verb: Verb, words: list[str]) -> str:
+    exported = {"scores": "scores.npy", "heatmaps": "heatmaps.npz"}
+    if verb.words == ("export",):
+        return exported.get(words[0] if words else "", "labels.csv")
+    return {"render": "picture.png"}.get(verb.words[0], "new")
 
 
 # Paths that are not what they should be
@@ -268,8 +271,8 @@ STORE_FILES = (
     "zarr.json",
     "arrays-000/zarr.json",
     "arrays-000/scores/zarr.json",
-    "snapshots/00000003.json",
-    "snapshots/00000002.json",
+    "snapshots/NEWEST.json",
+    "snapshots/OLDEST.json",
     "lease.json",
 )
 LEASE = {
@@ -300,7 +303,7 @@ def damaged_runs() -> dict[str, Callable[[World], Path]]:
 def wrong_fields() -> dict[str, Callable[[World], Path]]:
     """Copies of the run with one field of a JSON file of a wrong type or size."""
     fields = {
-        "store/snapshots/00000003.json": ("id", "parent", "time", "run", "epoch", "step", "group", "slots"),
+        "store/snapshots/NEWEST.json": ("id", "parent", "time", "run", "epoch", "step", "group", "slots"),
         "store/lease.json": tuple(LEASE),
         "checkpoints/step-00000030/progress.json": ("snapshot", "step"),
         "store/zarr.json": (
@@ -325,7 +328,7 @@ def wrong_fields() -> dict[str, Callable[[World], Path]]:
         "half a slot": [0.5, 0, 0, 0],
     }.items():
         found[f"snapshot: {what}"] = lambda world, slots=slots: _with_field(
-            world, "store/snapshots/00000003.json", "slots", slots
+            world, "store/snapshots/NEWEST.json", "slots", slots
         )
     for key, value in {"train": 7, "train_index": 5, "observed": {"seed": "x"}}.items():
         found[f"config: data.{key} is {value}"] = lambda world, key=key, value=value: _with_data(
@@ -341,36 +344,46 @@ def _copy(world: World) -> Path:
     return target
 
 
+def _file(run: Path, name: str) -> Path:
+    """A file of a run; the newest and the oldest snapshot are found by name."""
+    numbers = sorted(path.stem for path in (run / "store" / "snapshots").glob("*.json"))
+    return run / name.replace("NEWEST", numbers[-1]).replace("OLDEST", numbers[0])
+
+
 def _with_damage(world: World, name: str, change: Callable[[bytes], bytes]) -> Path:
     run = _copy(world)
-    (run / name).write_bytes(change((run / name).read_bytes()))
+    path = _file(run, name)
+    path.write_bytes(change(path.read_bytes()))
     return run
 
 
 def _without(world: World, name: str) -> Path:
     run = _copy(world)
-    (run / name).unlink()
+    _file(run, name).unlink()
     return run
 
 
 def _with_folder(world: World, name: str) -> Path:
-    run = _without(world, name)
-    (run / name).mkdir()
+    run = _copy(world)
+    path = _file(run, name)
+    path.unlink()
+    path.mkdir()
     return run
 
 
 def _with_mode(world: World, name: str) -> Path:
     run = _copy(world)
-    (run / name).chmod(0)
+    _file(run, name).chmod(0)
     return run
 
 
 def _with_field(world: World, name: str, key: str, value: Any) -> Path:
     run = _copy(world)
-    values = json.loads((run / name).read_text())
+    path = _file(run, name)
+    values = json.loads(path.read_text())
     inner = values["attributes"]["bigscl"] if "zarr.json" in name else values
     inner[key] = value
-    (run / name).write_text(json.dumps(values))
+    path.write_text(json.dumps(values))
     return run
 
 
@@ -421,7 +434,7 @@ def _numbers_alone(world: World) -> Path:
 
 TEXTS = ("", "nobody", "-5", HUGE, "\x1b[31mred", "a/b/c", "0.5", "\udcff")
 SETTINGS = ("", "nonsense", "=", "store.momentum", "store.momentum={", "store.tip=3", "store=3", "--x")
-ENDPOINTS = ("", "nonsense", "http://127.0.0.1:9", "http://[")
+ENDPOINTS = ("", "nonsense", "http://[")
 NUMBERS = ("", "x", "-1", HUGE, "-" + HUGE, "nan", "inf", "1e400", "0")
 
 
