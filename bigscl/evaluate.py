@@ -16,6 +16,7 @@ the same report of the latter without a network, `bigscl compare` sets several b
 
 import json
 import logging
+import os
 import sys
 import time
 from argparse import Namespace
@@ -41,6 +42,7 @@ from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, poi
 from bigscl.log import start_logging
 from bigscl.model import SpatialClassifier
 from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
+from bigscl.printing import printable
 from bigscl.ranks import transport
 from bigscl.real import match_real, read_real
 from bigscl.report import make_report
@@ -62,6 +64,7 @@ def evaluate(options: Namespace) -> None:
         # Now, not hours later.
         match_real(real, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names)
     folder = options.output or (subject.config.run if subject.config else Path()) / "evaluation"
+    check_writable(folder)
     saved = Evaluation(subject, index, options).predictions()
     if saved is None:
         return
@@ -70,6 +73,16 @@ def evaluate(options: Namespace) -> None:
     write_report(report, folder)
     print(json.dumps(to_json(report)) if options.json else summary(report))
     logger.info("report: %s", folder / "report.md")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a place for the report where nothing can be written: now, not after hours of predictions."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "a file" if place.is_file() else "not writable"
+        raise ValueError(f"--output {folder}: {place} is {what}. Choose a folder that can be written to.")
 
 
 class Evaluation:
@@ -193,7 +206,7 @@ def main(arguments: list[str]) -> int:
         if reason is None:
             raise
         if rank == 0:
-            print(f"bigscl.evaluate: {reason}", file=sys.stderr)
+            print(f"bigscl.evaluate: {printable(reason, keep=chr(10))}", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

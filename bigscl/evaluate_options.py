@@ -4,6 +4,19 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
+
+LIMITS = {
+    "batch-size": (1, 100_000),
+    "workers": (0, 1024),
+    "size": (1, 10_000),
+    "shorter": (1, 10_000),
+    "mean": (0, 1),
+    "std": (1e-6, 100),
+    "max-bad-share": (0, 1),
+}
+"""The least and the largest value of an option."""
+
 
 class Parser(ArgumentParser):
     """A parser whose complaints are mistakes like any other: one line, on one rank."""
@@ -26,10 +39,10 @@ def parse(arguments: list[str], description: str) -> Namespace:
     _add_images(parser)
     _add_report(parser)
     options = parser.parse_args(arguments)
-    if options.batch_size < 1 or options.workers < 0:
-        raise ValueError(
-            f"--batch-size {options.batch_size} --workers {options.workers}: expected at least 1 and 0"
-        )
+    for name, (least, most) in LIMITS.items():
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None and not all(least <= one <= most for one in np.atleast_1d(value)):
+            raise ValueError(f"--{name} {value}: expected {least:g} to {most:g}")
     return options
 
 

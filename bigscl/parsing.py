@@ -30,7 +30,8 @@ def parsing(path: str | Path, what: str, remedy: str) -> Iterator[None]:
 
 def reason_of(error: BaseException) -> str:
     """What an exception says, in one short line."""
-    lines = str(error).strip().splitlines()
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = said.strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     if isinstance(error, KeyError):
         text = f"{text} is missing"

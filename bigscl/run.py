@@ -13,16 +13,16 @@ from bigscl.config_file import NEEDS_K, ConfigError, changed_settings, to_yaml
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.files import append_lines, read_json_object, write_whole
+from bigscl.forecast import disk_needed, memory_phases, ram_needed
 from bigscl.log import environment
 from bigscl.metrics import estimate_k
 from bigscl.predictions import true_labels
 from bigscl.ranks import Ranks
+from bigscl.units import size
 from store import Annotations, HeatmapStore, Snapshot, StoreError
 from store.backends import open_backend
 from store.errors import NotAStore
-from store.layout import shard_bytes
 from store.opening import read_spec, spec_for
-from store.spec import GroupSpec
 from store.transport import on_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -206,30 +206,13 @@ def summary(config: Config, data: Data, plan: Plan, heatmap_size: int, device: t
     if config.store.kind == "none":
         return [*lines, "no store: this objective remembers nothing"]
     spec = spec_for(data.annotations, heatmap_size, 0)
-    counts = config.store.ema == "debiased"
-    start = GroupSpec(name="", layout=config.store.warmup_heatmaps, counts=counts)
-    groups = {"at first" if config.compact_after else "store": start}
-    if config.compact_after:
-        top = min(config.store.top or 0, index.num_classes)
-        groups[f"from epoch {config.compact_after} on"] = GroupSpec(
-            name="", layout="topk", top=top, counts=counts
-        )
-    for when, group in groups.items():
-        version = shard_bytes(spec, group)
-        disk = version * spec.num_shards * config.store.slots
-        per_image = 2 * version / spec.rows_per_shard
-        open_shards = max(1, config.data.workers) * (2 + config.data.shuffle_buffer // spec.rows_per_shard)
-        resident = version * min(open_shards, spec.num_shards)
+    disk = size(disk_needed(config, spec, plan))
+    lines.append(f"store: at most {disk} on {config.store.kind}, heatmaps {heatmap_size} x {heatmap_size}")
+    for phase in memory_phases(config, spec, plan):
+        layout = phase.group.layout if phase.group.top is None else f"top {phase.group.top}"
         lines.append(
-            f"{when}: {group.layout}, {_size(disk)} on {config.store.kind} in {config.store.slots} slots, "
-            f"about {_size(resident)} RAM per process, {per_image * 1000 / 1e6:.1f} MB/s for 1,000 images/s"
+            f"epochs {phase.epochs.start} - {phase.epochs.stop - 1}: {layout}, {size(phase.disk_bytes)} in "
+            f"{phase.versions} versions, {size(ram_needed(config, phase))} RAM per process, "
+            f"{size(phase.image_bytes * 1000)}/s for 1,000 images/s"
         )
     return lines
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"

@@ -6,6 +6,12 @@ from typing import Any
 
 import typer
 
+from bigscl.printing import printable
+from tools.errors import explain
+
+# Click, or the part of it that comes with typer, raises it for a command line that cannot be parsed.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
 # `bigscl show` answers at once.
@@ -23,6 +29,7 @@ VERBS: tuple[str, ...] = (
     "export",
     "diff",
     "verify",
+    "repair",
     "compact",
     "unlock",
 )
@@ -72,23 +79,31 @@ def bigscl(
     """Train multi-label classifiers from single-label datasets; look after their heatmap store."""
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Run one verb; a user's mistake ends in one clear line on stderr and exit code 2."""
-    from store.errors import StoreError
-
+def main(arguments: list[str] | None = None) -> None:
+    """Run one verb and exit: 2 and one line on stderr after a user's or the outside world's error."""
     try:
-        return app(args=arguments)
-    except (StoreError, ValueError, OSError) as error:
-        message = str(error)
+        code = app(args=arguments, prog_name="bigscl", standalone_mode=False)
+    except UsageError as error:
+        code = _report_usage(error)
     except Exception as error:
-        if not type(error).__module__.startswith("obstore"):
+        message = explain(error)
+        if message is None:  # a bug keeps its traceback
             raise
-        reason = str(error).splitlines()[0]
-        message = f"the object store: {reason}. Check bucket, --endpoint, --region and credentials."
-    from bigscl.printing import printable
+        print(f"bigscl: {printable(message, keep=chr(10))}", file=sys.stderr)
+        code = 2
+    raise SystemExit(code or 0)
 
-    print(f"bigscl: {printable(message, keep=chr(10))}", file=sys.stderr)
-    raise SystemExit(2)
+
+def _report_usage(error: Any) -> int:
+    """Print what is wrong with the command line; a call without any argument gets the help."""
+    message = error.format_message()
+    if "\n" in message:
+        error.show()
+    elif message:  # without one, the help has been printed
+        command = "bigscl" if error.ctx is None else error.ctx.command_path
+        told = printable(message.rstrip("."))
+        print(f"{command}: {told}. See `{command} --help`.", file=sys.stderr)
+    return int(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`bigscl compact`: make a store smaller, by what it keeps of each image and by the snapshots it keeps."""
 
-import json
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -25,9 +24,10 @@ from tools.opening import (
     need_data,
     open_store,
     options,
+    run_folder,
 )
 from tools.progress import progress
-from tools.text import counted, size
+from tools.text import counted, size, tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,11 @@ class Change:
 def command(
     store: Store,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Keep heatmaps of so many classes per image, the strongest.")
+        int | None,
+        typer.Option(min=1, max=10**7, help="Keep heatmaps of so many classes per image, the strongest."),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=2, help="Versions of each shard there is room for.")
+        int | None, typer.Option(min=2, max=1000, help="Versions of each shard there is room for.")
     ] = None,
     codec: Annotated[Codec | None, typer.Option(help="Compress chunks.")] = None,
     keep: Annotated[
@@ -71,7 +72,7 @@ def command(
     reach = options(endpoint, region, anonymous)
     opened = open_store(store, None, reach)
     change = _change(opened, top, slots, codec, keep or [])
-    facts = _forecast(opened, change, checkpoints_by_snapshot(store))
+    facts = _forecast(opened, change, checkpoints_by_snapshot(run_folder(store)))
     if apply:
         data = need_data("--apply", store, opened.spec.fingerprint, shards, index)
         # The rows stay those of the run that learnt them, so the snapshot keeps its name.
@@ -82,7 +83,7 @@ def command(
             facts["bytes_after"] = sum(writer.sizes().values())
             facts["snapshot"] = writer.snapshot.id
     facts["applied"] = apply
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["holder"] is not None and not apply:
         raise typer.Exit(1)
 

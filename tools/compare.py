@@ -1,6 +1,5 @@
 """`bigscl compare`: predictions of several runs on the same images, beside each other."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tools.score import Activation
+from tools.text import tell
 
 if TYPE_CHECKING:
     from bigscl.compare import Compared, Difference
@@ -21,9 +21,11 @@ def command(
         Path | None, typer.Option(help="real.json: score ImageNet's validation images by the ReaL labels.")
     ] = None,
     activation: Annotated[Activation, typer.Option(help="What makes scores of logits.")] = "sigmoid",
-    resamples: Annotated[int, typer.Option(min=10, help="Bootstrap resamples of the images.")] = 200,
+    resamples: Annotated[
+        int, typer.Option(min=10, max=1_000_000, help="Bootstrap resamples of the images.")
+    ] = 200,
     classes: Annotated[int, typer.Option(min=0, help="Classes to list that changed most.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of the resamples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Set runs beside the first: figures, differences with 95% bootstrap intervals, classes that changed."""
@@ -41,7 +43,7 @@ def command(
         num_classes=classes,
         seed=seed,
     )
-    print(json.dumps(_facts(compared)) if as_json else _text(compared))
+    tell(_facts(compared), _text(compared), as_json)
 
 
 def _name_apart(runs: list[Any], paths: list[Path]) -> None:

@@ -1,6 +1,5 @@
 """`bigscl diff`: what differs between two snapshots, or two stores of the same data."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from tools.opening import (
 )
 from tools.passes import pass_over
 from tools.samples import class_name, name_of
-from tools.text import table
+from tools.text import table, tell
 
 Place = Annotated[
     str, typer.Argument(help="A store or the folder of a run; @ID for an older snapshot of it.")
@@ -79,7 +78,7 @@ def command(
     facts = _facts(one, other, results, data, count)
     for side, found in zip("ab", expected, strict=True):
         facts[side]["selection"] = found.to_json()
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
         raise typer.Exit(1)
 

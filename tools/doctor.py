@@ -18,7 +18,7 @@ import typer
 from store import Transport
 from tools.opening import Anonymous, AsJson, Endpoint, Region, options
 from tools.reachable import probe_place
-from tools.text import size
+from tools.text import size, tell
 
 NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
 OPTIONAL = {
@@ -60,7 +60,7 @@ def command(
             "sharing": sharing,
             "problems": [*_problems(processes), *(sharing or ())],
         }
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["problems"]:
         raise typer.Exit(1)
 

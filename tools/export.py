@@ -1,6 +1,5 @@
 """`bigscl export`: the labels that were found, scores, and heatmaps, in files that other programs read."""
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from tools.passes import pass_over, scores_by_shard
 from tools.regions import strongest_boxes
 from tools.samples import find_samples
 from tools.tables import Batch, table_writer, written_whole
-from tools.text import size
+from tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
 Which = Literal["mined", "expected", "all"]
@@ -112,7 +111,7 @@ def command(
     if expected is not None:
         facts["selection"] = expected.to_json()
         told += f"\n  {expected.note}" if expected.recomputed else ""
-    print(json.dumps(facts) if as_json else told)
+    tell(facts, told, as_json)
 
 
 def _bytes(path: Path) -> int:

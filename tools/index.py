@@ -33,9 +33,9 @@ def command(
             "shards if it is there, else the largest label is the last class."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Shards that are scanned at the same time.")] = min(
-        8, os.cpu_count() or 1
-    ),
+    jobs: Annotated[
+        int, typer.Option(min=1, max=1024, help="Shards that are scanned at the same time.")
+    ] = min(8, os.cpu_count() or 1),
     allow_pipe: Annotated[bool, typer.Option(help="Run the commands of `pipe:` shards.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -119,7 +119,7 @@ def need_data(
     data = find_data(store, fingerprint, shards, index_file)
     if data is None:
         raise ValueError(
-            f"{what}: the shards are needed, and no config.yaml lies beside {locate(store)}. "
+            f"{what}: the shards are needed, and no config.yaml next to {locate(store)} names them. "
             f"Add --shards PATTERN, and --index FILE if their index is not beside them."
         )
     return data
@@ -142,19 +142,47 @@ def _data_settings(store: str) -> dict[str, Any]:
         return {}
     import yaml
 
+    path = folder / "config.yaml"
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        logger.warning("%s: damaged, its data settings are unknown: %s", folder / "config.yaml", error)
+        config = yaml.safe_load(path.read_text())
+    except (ValueError, RecursionError, AttributeError, TypeError, yaml.YAMLError) as error:
+        logger.warning("%s: damaged, its data settings are unknown: %s", path, " ".join(str(error).split()))
         return {}
     section = config.get("data") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
+    if not isinstance(section, dict):
+        return {}
+    if wrong := [name for name, check in _CHECKS.items() if not check(section.get(name))]:
+        logger.warning("%s: data.%s: damaged, and ignored", path, ", data.".join(wrong))
+    return {name: value for name, value in section.items() if name not in wrong}
 
 
-def checkpoints_by_snapshot(store: str) -> dict[int, list[str]]:
-    """Names of the checkpoints of the store's run, by the snapshot each of them goes on from."""
+def _is_patterns(value: Any) -> bool:
+    return value is None or isinstance(value, str) or _all_are(value, list, str)
+
+
+def _is_drawing(value: Any) -> bool:
+    names = {"seed", "positives", "negatives"}
+    return value is None or (
+        "seed" in value if _all_are(value, dict, int) and {*value} <= names else value == {}
+    )
+
+
+def _all_are(values: Any, kind: type, inner: type) -> bool:
+    parts = values.values() if isinstance(values, dict) else values
+    return isinstance(values, kind) and all(isinstance(part, inner) for part in parts)
+
+
+_CHECKS = {
+    "train": _is_patterns,
+    "train_index": lambda value: value is None or isinstance(value, str),
+    "observed": _is_drawing,
+}
+"""What the settings that are read here must be."""
+
+
+def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
+    """Names of the checkpoints in a run's folder, by the snapshot each of them resumes from."""
     found: dict[int, list[str]] = {}
-    folder = run_folder(store)
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
         snapshot = (read_json_object(file) or {}).get("snapshot")
         if isinstance(snapshot, int):

@@ -1,6 +1,5 @@
 """`bigscl plan`: what a run will need, before anyone trains."""
 
-import json
 import os
 import shutil
 from dataclasses import asdict
@@ -12,12 +11,12 @@ import typer
 
 from store import StoreSpec
 from tools.opening import AsJson
-from tools.text import counted, size, table
+from tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
     from bigscl.data.plan import Plan
-    from tools.forecast import MemoryPhase
+    from bigscl.forecast import MemoryPhase
 
 # `--section.key value` overrides the config, as for training.
 context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -28,15 +27,21 @@ def command(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A run's YAML; --section.key value overrides it.")
     ],
-    processes: Annotated[int, typer.Option(min=1, help="Training processes of all nodes: GPUs.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Training processes of all nodes: GPUs.")
+    ] = 1,
     images_per_second: Annotated[
-        float, typer.Option(min=0.001, help="What one process trains, to know the store's load.")
+        float, typer.Option(min=0.001, max=1e9, help="What one process trains, to know the store's load.")
     ] = 400,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Plan for so many images that are not there yet.")
+        int | None, typer.Option(min=1, max=10**10, help="Plan for so many images that are not there yet.")
     ] = None,
-    classes: Annotated[int | None, typer.Option(min=1, help="With --samples: their classes.")] = None,
-    per_shard: Annotated[int, typer.Option(min=1, help="With --samples: images in a shard.")] = 1000,
+    classes: Annotated[
+        int | None, typer.Option(min=1, max=10**7, help="With --samples: their classes.")
+    ] = None,
+    per_shard: Annotated[
+        int, typer.Option(min=1, max=10**7, help="With --samples: images in a shard.")
+    ] = 1000,
     probe: Annotated[
         str | None, typer.Option(metavar="DIR", help="Measure this place and say whether it will keep up.")
     ] = None,
@@ -55,7 +60,7 @@ def command(
     facts = _facts(settings, spec, processes, images_per_second, mean_bytes)
     if probe is not None:
         facts["probe"] = _probe(settings, spec, facts, probe)
-    print(json.dumps(facts) if as_json else _text(facts))
+    tell(facts, _text(facts), as_json)
     if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
         raise typer.Exit(1)
 
@@ -113,11 +118,12 @@ def _plan(config: "Config", spec: StoreSpec, processes: int) -> "Plan":
 def _facts(
     config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
-    from tools import forecast
+    from bigscl import forecast
 
     plan = _plan(config, spec, processes)
     phases = forecast.memory_phases(config, spec, plan)
     steps = -(-plan.num_steps // config.optimizer.accumulate)
+    disk_bytes = forecast.disk_needed(config, spec, plan)
     free = _free_bytes(config.store_url) if config.store.kind == "disk" else None
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -139,10 +145,10 @@ def _facts(
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
         "store_url": config.store_url if config.store.kind == "disk" else None,
-        "disk_bytes": forecast.disk_needed(phases),
+        "disk_bytes": disk_bytes,
         "free_bytes": free,
         "phases": [_phase(config, phase, rate * processes) for phase in phases],
-        "warnings": list(forecast.warnings(config, plan, phases, free, ram)),
+        "warnings": list(forecast.warnings(config, plan, phases, disk_bytes, free, ram)),
     }
 
 
@@ -156,16 +162,18 @@ def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
 
 
 def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any]:
-    limit = None if config.store.resident_gb is None else int(config.store.resident_gb * 2**30)
+    from bigscl.forecast import ram_needed
+
     return {
         "first_epoch": phase.epochs.start,
         "last_epoch": phase.epochs.stop - 1,
         "layout": phase.group.layout,
         "top": phase.group.top,
         "slot_bytes": phase.slot_bytes,
+        "versions": phase.versions,
         "disk_bytes": phase.disk_bytes,
         "bytes_per_second": phase.image_bytes * rate,
-        "resident_bytes": phase.resident_bytes if limit is None else min(limit, phase.resident_bytes),
+        "resident_bytes": ram_needed(config, phase),
     }
 
 
@@ -181,7 +189,7 @@ def _free_bytes(url: str) -> int | None:
 
 def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Whether a place takes and gives the bytes of the heaviest phase fast enough."""
-    from tools import forecast
+    from bigscl import forecast
     from tools.probe import measure
 
     phases = forecast.memory_phases(config, spec, _plan(config, spec, 1))
@@ -228,6 +236,7 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
             f"{phase['first_epoch']} - {phase['last_epoch']}",
             phase["layout"] if phase["top"] is None else f"top {phase['top']}",
             size(phase["slot_bytes"]),
+            phase["versions"],
             size(phase["disk_bytes"]),
             f"{size(phase['bytes_per_second'] / 2)}/s",
             size(phase["resident_bytes"]),
@@ -239,7 +248,7 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
         table(
-            ("epochs", "heatmaps", "a slot", "all slots", "read and write, each", "RAM per process"),
+            ("epochs", "heatmaps", "a version", "kept", "on disk", "read and write, each", "RAM per process"),
             rows,
             indent="    ",
         ),

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from bigscl.printing import printable
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -32,7 +34,7 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int, str], Non
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total, what="")
-        yield lambda count, what: bar.update(task, advance=count, what=what)
+        yield lambda count, what: bar.update(task, advance=count, what=printable(what))
 
 
 def _lines(title: str, total: int, unit: str) -> Callable[[int, str], None]:
@@ -44,6 +46,6 @@ def _lines(title: str, total: int, unit: str) -> Callable[[int, str], None]:
         done += count
         if done >= total or time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
-            print(f"{title}: {done} of {total} {unit}, {what}", file=sys.stderr, flush=True)
+            print(printable(f"{title}: {done} of {total} {unit}, {what}"), file=sys.stderr, flush=True)
 
     return advance

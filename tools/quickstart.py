@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.files import write_whole
 from tools.running import CONFIGS, Runner, launcher
 
 DEFAULT_FOLDER = Path("quickstart")
@@ -19,15 +20,16 @@ METHODS = {
     "scl": "EN + SCL (the method)",
     "bce": "oracle (all labels known)",
 }
+MAKE_AGAIN = "Delete the file and run the command again: it is made again."
 PARTS = ("single", "train", "val", "test")
 
 
 def command(
     folder: Annotated[Path, typer.Argument(help="Where data, runs and results go.")] = DEFAULT_FOLDER,
-    seed: Annotated[int, typer.Option(min=0, help="Of the scenes and of training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the scenes and of training.")] = 0,
     methods: Annotated[str, typer.Option(help="Which runs to compare, by comma.")] = ",".join(METHODS),
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Other than the configs' 30, to try it out.")
+        int | None, typer.Option(min=1, max=10_000, help="Other than the configs' 30, to try it out.")
     ] = None,
 ) -> None:
     """Make scenes of digits, pretrain, train five ways from one label per image, and compare them.
@@ -36,6 +38,7 @@ def command(
     where it stopped. Example: bigscl quickstart --seed 1 quickstart-1
     """
     chosen = _chosen(methods)
+    folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with Runner() as runner:
         kitchen = Kitchen(folder, seed, epochs, runner)
@@ -45,7 +48,7 @@ def command(
             kitchen.train(name)
             kitchen.evaluate(name)
     results = {name: _figures(folder / name / "test" / "report.json") for name in chosen}
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    write_whole(folder / "results.json", json.dumps(results, indent=1))
     picture = folder / "heatmaps.png"
     _draw(folder, chosen, picture)
     typer.echo(f"\n{_table(results)}\n\nheatmaps of digits that no label named: {picture}")
@@ -118,14 +121,16 @@ class Kitchen:
 def _figures(report: Path) -> dict[str, float]:
     """What the table shows of a run."""
     from bigscl.localization import STORED
+    from bigscl.parsing import parsing
 
-    found = json.loads(report.read_text())
-    heat = found["localization"][STORED]
-    return {
-        "map": found["mean_ap"]["present"],
-        "observed": heat["observed"]["hit_rate"],
-        "missing": heat["missing"]["hit_rate"],
-    }
+    with parsing(report, "a report of bigscl.evaluate", MAKE_AGAIN):
+        found = json.loads(report.read_bytes())
+        heat = found["localization"][STORED]
+        return {
+            "map": float(found["mean_ap"]["present"]),
+            "observed": float(heat["observed"]["hit_rate"]),
+            "missing": float(heat["missing"]["hit_rate"]),
+        }
 
 
 def _table(results: dict[str, dict[str, float]]) -> str:

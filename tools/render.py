@@ -1,6 +1,5 @@
 """`bigscl render`: pictures of samples with the heatmaps that the store remembers."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +27,7 @@ from tools.opening import (
     options,
 )
 from tools.samples import find_class, find_samples
+from tools.text import tell
 
 MAX_EPOCHS = 8
 
@@ -48,16 +48,16 @@ def command(
     class_name: Annotated[
         str | None, typer.Option("--class", help="Choose by this class only: its name or number.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Samples chosen.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, other random samples.")] = 0,
-    heatmaps: Annotated[int, typer.Option(min=1, help="Heatmaps of a sample.")] = 6,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Samples chosen.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Another seed, other random samples.")] = 0,
+    heatmaps: Annotated[int, typer.Option(min=1, max=1000, help="Heatmaps of a sample.")] = 6,
     epochs: Annotated[
         bool, typer.Option("--epochs", help="A row per class, a column per epoch; for tracked samples.")
     ] = False,
     against: Annotated[
         str | None, typer.Option(metavar="STORE", help="Another store of the same data, below each sample.")
     ] = None,
-    across: Annotated[int, typer.Option(min=1, help="Samples side by side.")] = 1,
+    across: Annotated[int, typer.Option(min=1, max=100, help="Samples side by side.")] = 1,
     snapshot: AtSnapshot = None,
     shards: Shards = None,
     index: IndexFile = None,
@@ -93,7 +93,7 @@ def command(
     facts: dict[str, Any] = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
     facts |= {} if expected is None else {"selection": expected.to_json()}
     note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
-    print(json.dumps(facts) if as_json else f"{output}: {len(ids)} samples\n{_listed(facts)}{note}")
+    tell(facts, f"{output}: {len(ids)} samples\n{_listed(facts)}{note}", as_json)
 
 
 def _named(data: Data, sample: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """`bigscl score`: the report on saved predictions, without the network."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from tools.text import tell
 
 Activation = Literal["sigmoid", "softmax"]
 
@@ -41,4 +42,4 @@ def command(
     report = make_report(saved, real=None if real is None else read_real(real), activation=activation)
     if output is not None:
         write_report(report, output)
-    print(json.dumps(to_json(report)) if as_json else summary(report))
+    tell(to_json(report), summary(report), as_json)

@@ -23,17 +23,23 @@ app = typer.Typer(
 
 Source = Annotated[Path, typer.Argument(help="Folder of the dataset as downloaded and unpacked.")]
 Out = Annotated[Path, typer.Argument(help="Folder for the shards; made if it is not there.")]
-PerShard = Annotated[int, typer.Option(min=1, help="Samples in a shard.")]
-Workers = Annotated[int, typer.Option(min=0, help="Processes that write shards; the bytes are the same.")]
+PerShard = Annotated[int, typer.Option(min=1, max=10**7, help="Samples in a shard.")]
+Workers = Annotated[
+    int, typer.Option(min=0, max=1024, help="Processes that write shards; the bytes are the same.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 Square = Annotated[
     int | None,
-    typer.Option(min=1, help="Squash images to this many pixels square. [default: original bytes]"),
+    typer.Option(
+        min=1, max=10_000, help="Squash images to this many pixels square. [default: original bytes]"
+    ),
 ]
-Positives = Annotated[int, typer.Option(min=1, help="Positive labels kept for each image.")]
-Negatives = Annotated[int, typer.Option(min=0, help="Negative labels kept for each image.")]
-ProtocolSeed = Annotated[int, typer.Option(min=0, help="Seed of the kept labels and of the split.")]
+Positives = Annotated[int, typer.Option(min=1, max=10**7, help="Positive labels kept for each image.")]
+Negatives = Annotated[int, typer.Option(min=0, max=10**7, help="Negative labels kept for each image.")]
+ProtocolSeed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Seed of the kept labels and of the split.")
+]
 
 
 @app.command()
@@ -50,9 +56,12 @@ def folder(
         Path | None, typer.Option(help="What the numbers in the ground truth mean: meta.mat or a list.")
     ] = None,
     resize: Annotated[
-        int | None, typer.Option(min=1, help="Shrink the short side to this. [default: original bytes]")
+        int | None,
+        typer.Option(min=1, max=10_000, help="Shrink the short side to this. [default: original bytes]"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the training samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order of the training samples.")
+    ] = 0,
     samples_per_shard: PerShard = 1000,
     workers: Workers = 0,
     dry_run: DryRun = False,
@@ -75,7 +84,7 @@ def folder(
 def voc(
     source: Source,
     out: Out,
-    year: Annotated[int, typer.Option(help="Which VOC<year> of the devkit.")] = 2012,
+    year: Annotated[int, typer.Option(min=2000, max=2100, help="Which VOC<year> of the devkit.")] = 2012,
     positives: Positives = 1,
     negatives: Negatives = 0,
     seed: ProtocolSeed = 1200,
@@ -97,7 +106,7 @@ def voc(
 def coco(
     source: Source,
     out: Out,
-    year: Annotated[int, typer.Option(help="Which train<year> and val<year>.")] = 2014,
+    year: Annotated[int, typer.Option(min=2000, max=2100, help="Which train<year> and val<year>.")] = 2014,
     positives: Positives = 1,
     negatives: Negatives = 0,
     seed: ProtocolSeed = 1200,
@@ -118,11 +127,13 @@ def coco(
 @app.command()
 def scenes(
     out: Out,
-    single: Annotated[int, typer.Option(min=1, help="Pictures of one digit, to pretrain on.")] = 3000,
-    train: Annotated[int, typer.Option(min=1, help="Training scenes of 2-4 digits.")] = 500,
-    val: Annotated[int, typer.Option(min=1, help="Validation scenes.")] = 500,
-    test: Annotated[int, typer.Option(min=1, help="Test scenes.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything drawn.")] = 0,
+    single: Annotated[
+        int, typer.Option(min=1, max=10**7, help="Pictures of one digit, to pretrain on.")
+    ] = 3000,
+    train: Annotated[int, typer.Option(min=1, max=10**7, help="Training scenes of 2-4 digits.")] = 500,
+    val: Annotated[int, typer.Option(min=1, max=10**7, help="Validation scenes.")] = 500,
+    test: Annotated[int, typer.Option(min=1, max=10**7, help="Test scenes.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything drawn.")] = 0,
     samples_per_shard: PerShard = 50,
     workers: Workers = 0,
     dry_run: DryRun = False,

@@ -1,6 +1,5 @@
 """`bigscl show`: what a store is, how big, who writes it, what it remembers of a sample."""
 
-import json
 import socket
 from dataclasses import asdict
 from functools import partial
@@ -31,10 +30,11 @@ from tools.opening import (
     need_data,
     open_store,
     options,
+    run_folder,
 )
 from tools.passes import pass_over
 from tools.samples import class_name, find_samples, name_of
-from tools.text import bars, counted, moment, size, table
+from tools.text import bars, counted, moment, size, table, tell
 
 BINS = 10
 MAX_EPOCHS_SHOWN = 12
@@ -82,9 +82,9 @@ def command(
         facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
         text = _histogram_text(facts)
     else:
-        facts = _facts(opened, checkpoints_by_snapshot(store))
+        facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
         text = _text(facts)
-    print(json.dumps(facts) if as_json else text)
+    tell(facts, text, as_json)
 
 
 def _find_quietly(what: str, *arguments: Any) -> Data | None:

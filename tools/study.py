@@ -27,8 +27,12 @@ def command(
     configs: Annotated[
         list[Path], typer.Argument(help="What to compare; the first is what others differ from.")
     ],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, with seeds from --first-seed on.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="Of training and of the observed labels.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Runs of each, with seeds from --first-seed on.")
+    ] = 3,
+    first_seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of training and of the observed labels.")
+    ] = 0,
     same_labels: Annotated[
         bool, typer.Option("--same-labels", help="Let all seeds see the labels of the config or the shards.")
     ] = False,
@@ -55,7 +59,7 @@ def command(
     parallel: Annotated[
         int,
         typer.Option(
-            min=1, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
+            min=1, max=1000, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
         ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,
@@ -189,8 +193,17 @@ def plan_trials(
 def _trial(out: Path, config: Path, variant: str, seed: int, settings: Sequence[str]) -> Trial:
     folder = out / "-".join(filter(None, [config.stem, _slug(variant)])) / f"seed-{seed}"
     words = [f"--run={folder}", f"--seed={seed}"]
-    words += [_setting(word) for word in (*settings, *shlex.split(variant))]
+    words += [_setting(word) for word in (*settings, *_split(variant))]
     return Trial(config=config, variant=variant, seed=seed, folder=folder, settings=tuple(words))
+
+
+def _split(variant: str) -> list[str]:
+    try:
+        return shlex.split(variant)
+    except ValueError as error:
+        raise ValueError(
+            f"--vary {variant!r}: {error}. Expected 'KEY=VALUE ...', quoted as in a shell."
+        ) from None
 
 
 def _slug(text: str) -> str:
@@ -208,7 +221,7 @@ def _observes(config: Path) -> bool:
 def _setting(word: str) -> str:
     key, equals, _ = word.partition("=")
     if not equals or not key:
-        raise ValueError(f"{word!r}: expected KEY=VALUE, as store.momentum=0.5")
+        raise ValueError(f"--set, --vary: {word!r}, expected KEY=VALUE, as store.momentum=0.5")
     return f"--{word}"
 
 
@@ -229,6 +242,7 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     """Do what is left, show the table, and say what is not in it: by name, and by the exit code."""
+    out.mkdir(parents=True, exist_ok=True)
     try:
         failures = _run_all(trials, parallel, out)
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigscl.files import read_json_lines
+from bigscl.files import read_json_lines, read_json_object, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tools.study import Trial
 
+MAKE_AGAIN = "Delete the file and run the command again: it is made again."
 FIGURES = {
     "f1": "F1 at 0.5",
     "observed": "pointing: observed",
@@ -41,12 +42,12 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
         {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
         for trial, found in figures.items()
     ]
-    (out / "results.json").write_text(json.dumps(plain(runs), indent=1) + "\n")
+    write_whole(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
     table = to_table(runs, {(trial.row, trial.seed): _resampled_maps(trial) for trial in done})
     _draw_scores(done, out / "scores.png")
     _draw_heatmaps(done, out / "heatmaps.png")
     pictures = [f"![{name}]({name}.png)" for name in ("scores", "heatmaps") if (out / f"{name}.png").exists()]
-    (out / "results.md").write_text("\n\n".join([_about(done), table, *pictures]) + "\n")
+    write_whole(out / "results.md", "\n\n".join([_about(done), table, *pictures]) + "\n")
     return table
 
 
@@ -135,7 +136,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
     """What the table shows of a run."""
     from bigscl.localization import STORED
 
-    report = json.loads(trial.report.read_text())
+    report = _read_report(trial)
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
     # Nothing is missing for a run that is told all labels.
@@ -147,8 +148,30 @@ def _figures(trial: "Trial") -> dict[str, float]:
         "missing": _number(missing.get("hit_rate")),
         "mined_precision": _number(mined.get("precision")),
         "mined_recall": _number(mined.get("recall")),
-        "minutes": sum(map(float, (trial.folder / "seconds.txt").read_text().split())) / 60,
+        "minutes": _minutes(trial.folder / "seconds.txt"),
     }
+
+
+def _read_report(trial: "Trial") -> dict[str, Any]:
+    """The evaluation of a run."""
+    from bigscl.parsing import parsing
+
+    with parsing(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
+        report: dict[str, Any] = json.loads(trial.report.read_bytes())
+        float(report["mean_ap"]["present"])
+        histograms, heat = report["score_distribution"], report["localization"] or {}
+        if not all(isinstance(one, list) for one in histograms) or not isinstance(heat, dict):
+            raise ValueError("score_distribution and localization are not what a report has")
+        _number(report["at_threshold"]["overall_f1"])
+        return report
+
+
+def _minutes(file: Path) -> float:
+    """Of all attempts at a run; a crash may have left half a line."""
+    from bigscl.parsing import parsing
+
+    with parsing(file, "a list of seconds", "Delete the lines that are no numbers, then run it again."):
+        return sum(map(float, file.read_text().split())) / 60
 
 
 def _number(value: float | None) -> float:
@@ -158,10 +181,11 @@ def _number(value: float | None) -> float:
 def _mined(trial: "Trial") -> dict[str, Any]:
     """Precision and recall of the positives that the run's memory has found; kept in its folder."""
     file = trial.folder / "mined.json"
-    if not file.exists():
-        file.write_text(json.dumps(_find_mined(trial)))
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    known = read_json_object(file) if file.exists() else None
+    if known is None:
+        known = _find_mined(trial)
+        write_whole(file, json.dumps(known))
+    return known
 
 
 def _find_mined(trial: "Trial") -> dict[str, Any]:
@@ -198,8 +222,7 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
     sums: dict[str, Any] = {}
     for trial in trials:
-        report = json.loads(trial.report.read_text())
-        histograms = np.array(report["score_distribution"])
+        histograms = np.array(_read_report(trial)["score_distribution"])
         sums[trial.row] = sums.get(trial.row, 0) + histograms
     names = _short_names(list(sums))
     draw_score_distributions(dict(zip(names, (total.tolist() for total in sums.values()), strict=True)), path)

@@ -1,23 +1,35 @@
 """Numbers and tables as people read them."""
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from bigscl.printing import printable
+from bigscl.units import size as size
 
 
-def size(num_bytes: float) -> str:
-    """Bytes with a unit, in powers of 1000 as disks are sold: `5.9 MB`."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+def tell(facts: Any, text: str, as_json: bool) -> None:
+    """Print facts for machines, or a text that may hold names from files for people."""
+    print(json.dumps(facts) if as_json else printable(text, keep="\n\t"))
 
 
 def counted(number: int, what: str) -> str:
     """`1 shard`, `2 shards`, `1,281 shards`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def spans(numbers: Sequence[int], most: int = 5) -> str:
+    """Rising numbers in few words: `3, 16-31, 40`; after so many spans, how many more there are."""
+    parts: list[tuple[int, int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts[:most])
+    left = sum(last - first + 1 for first, last in parts[most:])
+    return f"{told} and {left:,} more" if left else told
 
 
 def moment(seconds: float) -> str:

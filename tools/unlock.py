@@ -1,25 +1,33 @@
 """`bigscl unlock`: free a store from a run that died holding it."""
 
-import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from store.backends import open_backend
-from store.lease import PATIENCE_SECONDS, break_lease, is_dead, read_holder
+from store.backends import Backend, open_backend
+from store.errors import BadFile
+from store.lease import PATIENCE_SECONDS, Holder, break_lease, is_dead, read_holder
 from store.opening import read_spec
 from tools.opening import Anonymous, Apply, AsJson, Endpoint, Region, Store, locate, options
+from tools.text import tell
 
 
 def command(
     store: Store,
     force: Annotated[
-        bool, typer.Option("--force", help="Also from a holder that may be alive: it will fail to commit.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Also from a holder that may be alive (it will fail to commit), or a damaged lease.",
+        ),
     ] = False,
     apply: Apply = False,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds without a sign of life after which another host is dead.")
+        float,
+        typer.Option(
+            min=0, max=86_400, help="Seconds without a sign of life after which another host is dead."
+        ),
     ] = PATIENCE_SECONDS,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -34,21 +42,54 @@ def command(
     """
     backend = open_backend(locate(store), options(endpoint, region, anonymous))
     read_spec(backend)
-    holder = read_holder(backend)
-    dead = holder is not None and is_dead(backend, holder, patience)
-    may = holder is not None and (dead or force)
-    broken = may and apply and break_lease(backend, holder) is not None
-    if as_json:
-        held = None if holder is None else asdict(holder)
-        print(json.dumps({"url": backend.url, "holder": held, "dead": dead, "broken": broken}))
-    elif holder is None:
-        print(f"{backend.url}: nobody holds it")
-    else:
-        state = "which is dead" if dead else "which may be alive"
-        done = "its lease is broken" if broken else _advice(may)
-        print(f"{backend.url}: held by {holder}, {state}; {done}")
-    if holder is not None and not may:
+    lease = _examine(backend, patience)
+    may = lease.exists and (lease.dead or force)
+    broken = may and apply
+    if broken:
+        break_lease(backend, lease.holder)
+    facts = {
+        "url": backend.url,
+        "holder": None if lease.holder is None else asdict(lease.holder),
+        "damaged": lease.damage,
+        "dead": lease.dead,
+        "broken": broken,
+    }
+    tell(facts, _text(backend.url, lease, may, broken), as_json)
+    if lease.exists and not may:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the lease file says."""
+
+    holder: Holder | None = None
+    damage: str | None = None
+    """Why it cannot be read; then nobody knows who holds the store."""
+    dead: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a lease at all."""
+        return self.holder is not None or self.damage is not None
+
+
+def _examine(backend: Backend, patience_seconds: float) -> State:
+    try:
+        holder = read_holder(backend)
+    except BadFile as error:
+        return State(damage=str(error))
+    return State(holder=holder, dead=holder is not None and is_dead(backend, holder, patience_seconds))
+
+
+def _text(url: str, lease: State, may: bool, broken: bool) -> str:
+    done = "its lease is broken" if broken else _advice(may)
+    if lease.damage is not None:
+        return f"{lease.damage} Nobody can tell who holds the store; {done}"
+    if lease.holder is None:
+        return f"{url}: nobody holds it"
+    state = "which is dead" if lease.dead else "which may be alive"
+    return f"{url}: held by {lease.holder}, {state}; {done}"
 
 
 def _advice(may: bool) -> str:

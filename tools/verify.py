@@ -1,6 +1,5 @@
 """`bigscl verify`: read everything a store's snapshots name, and say what is wrong with it."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from tools.opening import (
     options,
 )
 from tools.passes import pass_over
-from tools.text import counted, size
+from tools.text import counted, size, tell
 
 MAX_LINES = 20
 
@@ -59,7 +58,7 @@ def command(
     ] = False,
     shards: Shards = None,
     index: IndexFile = None,
-    threads: Annotated[int, typer.Option(min=1, help="Shards read at the same time.")] = THREADS,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time.")] = THREADS,
     endpoint: Endpoint = None,
     region: Region = None,
     anonymous: Anonymous = False,
@@ -95,7 +94,7 @@ def command(
         "index": annotations is not None,
         "problems": [asdict(finding) for finding in findings],
     }
-    print(json.dumps(facts) if as_json else _text(facts, findings))
+    tell(facts, _text(facts, findings), as_json)
     if findings:
         raise typer.Exit(1)
 

@@ -53,7 +53,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     patterns = [shards] if isinstance(shards, str) else list(shards)
     urls: list[str] = []
     for pattern in patterns:
-        for url in [pattern] if scheme(pattern) == "pipe" else braceexpand(pattern):
+        for url in [pattern] if scheme(pattern) == "pipe" else _expanded(pattern):
             urls += _found(url)
     if not urls:
         raise ValueError(
@@ -65,6 +65,14 @@ def expand(shards: str | Sequence[str]) -> list[str]:
             f"{first_few(twice, len(twice))}: named more than once. Each shard is read once per epoch."
         )
     return urls
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """What the braces of a pattern stand for."""
+    try:
+        yield from braceexpand(pattern)
+    except ValueError as error:
+        raise ValueError(f"{pattern}: {error}. Expected braces as in train-{{000..012}}.tar.") from None
 
 
 def _found(url: str) -> list[str]:

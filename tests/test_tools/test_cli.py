@@ -23,7 +23,7 @@ def test_an_unreachable_object_store_is_one_line_and_exit_2(monkeypatch, capsys)
         main(["show", "s3://bucket/store", "--endpoint", "http://127.0.0.1:9"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("bigscl: the object store: ")
+    assert line.startswith("bigscl: s3://bucket/store at http://127.0.0.1:9: ")
 
 
 @pytest.mark.parametrize("verb", VERBS)

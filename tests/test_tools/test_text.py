@@ -1,6 +1,6 @@
 import pytest
 
-from tools.text import bars, counted, size, table
+from tools.text import bars, counted, size, table, tell
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,9 @@ def test_numbers_stand_to_the_right_and_words_to_the_left():
 def test_the_longest_bar_is_the_largest_count_and_few_are_still_seen():
     lines = bars(["a", "b", "c"], [400, 1, 0], width=10).splitlines()
     assert lines == ["  a  ########## 400", "  b  # 1", "  c   0"]
+
+
+def test_people_get_no_control_characters_and_machines_get_facts(capsys):
+    tell({"key": "a\x1b[2J"}, "a\x1b[2J\n\tb\u202e", as_json=False)
+    tell({"key": "a\x1b[2J"}, "", as_json=True)
+    assert capsys.readouterr().out == 'a\\x1b[2J\n\tb\\u202e\n{"key": "a\\u001b[2J"}\n'

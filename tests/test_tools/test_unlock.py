@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from store import HeatmapStore
-from store.lease import KEY
+from store.backends import open_backend
+from store.lease import KEY, read_holder
 from tests.test_tools.conftest import bigscl
 
 HOLD = """
@@ -30,6 +31,10 @@ def dead(run, index, tmp_path):
     return run
 
 
+def held(run):
+    return read_holder(open_backend(run / "store")) is not None
+
+
 def test_a_free_store_needs_no_unlocking(run):
     answer = bigscl("unlock", run)
     assert (answer.code, answer.out.strip()) == (0, f"{run}/store: nobody holds it")
@@ -40,9 +45,9 @@ def test_a_dead_holder_is_named_and_its_lease_broken_only_when_told(dead):
     assert answer.code == 0
     assert "'doomed'" in answer.out
     assert "which is dead; add --apply" in answer.out
-    assert (dead / "store" / KEY).exists()
+    assert held(dead)
     assert bigscl("unlock", dead, "--apply", "--json").json()["broken"]
-    assert not (dead / "store" / KEY).exists()
+    assert not held(dead)
 
 
 def test_a_living_holder_keeps_its_lease_unless_forced(run, index):
@@ -51,9 +56,9 @@ def test_a_living_holder_keeps_its_lease_unless_forced(run, index):
             answer = bigscl("unlock", run, *arguments)
             assert answer.code == 1
             assert "may be alive" in answer.out
-            assert (run / "store" / KEY).exists()
+            assert held(run)
         assert bigscl("unlock", run, "--force", "--apply").code == 0
-        assert not (run / "store" / KEY).exists()
+        assert not held(run)
 
 
 def test_a_silent_holder_on_another_host_is_dead(run):
@@ -72,3 +77,17 @@ def test_a_silent_holder_on_another_host_is_dead(run):
 
 def test_a_place_without_a_store_is_refused(tmp_path):
     assert bigscl("unlock", tmp_path).code == 2
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200), b'{"run": "far", "ho', b"[]", b'{"pid": "x"}'])
+def test_a_damaged_lease_is_said_and_cleared_by_force(run, index, content):
+    (run / "store" / KEY).write_bytes(content)
+    for arguments in ([], ["--apply"]):
+        answer = bigscl("unlock", run, *arguments)
+        assert answer.code == 1
+        assert f"{run}/store/{KEY}" in answer.out
+        assert "add --force --apply" in answer.out
+    assert (run / "store" / KEY).read_bytes() == content
+    assert bigscl("unlock", run, "--force", "--apply", "--json").json()["broken"]
+    assert bigscl("unlock", run).out.strip() == f"{run}/store: nobody holds it"
+    HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w").close()

@@ -1,0 +1,91 @@
+"""Damaged rows of a shard: which they are, and what they are reset to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from store import HeatmapStore, Rows, Snapshot, StoreSpec
+from store.layout import initial_shard
+from store.spec import Array
+from store.verify import Problem
+
+STAMPS = "visited"
+INITIAL = "their initial values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Source:
+    """An older version of a shard, with the rows that are damaged in it."""
+
+    snapshot: Snapshot
+    damaged: NDArray[np.bool_]
+
+
+def damaged_rows(spec: StoreSpec, shard: int, problems: Sequence[Problem]) -> NDArray[np.bool_]:
+    """Which rows of a shard have a problem in any array."""
+    bad = np.zeros(spec.rows_per_shard, bool)
+    for problem in problems:
+        bad[np.asarray(problem.samples, np.int64) - shard * spec.rows_per_shard] = True
+    return bad
+
+
+def repaired_shard(
+    store: HeatmapStore, at: Snapshot, shard: int, problems: Sequence[Problem], sources: Sequence[Source]
+) -> tuple[Rows, dict[str, list[int]]]:
+    """(the rows of a shard with the damaged ones reset, the reset samples by where their values come from).
+
+    A row is taken from the first source in which it is whole. It keeps its stamp, so that an epoch at hand
+    does not visit it twice; a lost stamp becomes the snapshot's epoch for the same reason.
+    """
+    spec = store.spec
+    assert store.annotations is not None
+    initial = dict(initial_shard(spec, store.group, store.annotations, shard).arrays())
+    values = [problem for problem in problems if problem.array != STAMPS]
+    lost = damaged_rows(spec, shard, values)
+    origins = {INITIAL: lost.copy()}
+    replacement = {name: array.copy() for name, array in initial.items()}
+    for source in sources:
+        name = f"their values of snapshot {source.snapshot.id}"
+        origins[name] = origins[INITIAL] & ~source.damaged
+        origins[INITIAL] &= source.damaged
+        _copy(_readable(store, source.snapshot, shard, initial), replacement, origins[name])
+    rows = _readable(store, at, shard, initial)
+    lost_stamps = damaged_rows(spec, shard, [problem for problem in problems if problem.array == STAMPS])
+    stamps = np.where(lost_stamps, at.epoch, rows[STAMPS]).astype(rows[STAMPS].dtype)
+    _copy(replacement, rows, lost)
+    rows[STAMPS] = stamps
+    beyond = np.arange(spec.rows_per_shard) >= spec.shard_sizes[shard]
+    _copy(initial, rows, beyond)
+    origins["stamps of the snapshot's epoch"] = lost_stamps & ~lost
+    return Rows(**rows), {
+        name: (shard * spec.rows_per_shard + np.flatnonzero(found)).tolist()
+        for name, found in origins.items()
+        if found.any()
+    }
+
+
+def _copy(source: dict[str, Array], target: dict[str, Array], rows: NDArray[np.bool_]) -> None:
+    for name, array in target.items():
+        array[rows] = source[name][rows]
+
+
+def _readable(store: HeatmapStore, at: Snapshot, shard: int, initial: dict[str, Array]) -> dict[str, Array]:
+    """The arrays of a version chunk by chunk; initial values where a chunk cannot be read."""
+    return {name: _read_chunks(store, at, shard, name, array) for name, array in initial.items()}
+
+
+def _read_chunks(store: HeatmapStore, at: Snapshot, shard: int, name: str, initial: Array) -> Array:
+    place = store.backend.zarr_store(read_only=True)
+    array = zarr.open_array(place, path=f"{at.group}/{name}", mode="r")
+    values = initial.copy()
+    step = array.chunks[2]
+    for first in range(0, len(values), step):
+        rows = slice(first, first + step)
+        try:
+            values[rows] = np.asarray(array[at.slots[shard], shard, rows])
+        except (ValueError, RuntimeError, OSError):
+            continue  # `verify` has named these rows, and they are reset
+    return values
