@@ -9,7 +9,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Reading, checksums and most of numpy release the GIL; more threads than this no longer helped a local disk.
+# Reading, checksums and most of numpy release the GIL. Each thread holds up to two shards in RAM.
 THREADS = min(4, os.cpu_count() or 1)
 
 

@@ -323,7 +323,7 @@ def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[n
 
 
 def histogram(values: Array) -> NDArray[np.int64]:
-    """As `np.histogram` of float16 values in 0 to 1, by their bits: 50 times as fast."""
+    """As `np.histogram` of float16 values in 0 to 1, by their bits: 46 times as fast."""
     edges = np.linspace(0, 1, BINS + 1, dtype=np.float16).view(np.uint16)
     bits = values.reshape(-1).view(np.uint16)
     at_least = [np.count_nonzero(bits >= edge) for edge in edges[1:-1]]
