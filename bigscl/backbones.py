@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bigscl.parsing import BadFile, parsing
-from bigscl.printing import first_few
+from bigscl.printing import printable
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         "of another shape": [name for name in common if state[name].shape != expected[name].shape],
     }
     return "; ".join(
-        f"{len(names)} {kind} ({first_few(names, len(names), most=3)})"
+        f"{len(names)} {kind} ({', '.join(map(printable, names[:3]))}{', ...' if len(names) > 3 else ''})"
         for kind, names in kinds.items()
         if names
     )

@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from bigscl.files import append_lines, read_json_lines, write_whole
 from bigscl.objective import Loss
+from bigscl.progress import EpochBar, Pace, describe, working
 from bigscl.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,9 @@ class Journal:
         self._accelerator = accelerator
         self._path = folder / "metrics.jsonl"
         self._speaks = accelerator.is_main_process
-        self._bar: Progress | None = None
+        self._console = Console(stderr=True) if self._speaks and sys.stderr.isatty() else None
+        self._pace: Pace | None = None
+        self._bar: EpochBar | None = None
 
     def keep_until(self, step: int) -> None:
         """Forget what was logged after this step: the run goes on from there and will log it again."""
@@ -96,36 +98,33 @@ class Journal:
 
     def progress(self, epoch: int, epochs: int, total: int, done: int) -> AbstractContextManager[Any]:
         """A progress bar over an epoch's steps on a terminal; nothing elsewhere."""
-        if not (self._speaks and sys.stderr.isatty()):
-            self._bar = None
+        self._pace = Pace(epoch, epochs, total, done)
+        if self._console is None:
             return nullcontext()
-        self._bar = Progress(
-            TextColumn("epoch {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._bar.add_task(f"{epoch + 1}/{epochs}", total=total, completed=done, state="")
-        return self._bar
+        self._bar = EpochBar(self._pace, epoch, epochs, self._console)
+        return self._bar.progress
 
     def advance(self) -> None:
         """One more step is done."""
+        assert self._pace is not None
+        self._pace.done += 1
         if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
+            self._bar.advance()
 
     def step(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """The state of training: in the bar on a terminal, as a line elsewhere, and in the metrics."""
+        assert self._pace is not None
         self.write("train", step, {"epoch": epoch, **values})
-        shares = (f"{name.removeprefix('wait_')} {values[name]:.0%}" for name in values if "wait_" in name)
-        rate = f"{values['images_per_second']:.0f} images/s"
-        text = f"loss {values['total']:.4f}, {rate}, waits: {' '.join(shares)}"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], state=text)
+            self._bar.show(values)
         elif self._speaks:
-            logger.info("epoch %d step %d: %s", epoch, step, text)
+            logger.info("%s", describe(self._pace, values))
+
+    def working(self, title: str, total: int | None = None) -> AbstractContextManager[Callable[[int], None]]:
+        """Show that long work began, and how far it is: call what this gives with the units done."""
+        if not self._speaks:
+            return nullcontext(lambda done: None)
+        return working(title, total, self._console)
 
 
 def _step_of(line: Mapping[str, Any]) -> float:
@@ -139,17 +138,17 @@ def _tensorboard_layout(tracker: str) -> dict[str, str]:
 
 
 class Meter:
-    """Mean losses and speed over all ranks since they were last read."""
+    """Mean losses and speed over all ranks since they were last read, and the longest waits of any rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._waits: dict[str, float] = {}
-        self._reset()
+        self._waits = self._with_ranks({})
+        self._reset(time.perf_counter())
 
-    def _reset(self) -> None:
+    def _reset(self, now: float) -> None:
         self._sums: dict[str, Tensor] = {}
         self._count = 0
-        self._since = time.perf_counter()
+        self._since = now
 
     def add(self, loss: Loss) -> None:
         """Count a batch. Nothing waits for the device here."""
@@ -159,12 +158,27 @@ class Meter:
         self._count += len(loss.total)
 
     def read(self, waits: Mapping[str, float]) -> dict[str, float]:
-        """The means since the last reading, images/s, and the shares of the time spent waiting."""
-        seconds = time.perf_counter() - self._since
+        """The means since the last reading, images/s, and the shares of the time spent waiting.
+
+        `waits` are this rank's, in seconds of the epoch so far. Of each share the largest of all ranks
+        counts: a step is as slow as its slowest rank.
+        """
+        now = time.perf_counter()
+        seconds = now - self._since
         sums = [float(self._sums.get(name, 0.0)) for name in Loss._fields]
-        *totals, count = self._ranks.sum([*sums, self._count])
+        waits = self._with_ranks(waits)
+        shares = [(value - self._waits.get(name, 0.0)) / seconds for name, value in waits.items()]
+        # Each rank adds its shares in a place of its own, so that one sum is also a gathering.
+        places = [0.0] * len(shares) * self._ranks.world_size
+        places[self._ranks.rank * len(shares) : (self._ranks.rank + 1) * len(shares)] = shares
+        *totals, count = (gathered := self._ranks.sum([*sums, self._count, *places]))[: len(sums) + 1]
+        of_ranks = gathered[len(sums) + 1 :]
         means = {name: total / max(1, count) for name, total in zip(Loss._fields, totals, strict=True)}
-        shares = {name: (value - self._waits.get(name, 0.0)) / seconds for name, value in waits.items()}
-        self._waits = dict(waits)
-        self._reset()
-        return {**means, "images_per_second": count / seconds, **shares}
+        largest = {name: max(of_ranks[place :: len(shares)]) for place, name in enumerate(waits)}
+        self._waits = waits
+        self._reset(now)  # the sum above is part of what is read next, with the wait in it
+        return {**means, "images_per_second": count / seconds, **largest}
+
+    def _with_ranks(self, waits: Mapping[str, float]) -> dict[str, float]:
+        """With the seconds that this rank waited for the others, where there are others."""
+        return {**waits, "wait_ranks": self._ranks.wait_seconds} if self._ranks.world_size > 1 else {**waits}

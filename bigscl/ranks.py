@@ -1,5 +1,6 @@
 """The ranks of a run as one group on the host: bytes and small sums, whatever backend moves the tensors."""
 
+import time
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -11,6 +12,9 @@ from store.transport import Alone, Transport
 
 class Ranks(Transport, Protocol):
     """A transport that can also add numbers up."""
+
+    wait_seconds: float
+    """How long this rank has waited for the others to join in a sum."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each number summed over the ranks, on every rank."""
@@ -26,6 +30,7 @@ class GlooTransport:
         # None is the default group.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._group = cast(dist.ProcessGroup | None, group)
+        self.wait_seconds = 0.0
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         """Everyone's payload in rank order on rank 0, None elsewhere."""
@@ -44,12 +49,16 @@ class GlooTransport:
         """Each number summed over the ranks, on every rank."""
         # float64 holds every count exactly.
         totals = torch.tensor(values, dtype=torch.float64)
+        asked = time.perf_counter()
         dist.all_reduce(totals, group=self._group)
+        self.wait_seconds += time.perf_counter() - asked
         return cast(list[float], totals.tolist())
 
 
 class Single(Alone):
     """The only rank."""
+
+    wait_seconds = 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The numbers themselves."""

@@ -107,7 +107,7 @@ class State:
         if checkpoint is not None:
             self._restore_optimizer(checkpoint)
         count = sum(parameter.numel() for parameter in parameters)
-        logger.info("phase %s from epoch %d on: %s parameters train", phase.name, began, f"{count:,}")
+        logger.info("phase %s from epoch %d on: %s parameters train", phase.name, began + 1, f"{count:,}")
 
     def files(self) -> dict[str, Callable[[Path], object]] | None:
         """Writers of a checkpoint's files on rank 0, None elsewhere. All ranks call it together."""

@@ -14,7 +14,7 @@ from bigscl.model import Prediction
 from bigscl.objective import Loss, Objective
 from bigscl.ranks import Ranks
 from bigscl.run import Data
-from bigscl.state import State
+from bigscl.state import State, rng_state, set_rng_state
 from bigscl.transfer import Memory, to_device
 from store import HeatmapStore, Rows
 
@@ -43,6 +43,24 @@ class Step:
         self._store = store
         self._accelerator = accelerator
         self._ranks = ranks
+        self._settled: torch.nn.Module | None = None
+
+    def settle(self) -> None:
+        """Let DDP arrange its buckets before the first real step of a phase, or after a resume.
+
+        DDP packs gradients into buckets, and after its first backward packs them once more in the order in
+        which they arrived. From three ranks on a sum depends on the packing, so that a resumed run, whose DDP
+        is new, would differ in the last bits. The first backward is therefore one that changes nothing, and
+        the same whatever the store's layout: every real step meets the final buckets.
+        """
+        if self._ranks.world_size == 1 or self._settled is self._state.model:
+            return
+        drawn = rng_state()
+        # In eval mode also under SyncBatchNorm: with an empty batch on every rank, its means would be NaN.
+        self._backward_of_nothing(1, training=False, maps=True)
+        self._state.optimizer.zero_grad()
+        set_rng_state(drawn)
+        self._settled = self._state.model
 
     def __call__(
         self, batch: Batch, rows: Rows | None, *, count: int, gamma: float, rate: float
@@ -80,12 +98,15 @@ class Step:
     def idle(self) -> None:
         """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
         # SyncBatchNorm leaves an empty batch out of the statistics, but wants to hear of it from every rank.
-        synced, side = self._config.hardware.sync_batchnorm, self._config.data.size
-        nothing = torch.zeros(0 if synced else 1, 3, side, side, device=self._accelerator.device)
-        self._state.model.train(synced)
-        prediction = self._state.model(nothing, maps=self._needs_maps)
+        synced = self._config.hardware.sync_batchnorm
+        self._backward_of_nothing(0 if synced else 1, training=synced, maps=self._needs_maps)
+
+    def _backward_of_nothing(self, num_images: int, *, training: bool, maps: bool) -> None:
+        side, device = self._config.data.size, self._accelerator.device
+        self._state.model.train(training)
+        prediction = self._state.model(torch.zeros(num_images, 3, side, side, device=device), maps=maps)
         if self._objective.base in ("epr", "role"):
-            counts = torch.zeros(2 if self._objective.base == "role" else 1, device=self._accelerator.device)
+            counts = torch.zeros(2 if self._objective.base == "role" else 1, device=device)
             self._accelerator.reduce(counts, reduction="sum")
         used = prediction.logits if prediction.logit_map is None else prediction.logit_map
         self._accelerator.backward(used.sum() * 0.0)

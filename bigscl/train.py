@@ -7,15 +7,13 @@ them where no label says what is there. `Trainer.train_epoch` is the loop, `bigs
 
 import logging
 import math
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -28,6 +26,7 @@ from bigscl.data.pipeline import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
 from bigscl.files import append_lines, explain
 from bigscl.gallery import picture_of_epoch
+from bigscl.interrupts import Interrupts
 from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
 from bigscl.memory import EpochMemory
@@ -43,6 +42,7 @@ from store.transport import on_rank_zero
 
 logger = logging.getLogger(__name__)
 
+Chunk = TypeVar("Chunk")
 Window = list[tuple[Batch, Rows | None]]
 """The batches of one optimizer step, each with what is remembered of it."""
 
@@ -78,6 +78,7 @@ class Trainer:
         """Every epoch that is left."""
         for epoch in range(self.state.progress.epoch, self.schedule.epochs):
             self.state.enter_phase(epoch)
+            self.step.settle()
             self.train_epoch(epoch)
             self.finish_epoch(epoch)
 
@@ -190,7 +191,9 @@ class Trainer:
         streams = self.plan(epoch, whole=True).streams[self.ranks.rank]
         shards = [int(shard) for stream in streams for shard in stream.shards]
         counts = expected_counts(self.data.annotations.counts(), self.data.positives_per_image)
-        return select(self.store.scores_by_shard(shards), counts, self.ranks).to(self.device)
+        with self.journal.working("selecting the expected positives", len(shards)) as show:
+            chunks = counted(self.store.scores_by_shard(shards), show)
+            return select(chunks, counts, self.ranks).to(self.device)
 
     def _commit(self, epoch: int, next_epoch: int) -> None:
         """Make the epoch's rows last, with what a run needs to go on from them."""
@@ -216,9 +219,10 @@ class Trainer:
         """Keep the heatmaps of each image's top classes only, from now on."""
         assert self.store is not None
         top = min(self.config.store.top or 0, self.data.train.num_classes)
-        started = time.perf_counter()
-        self.state.advance(snapshot=self.store.compact(top).id)
-        logger.info("kept heatmaps of %d classes per image, in %.1f s", top, time.perf_counter() - started)
+        num_shards = sum(slot >= 0 for slot in self.store.snapshot.slots)
+        share = len(range(self.ranks.rank, num_shards, self.ranks.world_size))
+        with self.journal.working(f"keeping heatmaps of {top} classes per image", share) as show:
+            self.state.advance(snapshot=self.store.compact(top, progress=show).id)
 
     def _validate(self, epoch: int) -> None:
         """Metrics on the validation set; the weights are kept if they are the best so far."""
@@ -227,7 +231,8 @@ class Trainer:
         metrics = validate(self.state.evaluated, self.data.val, self.config, self.device, self.ranks)
         value, best = metrics[self.config.validation.metric], self.state.progress.best
         self.journal.write("val", self.state.progress.step, {"epoch": epoch, **metrics})
-        logger.info("epoch %d: %s", epoch, ", ".join(f"{name} {x:.4f}" for name, x in metrics.items()))
+        values = ", ".join(f"{name} {x:.4f}" for name, x in metrics.items())
+        logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, values)
         if best is None or value > best:
             self.state.advance(best=value, best_epoch=epoch)
             self._write_on_rank_zero(lambda: self._write_best({"epoch": epoch, **metrics}))
@@ -295,7 +300,8 @@ class Trainer:
     def _drop_snapshots(self) -> None:
         """Keep the snapshots that the run may resume from, and the current one."""
         if self.store is not None:
-            self.store.drop_snapshots(keep=self.run.needed_snapshots())
+            with self.journal.working("deleting what no checkpoint needs"):
+                self.store.drop_snapshots(keep=self.run.needed_snapshots())
 
     # What it trains on
 
@@ -331,8 +337,8 @@ class Trainer:
 
     # The end
 
-    def stop_soon(self, *_: object) -> None:
-        """What a signal does: the run is saved after the step at hand."""
+    def stop_soon(self) -> None:
+        """What the first signal does: the run is saved after the step at hand."""
         self.stopping = True
 
     def close(self) -> None:
@@ -358,6 +364,13 @@ def batched(pairs: Iterator[tuple[Batch, Rows | None]], size: int) -> Iterator[W
         yield window
 
 
+def counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:
+    """The chunks, each counted when the next is asked for."""
+    for done, chunk in enumerate(chunks):
+        show(done)
+        yield chunk
+
+
 def main(arguments: list[str]) -> int:
     """Exit code of a run: 0 when it is done, or saved after a signal; 2 after a mistake of the user's."""
     trainer = None
@@ -366,9 +379,9 @@ def main(arguments: list[str]) -> int:
         if show:
             print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
             return 0
-        with Trainer(config, resume, sys.argv) as trainer:
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, trainer.stop_soon)
+        listening = Interrupts(speaks=first_on_this_machine())
+        with listening as interrupts, Trainer(config, resume, sys.argv) as trainer:
+            interrupts.save_first(trainer.stop_soon)
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:

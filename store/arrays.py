@@ -1,6 +1,5 @@
 """The Zarr arrays of one group: whole versions of shards in, whole versions out."""
 
-import errno
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
 
 from store.backends import Backend
 from store.checksums import WatchedStore, digest, watched
-from store.errors import BadFile, ChunkCorrupt, StoreError
+from store.errors import BadFile, ChunkCorrupt, storage_error
 from store.fields import Fields
 from store.layout import ArrayPlan, array_plans
 from store.spec import Array, GroupSpec, Rows, StoreSpec
@@ -49,6 +48,14 @@ def create_array(
     )
 
 
+def describe_group(backend: Backend, spec: StoreSpec, group: GroupSpec) -> None:
+    """Make the metadata of a group without any version in it."""
+    store = backend.zarr_store(read_only=False)
+    zarr.create_group(store, path=group.name, attributes={"bigscl": group.to_json()})
+    for plan in array_plans(spec, group):
+        create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
+
+
 class ArrayGroup:
     """One array group, opened."""
 
@@ -78,15 +85,6 @@ class ArrayGroup:
             )
 
     @classmethod
-    def create(cls, backend: Backend, spec: StoreSpec, group: GroupSpec) -> Self:
-        """A new group without any version in it."""
-        store = backend.zarr_store(read_only=False)
-        zarr.create_group(store, path=group.name, attributes={"bigscl": group.to_json()})
-        for plan in array_plans(spec, group):
-            create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
-        return cls(backend, spec, group, read_only=False)
-
-    @classmethod
     def open(cls, backend: Backend, spec: StoreSpec, name: str, *, read_only: bool) -> Self:
         """A group that a snapshot names."""
         place = f"{backend.url}/{name}/zarr.json"
@@ -98,7 +96,7 @@ class ArrayGroup:
             raise BadFile(f"{place}: describes {group.name!r:.40}, expected {name!r}. {REMEDY}")
         try:
             return cls(backend, spec, group, read_only=read_only)
-        except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             # What zarr raises for metadata that is missing or is not its own.
             raise ChunkCorrupt(
                 f"{backend.url}/{name}: the zarr.json of an array cannot be read ({error!r:.200}). {REMEDY}"
@@ -182,15 +180,8 @@ class ArrayGroup:
         try:
             self._arrays[plan.name][slot, shard] = getattr(rows, plan.name)
         except OSError as error:
-            raise self._not_written(plan.name, shard, error) from error
-
-    def _not_written(self, name: str, shard: int, error: OSError) -> StoreError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "Free some space" if full else "Mend the storage"
-        return StoreError(
-            f"{self._backend.url}/{self.spec.name}/{name}: shard {shard} could not be written: {error}. "
-            f"{hint}, then resume: the last commit is intact."
-        )
+            what = f"{self._backend.url}/{self.spec.name}/{plan.name}: shard {shard} could not be written"
+            raise storage_error(what, error) from error
 
     def keys(self, shard: int, slot: int) -> Iterator[str]:
         """The files of one version, relative to the store."""

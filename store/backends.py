@@ -4,24 +4,27 @@ Zarr moves the chunks. What Zarr lacks is here: files created whole and exclusiv
 """
 
 import contextlib
-import errno
+import functools
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlparse
 
 import zarr.abc.store
+from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
-from store.errors import AlreadyExists, StoreError
+from store.errors import AlreadyExists, NotAStore, StoreError, storage_errors
 
 FILE_THREADS = 8
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +88,17 @@ class Backend(Protocol):
         """Return when these files will survive a power cut."""
         ...
 
-    def sweep(self) -> None:
-        """Remove what interrupted writes left behind."""
-        ...
+
+def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
+    """Raise what the file system says as our own error, with the place."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        backend: Any = args[0]
+        with storage_errors(backend.url):
+            return method(*args, **kwargs)
+
+    return wrapped
 
 
 class LocalBackend:
@@ -101,6 +112,7 @@ class LocalBackend:
         """Zarr's LocalStore, which writes to a temporary name and renames."""
         return LocalStore(self.root, read_only=read_only)
 
+    @_own_errors
     def read(self, key: str) -> bytes | None:
         """The file's bytes, or None if there is none."""
         try:
@@ -108,6 +120,7 @@ class LocalBackend:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    @_own_errors
     def create(self, key: str, data: bytes) -> None:
         """Temporary name, sync, link: the link fails if the name is taken."""
         path = self.root / key
@@ -118,6 +131,7 @@ class LocalBackend:
                 raise AlreadyExists(f"{path}: exists already") from None
         self._sync_folder_of(path)
 
+    @_own_errors
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Move the file to a private name, compare, link the new one; put it back if it is not `old`.
 
@@ -136,6 +150,7 @@ class LocalBackend:
         self._sync_folder_of(path)
         return swapped
 
+    @_own_errors
     def replace(self, key: str, data: bytes) -> None:
         """Temporary name, sync, rename."""
         path = self.root / key
@@ -162,19 +177,13 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _written(self, path: Path, data: bytes) -> Iterator[Path]:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self._private_name(path) as temporary:
-                with temporary.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                yield temporary
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                hint = "Use another place, or ask for the right to write there."
-                raise StoreError(f"{self.root}: cannot be written to ({error.strerror}). {hint}") from error
-            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._private_name(path) as temporary:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
 
     @staticmethod
     @contextlib.contextmanager
@@ -187,6 +196,7 @@ class LocalBackend:
             with contextlib.suppress(OSError):
                 private.unlink(missing_ok=True)
 
+    @_own_errors
     def delete(self, key: str) -> None:
         """Remove a file if it is there, for good."""
         path = self.root / key
@@ -194,6 +204,7 @@ class LocalBackend:
         if path.parent.exists():
             self._sync_one(path.parent)
 
+    @_own_errors
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove files in threads, then sync the folders they were in."""
         paths = [self.root / key for key in keys]
@@ -202,17 +213,21 @@ class LocalBackend:
             list(pool.map(lambda path: path.unlink(missing_ok=True), paths))
             list(pool.map(self._sync_one, (folder for folder in folders if folder.exists())))
 
+    @_own_errors
     def delete_tree(self, prefix: str) -> None:
         """Remove a folder, or the whole store for an empty prefix."""
         path = self.root / prefix
         if path.exists():
             shutil.rmtree(path)
 
+    @_own_errors
     def names(self, prefix: str) -> list[str]:
         """Sorted names in a folder; nothing if there is none."""
         try:
             return sorted(os.listdir(self.root / prefix))
         except (FileNotFoundError, NotADirectoryError):
+            if self.root.is_file():
+                raise NotAStore(f"{self.root}: a file, expected a folder. Check the path.") from None
             return []
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
@@ -223,17 +238,13 @@ class LocalBackend:
                 with contextlib.suppress(FileNotFoundError):
                     yield str(path.relative_to(self.root)), path.stat().st_size
 
+    @_own_errors
     def sync(self, keys: Iterable[str]) -> None:
         """Files first, then the folders that name them."""
         paths = [self.root / key for key in keys]
         with ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="store-sync") as pool:
             list(pool.map(self._sync_one, paths))
             list(pool.map(self._sync_one, {path.parent for path in paths}))
-
-    def sweep(self) -> None:
-        """Remove temporary names of writes that a crash cut short."""
-        for path in list(self.root.rglob("*.partial")):
-            path.unlink(missing_ok=True)
 
     @staticmethod
     def _sync_one(path: Path) -> None:
@@ -249,79 +260,67 @@ class MemoryBackend:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._chunks: dict[str, Any] = {}
-        self._files: dict[str, bytes] = {}
+        self._files: dict[str, Buffer] = {}
         self._lock = threading.Lock()
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr's MemoryStore over one dict."""
-        return MemoryStore(self._chunks, read_only=read_only)
+        """Zarr's MemoryStore over the same dict."""
+        return MemoryStore(self._files, read_only=read_only)
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes, or None if there is none."""
-        if key in self._files:
-            return self._files[key]
-        chunk = self._chunks.get(key)
-        return None if chunk is None else bytes(chunk.to_bytes())
+        found = self._files.get(key)
+        return None if found is None else found.to_bytes()
 
     def create(self, key: str, data: bytes) -> None:
         """Exclusive."""
         with self._lock:
             if key in self._files:
                 raise AlreadyExists(f"{self.url}/{key}: exists already")
-            self._files[key] = data
+            self._files[key] = cpu.Buffer.from_bytes(data)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Compare and set under a lock."""
         with self._lock:
-            if self._files.get(key) != old:
+            if self.read(key) != old:
                 return False
-            self._files[key] = new
+            self._files[key] = cpu.Buffer.from_bytes(new)
         return True
 
     def replace(self, key: str, data: bytes) -> None:
         """Overwrite."""
         with self._lock:
-            self._files[key] = data
+            self._files[key] = cpu.Buffer.from_bytes(data)
 
     def delete(self, key: str) -> None:
         """Remove a file if it is there."""
         with self._lock:
             self._files.pop(key, None)
-            self._chunks.pop(key, None)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove files, those that are there."""
-        for key in keys:
+        for key in list(keys):
             self.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below a prefix."""
-        for held in (self._files, self._chunks):
-            for key in self._below(prefix, held):
-                del held[key]
+        self.delete_many(self._below(prefix))
 
     def names(self, prefix: str) -> list[str]:
         """Sorted names directly below a prefix."""
-        keys = self._below(prefix, self._files) + self._below(prefix, self._chunks)
         skip = len(prefix) + 1 if prefix else 0
-        return sorted({key[skip:].split("/")[0] for key in keys})
+        return sorted({key[skip:].split("/")[0] for key in self._below(prefix)})
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of everything below a prefix."""
-        for held in (self._files, self._chunks):
-            for key in self._below(prefix, held):
-                yield key, len(held[key])
+        for key in self._below(prefix):
+            yield key, len(self._files[key])
 
     def sync(self, keys: Iterable[str]) -> None:
         """Nothing to do."""
 
-    def sweep(self) -> None:
-        """Nothing to do."""
-
-    @staticmethod
-    def _below(prefix: str, held: dict[str, Any]) -> list[str]:
-        return [key for key in held if not prefix or key.startswith(f"{prefix}/")]
+    def _below(self, prefix: str) -> list[str]:
+        return [key for key in list(self._files) if not prefix or key.startswith(f"{prefix}/")]
 
 
 # Named memory stores can be opened again by the same process, like the others.

@@ -39,7 +39,8 @@ def compact_rows(rows: Rows, annotated: NDArray[np.bool_], top: int, heatmap_siz
 
 def _from_scores(rows: Rows, annotated: NDArray[np.bool_], top: int, size: int) -> Rows:
     classes = choose_classes(rows.scores, annotated, top)
-    start = np.take_along_axis(np.where(annotated, np.float16(1), rows.scores), classes, 1)
+    start = np.take_along_axis(rows.scores, classes, 1)
+    start[np.take_along_axis(annotated, classes, 1)] = 1
     heatmaps = np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size))
     # Every epoch up to the last visit counts as one look at the whole image.
     visits = np.clip(rows.visited + 1, 0, MAX_COUNT).astype(np.uint8)

@@ -1,5 +1,9 @@
 """Errors sorted by what a handler would do; every message says what was found, expected, and what to do."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class StoreError(Exception):
     """Anything a user can meet and act on; a bug is an AssertionError instead."""
@@ -23,6 +27,29 @@ class IndexMismatch(StoreError):
 
 class BadFile(StoreError):
     """A small file of the store cannot be what it should: it was damaged, or written by something else."""
+
+
+class StorageFailed(StoreError):
+    """The file system or server refused: fix it, then resume."""
+
+
+@contextmanager
+def storage_errors(place: str) -> Iterator[None]:
+    """Raise what a file system says as our own error, with what to do next."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(place, error) from error
+
+
+def storage_error(what: str, error: OSError) -> StorageFailed:
+    """The error for a storage that refused."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "Use another place, or ask for the right to write there."
+        return StorageFailed(f"{what}: cannot be written to, or not be read ({error}). {hint}")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = "Free some space" if full else "Fix the storage"
+    return StorageFailed(f"{what}: {error}. {hint}, then resume: the last commit is intact.")
 
 
 class SnapshotMissing(StoreError):

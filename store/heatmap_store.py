@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from store import history
 from store.annotations import Annotations
-from store.arrays import ArrayGroup
+from store.arrays import ArrayGroup, describe_group
 from store.backends import Backend, StorageOptions, open_backend
 from store.compact import check_top, compact_rows
-from store.errors import BadFile, CommitConflict, ReadOnly, StoreError
+from store.errors import BadFile, ReadOnly, StorageFailed, StoreError
 from store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
 from store.lease import Lease
+from store.metadata import described, lay_down, present
 from store.opening import (
     FIRST_GROUP,
     check_fingerprint,
@@ -29,6 +30,7 @@ from store.opening import (
     prepare_writing,
     read_spec,
 )
+from store.passes import in_order
 from store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
 from store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from store.transport import Alone, Transport, on_rank_zero
@@ -145,7 +147,7 @@ class HeatmapStore:
             patience = {} if patience_seconds is None else {"patience_seconds": patience_seconds}
             leases.append(Lease.acquire(backend, run, **patience))
             try:
-                return prepare_writing(backend, snapshot, run).to_bytes()
+                return prepare_writing(backend, snapshot, run, leases[0]).to_bytes()
             except BaseException:
                 leases.pop().release()
                 raise
@@ -153,11 +155,6 @@ class HeatmapStore:
         current = Snapshot.from_bytes(on_rank_zero(group, prepare))
         lease = leases[0] if leases else None
         return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
-
-    def check_lease(self) -> None:
-        """Raise LeaseHeld if the lease was lost: what is written now could mix with another run's files."""
-        if self._lease is not None:
-            self._lease.check()
 
     def close(self) -> None:
         """Release the lease. What was not committed is gone."""
@@ -319,18 +316,13 @@ class HeatmapStore:
                 step=step,
                 attributes=attributes,
             )
-            self._create_snapshot(snapshot)
+            self._publish(snapshot)
             return snapshot.to_bytes()
 
         try:
             snapshot = Snapshot.from_bytes(on_rank_zero(self._transport, create))
         except StoreError as error:
             raise (failure or error) from None
-        except OSError as error:
-            raise StoreError(
-                f"{self.backend.url}: could not commit: {error}. Fix the storage, then resume: "
-                f"the last commit is intact."
-            ) from error
         with self._lock:
             self._retained[snapshot.id] = snapshot
             self._snapshot = snapshot
@@ -338,26 +330,19 @@ class HeatmapStore:
             self._pending = {}
         return snapshot
 
-    def _create_snapshot(self, snapshot: Snapshot) -> None:
-        """Make the next snapshot, or nothing, whoever else is at work."""
-        self.check_lease()
+    def _publish(self, snapshot: Snapshot) -> None:
         try:
-            self._log.create(snapshot)
-        except OSError:
+            self._log.publish(snapshot, self.check_lease)
+        except StorageFailed as error:
             # It may have its name all the same: then its slots must not be written to.
+            self._writable = False
             self._writable = not self._log.exists(snapshot.id)
-            raise
-        # A writer that was frozen before it committed may find its number free again.
-        if self._log.newest() != snapshot.id or not self._lease_is_ours():
-            self._log.drop(snapshot.id)
-            self.check_lease()
-            raise CommitConflict(
-                f"{self.backend.url}: another process committed after snapshot {snapshot.parent}. "
-                f"Two runs write one store: stop one of them, then resume the other."
-            )
+            raise StorageFailed(f"could not commit snapshot {snapshot.id}: {error}") from error
 
-    def _lease_is_ours(self) -> bool:
-        return self._lease is None or self._lease.is_ours()
+    def check_lease(self) -> None:
+        """Raise LeaseHeld if this process held the lease and lost it."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _sync(self, arrays: ArrayGroup) -> Exception | None:
         """Make pending versions durable; gives back what went wrong, so that the other ranks hear of it."""
@@ -367,7 +352,7 @@ class HeatmapStore:
             written = self._pending.items()
             keys = [key for shard, version in written for key in arrays.keys(shard, version.slot)]
             self.backend.sync(keys)
-        except OSError as error:
+        except StoreError as error:
             return error
         return None
 
@@ -376,11 +361,10 @@ class HeatmapStore:
         self._check_writable()
 
         def go_back() -> bytes:
-            self.check_lease()
             if snapshot == self._log.newest():
                 return self._log.read(snapshot).to_bytes()
-            claimed = self._log.claim(snapshot, self._run, self._snapshot.generation)
-            self._log.drop_after(snapshot, claimed.id)
+            claimed = self._log.claim(snapshot, self._run, self.check_lease, self._snapshot.generation)
+            self._log.drop_after(snapshot, claimed.id, self.check_lease)
             return claimed.to_bytes()
 
         current = Snapshot.from_bytes(on_rank_zero(self._transport, go_back))
@@ -400,9 +384,9 @@ class HeatmapStore:
         kept = {*keep, self._snapshot.id}
 
         def drop() -> bytes:
-            self.check_lease()
             for number in self._log.ids():
                 if number not in kept:
+                    self.check_lease()
                     self._log.drop(number)
             # Before any slot is used again: who lost the lease in the meantime must write nothing more.
             self.check_lease()
@@ -416,7 +400,7 @@ class HeatmapStore:
 
     def _delete_unnamed(self) -> None:
         """Delete groups that no snapshot names, and versions in slots that this writer will not use again."""
-        delete_unnamed_groups(self.backend, self._log)
+        delete_unnamed_groups(self.backend, self._log, self.check_lease)
         left = self._log.read_all().values()
         named = {version for kept in left for version in versions_of(kept)}
         ours = self._arrays.spec.slots_of(self._snapshot.generation)
@@ -438,8 +422,7 @@ class HeatmapStore:
             raise StoreError(f"{self.backend.url}: commit first: {len(self._pending)} shards pending")
 
         def delete() -> bytes:
-            self.check_lease()
-            return str(delete_unnamed_versions(self.backend, self._log)).encode()
+            return str(delete_unnamed_versions(self.backend, self._log, self.check_lease)).encode()
 
         return int(on_rank_zero(self._transport, delete))
 
@@ -469,7 +452,7 @@ class HeatmapStore:
         new_spec = replace(
             old.spec,
             # A number that no other writer chooses, even one that was frozen in a compaction of its own.
-            name=f"arrays-{max(int(old.spec.name.split('-')[1]) + 1, self._snapshot.generation):03d}",
+            name=f"arrays-{int(old.spec.name.split('-')[1]) + self._snapshot.generation:03d}",
             generations=GENERATIONS,
             layout="topk",
             top=top,
@@ -480,10 +463,14 @@ class HeatmapStore:
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
         slot = new.spec.slots_of(self._snapshot.generation)[0]
+
+        def rewrite(shard: int) -> tuple[int, Written]:
+            return shard, Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
+
         try:
-            for done, shard in enumerate(share):
-                self._pending[shard] = Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
-                progress(done + 1)
+            for done, (shard, written) in enumerate(in_order(rewrite, share), 1):
+                self._pending[shard] = written
+                progress(done)
         except Exception as error:
             self._failure = error
         try:
@@ -495,8 +482,12 @@ class HeatmapStore:
 
     def _create_group(self, group: GroupSpec) -> ArrayGroup:
         def make() -> bytes:
-            self.backend.delete_tree(group.name)
-            ArrayGroup.create(self.backend, self.spec, group)
+            files = described(lambda scratch: describe_group(scratch, self.spec, group))
+            # Not the root group that comes with it: the store has one.
+            inside = {key: data for key, data in files.items() if key.startswith(f"{group.name}/")}
+            leftovers = present(self.backend, inside)
+            self.check_lease()
+            lay_down(self.backend, inside, leftovers)
             return b""
 
         on_rank_zero(self._transport, make)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from store.arrays import create_array
 from store.backends import Backend
+from store.errors import storage_errors
 from store.layout import ArrayPlan, choose_classes, class_dtype
 from store.spec import Rows, StoreSpec
 
@@ -45,8 +46,8 @@ def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
     )
 
 
-def create_history(backend: Backend, spec: StoreSpec) -> None:
-    """Empty arrays with room for every epoch."""
+def describe_history(backend: Backend, spec: StoreSpec) -> None:
+    """Make the metadata of empty arrays with room for every epoch."""
     if not spec.tracked:
         return
     zarr.create_group(
@@ -62,8 +63,9 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
     values: dict[str, NDArray[Any]] = {"scores": rows.scores}
     if rows.heatmaps is not None:
         values["classes"], values["heatmaps"] = _strongest(rows, rows.heatmaps, annotated)
-    for name, value in values.items():
-        zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
+    with storage_errors(f"{backend.url}/{FOLDER}"):
+        for name, value in values.items():
+            zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
 
 
 def _strongest(

@@ -112,10 +112,13 @@ def choose_classes(scores: Array, annotated: NDArray[np.bool_], top: int) -> NDA
     num_columns = scores.shape[1]
     if top >= num_columns:
         return np.broadcast_to(np.arange(num_columns), scores.shape).copy()
-    bits = np.where(annotated, ONE_BITS + 1, scores.view(np.uint16)).astype(np.int64)
+    # 32 bits where the keys fit: numpy partitions them four times as fast as it argpartitions 64.
+    dtype = np.uint32 if (int(ONE_BITS) + 2) * num_columns < 2**32 else np.uint64
+    bits: Array = np.where(annotated, ONE_BITS + 1, scores.view(np.uint16)).astype(dtype)
     # Unique keys (score, then lowest column), so that the partition has no ties to break.
-    keys = bits * num_columns + np.arange(num_columns - 1, -1, -1)
-    chosen = np.argpartition(keys, num_columns - top, axis=1)[:, num_columns - top :]
+    keys = bits * dtype(num_columns) + np.arange(num_columns - 1, -1, -1, dtype=dtype)
+    best = np.partition(keys, num_columns - top, axis=1)[:, num_columns - top :]
+    chosen: NDArray[np.int64] = (num_columns - 1 - best % dtype(num_columns)).astype(np.int64)
     return np.sort(chosen, axis=1)
 
 

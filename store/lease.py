@@ -28,7 +28,7 @@ BEAT_SECONDS = 20.0
 # A holder on another host is dead when its counter stood still for this long. No clocks are compared.
 PATIENCE_SECONDS = 3 * BEAT_SECONDS
 JOIN_SECONDS = 5.0
-BROKEN = b'{"broken": '
+FREE = b'{"free": '
 REMEDY = "Remove it with `bigscl unlock --force --apply` if no run uses this store."
 
 
@@ -135,8 +135,8 @@ def read_holder(backend: Backend) -> Holder | None:
 
 
 def _holder_in(backend: Backend, data: bytes) -> Holder | None:
-    """The holder in a lease file; None if the lease was broken."""
-    return None if data.startswith(BROKEN) else Holder.from_bytes(data, f"{backend.url}/{KEY}")
+    """The holder in a lease file; None if it was released or broken."""
+    return None if data.startswith(FREE) else Holder.from_bytes(data, f"{backend.url}/{KEY}")
 
 
 def is_dead(backend: Backend, holder: Holder, patience_seconds: float) -> bool:
@@ -219,7 +219,7 @@ class Lease:
         """Whether nobody took the lease from us meanwhile."""
         try:
             seen = read_holder(self._backend)
-        except StoreError:
+        except BadFile:
             return False
         return seen is not None and seen.token == self._holder.token
 
@@ -246,16 +246,12 @@ class Lease:
         """Give the store back; a lease that was taken from us stays with its taker."""
         self._released.set()
         self._thread.join(JOIN_SECONDS)
-        if self.is_ours():
-            self._backend.delete(KEY)
+        _free(self._backend, self._holder.to_bytes())
         self._backend.delete(self._holder.beat_key)
 
 
 def break_lease(backend: Backend, holder: Holder | None = None) -> Holder | None:
-    """Take the lease from this holder (from anyone, if none is given) and say whose it was.
-
-    What is left is a mark that nobody holds it: deleting the file could remove the lease of the next one.
-    """
+    """Take the lease from this holder (from anyone, if none is given) and say whose it was."""
     data = backend.read(KEY)
     if data is None:
         return None
@@ -263,5 +259,13 @@ def break_lease(backend: Backend, holder: Holder | None = None) -> Holder | None
     with contextlib.suppress(BadFile):
         seen = _holder_in(backend, data)
     if holder is None or (seen is not None and seen.token == holder.token):
-        backend.swap(KEY, data, BROKEN + json.dumps(uuid.uuid4().hex).encode() + b"}")
+        _free(backend, data)
     return seen
+
+
+def _free(backend: Backend, held: bytes) -> None:
+    """Make a lease nobody's, if it still is as given.
+
+    A mark stays: deleting the file, or trying again after a lost answer, could remove the lease of another.
+    """
+    backend.swap(KEY, held, FREE + json.dumps(uuid.uuid4().hex).encode() + b"}")

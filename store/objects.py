@@ -167,9 +167,6 @@ class ObjectBackend:
     def sync(self, keys: Iterable[str]) -> None:
         """Nothing to do."""
 
-    def sweep(self) -> None:
-        """Nothing to do."""
-
 
 class PatientStore(ObjectStore[Any]):
     """Zarr's ObjectStore, which retries what a bad connection spoils: each operation may be repeated."""

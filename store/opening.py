@@ -9,19 +9,22 @@ import zarr
 
 from store import history
 from store.annotations import Annotations
-from store.arrays import ArrayGroup
+from store.arrays import describe_group
 from store.backends import Backend
 from store.compact import check_top
 from store.errors import AlreadyExists, BadFile, IndexMismatch, NewerFormat, NotAStore, StoreError
 from store.fields import Fields
 from store.lease import KEY as LEASE_KEY
 from store.lease import Lease, is_beat
+from store.metadata import described, lay_down, present
 from store.snapshots import FOLDER as SNAPSHOTS
-from store.snapshots import Snapshot, SnapshotLog
+from store.snapshots import Check, Snapshot, SnapshotLog
 from store.spec import FORMAT, GroupSpec, StoreSpec
-from store.versions import version_of, versions_of
+from store.versions import Version, version_of, versions_of
 
 ROOT = "zarr.json"
+PARTIAL = ".partial"
+"""How names of files end that are being written."""
 FIRST_GROUP = "arrays-000"
 CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP)
 """What creation makes next to the root file."""
@@ -30,7 +33,7 @@ REMEDY = "Restore it from a copy (complete the copy, if one was interrupted), or
 
 def read_spec(backend: Backend) -> StoreSpec:
     """What the store at this place is; or an error that says what is there instead."""
-    names = [name for name in backend.names("") if not is_beat(name)]
+    names = _own_names(backend)
     if not names:
         raise NotAStore(f"{backend.url}: nothing there. Create a store first, or check the path.")
     data = backend.read(ROOT)
@@ -96,17 +99,23 @@ def create_store(
     spec = spec_for(annotations, heatmap_size, tracked)
     lease = _claim(backend)
     try:
-        zarr.create_group(backend.zarr_store(read_only=False), attributes={"bigscl": spec.to_json()})
-        ArrayGroup.create(backend, spec, group)
-        history.create_history(backend, spec)
+        files = described(lambda scratch: _describe(scratch, spec, group))
+        leftovers = present(backend, files)
+        lease.check()
+        lay_down(backend, files, leftovers)
         nothing = (-1,) * spec.num_shards
-        SnapshotLog(backend).create(
-            Snapshot(
-                id=0, parent=None, time=time.time(), run="", epoch=-1, step=0, group=group.name, slots=nothing
-            )
+        first = Snapshot(
+            id=0, parent=None, time=time.time(), run="", epoch=-1, step=0, group=group.name, slots=nothing
         )
+        SnapshotLog(backend).publish(first, lease.check)
     finally:
         lease.release()
+
+
+def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
+    zarr.create_group(scratch.zarr_store(read_only=False), attributes={"bigscl": spec.to_json()})
+    describe_group(scratch, spec, group)
+    history.describe_history(scratch, spec)
 
 
 def spec_for(annotations: Annotations, heatmap_size: int, tracked: int | Collection[int]) -> StoreSpec:
@@ -125,51 +134,61 @@ def spec_for(annotations: Annotations, heatmap_size: int, tracked: int | Collect
 
 
 def _claim(backend: Backend) -> Lease:
-    """The lease of an empty place, cleared of what an interrupted creation left."""
+    """The lease of a place where nothing is but what an interrupted creation left."""
     with contextlib.suppress(NotAStore):
         read_spec(backend)
         raise AlreadyExists(f"{backend.url}: there is a store already. Open it, or choose another path.")
-    names = {name for name in backend.names("") if not is_beat(name)}
+    names = set(_own_names(backend))
     foreign, chunk = names - {*CREATED, ROOT, LEASE_KEY}, first_chunk(backend)
     root = backend.read(ROOT)
     if foreign or chunk or (root is not None and b'"bigscl"' not in root):
         found = chunk or ", ".join(sorted(foreign or names)[:3])
         raise AlreadyExists(f"{backend.url}: not empty: found {found}. Choose an empty place.")
-    lease = Lease.acquire(backend, "creation")
-    backend.delete(ROOT)
-    for name in CREATED:
-        backend.delete_tree(name)
-    return lease
+    return Lease.acquire(backend, "creation")
 
 
-def prepare_writing(backend: Backend, snapshot: int | None, run: str) -> Snapshot:
+def _own_names(backend: Backend) -> list[str]:
+    """What lies at the top, without heartbeats and writes that were cut short."""
+    return [name for name in backend.names("") if not is_beat(name) and not name.endswith(PARTIAL)]
+
+
+def prepare_writing(backend: Backend, snapshot: int | None, run: str, lease: Lease) -> Snapshot:
     """Claim the snapshot asked for (or the newest) for a new writer, and remove what a crash left."""
-    backend.sweep()
     log = SnapshotLog(backend)
-    claimed = log.claim(log.newest() if snapshot is None else snapshot, run)
+    claimed = log.claim(log.newest() if snapshot is None else snapshot, run, lease.check)
     if snapshot is not None:
-        log.drop_after(snapshot, claimed.id)
-    delete_unnamed_groups(backend, log)
-    delete_unnamed_versions(backend, log)
+        log.drop_after(snapshot, claimed.id, lease.check)
+    delete_unnamed_groups(backend, log, lease.check)
+    delete_unnamed_versions(backend, log, lease.check)
     return claimed
 
 
-def delete_unnamed_groups(backend: Backend, log: SnapshotLog) -> None:
+# Both list first and check the lease after it: whatever a successor makes has names that are not in the list.
+
+
+def delete_unnamed_groups(backend: Backend, log: SnapshotLog, check: Check) -> None:
     """Delete the array groups that no retained snapshot names."""
-    # In this order: a group that a snapshot names from now on is not in the list.
     names = [name for name in backend.names("") if name.startswith("arrays-")]
     named = {snapshot.group for snapshot in log.read_all().values()}
     for name in names:
         if name not in named:
+            check()
             backend.delete_tree(name)
 
 
-def delete_unnamed_versions(backend: Backend, log: SnapshotLog) -> int:
-    """Delete the files of versions that no retained snapshot names; gives the bytes that were freed."""
+def delete_unnamed_versions(backend: Backend, log: SnapshotLog, check: Check) -> int:
+    """Delete the files of versions that no retained snapshot names, and of writes that were cut short.
+
+    Gives the bytes that were freed.
+    """
     listed = list(backend.sizes(""))
     named = {version for kept in log.read_all().values() for version in versions_of(kept)}
-    unnamed = {
-        key: size for key, size in listed if (version := version_of(key)) is not None and version not in named
-    }
+    unnamed = {key: size for key, size in listed if key.endswith(PARTIAL) or _is_unnamed(key, named)}
+    check()
     backend.delete_many(unnamed)
     return sum(unnamed.values())
+
+
+def _is_unnamed(key: str, named: set[Version]) -> bool:
+    version = version_of(key)
+    return version is not None and version not in named

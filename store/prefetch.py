@@ -1,7 +1,5 @@
 """Rows that arrive before the step asks: a thread runs ahead of training and fetches what comes next."""
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +12,13 @@ from numpy.typing import NDArray
 
 from store.residents import Allocate, Residents
 from store.spec import Rows
+from store.waiting import Channel, join
 
 Batch = TypeVar("Batch")
-STOP_POLL_SECONDS = 0.1
+
+
+class _Stop(Exception):
+    """Nobody asks for batches any more."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class Prefetcher:
         self.waits = Waits()
         self._residents = residents
         self._allocate = allocate
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._items: Channel[_Item[Any]] = Channel(depth)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -66,14 +68,9 @@ class Prefetcher:
             yield item.batch, item.rows
 
     def _next(self) -> _Item[Any] | None:
-        while True:
-            self._residents.check()
-            try:
-                item: _Item[Any] | None = self._queue.get(timeout=STOP_POLL_SECONDS)
-            except queue.Empty:
-                continue
-            self._residents.check()
-            return item
+        item = self._items.get(self._residents.check)
+        self._residents.check()
+        return item
 
     def _account(self, asked: float, item: _Item[Any]) -> None:
         got = time.perf_counter()
@@ -86,24 +83,22 @@ class Prefetcher:
             for batch in batches:
                 data_ready = time.perf_counter()
                 rows = self._residents.gather(ids(batch), self._allocate)
-                self._put(_Item(batch, rows, data_ready))
-                if self._stop.is_set():
-                    return
-            self._put(None)
+                self._items.put(_Item(batch, rows, data_ready), self._check_wanted)
+            self._items.end()
+        except _Stop:
+            pass
         except BaseException as error:
             self._residents.fail(error)
 
-    def _put(self, item: _Item[Any] | None) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=STOP_POLL_SECONDS)
-                return
+    def _check_wanted(self) -> None:
+        if self._stop.is_set():
+            raise _Stop
 
     def close(self) -> None:
         """Stop after the batch at hand and end the thread."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            join(self._thread, "the batch at hand (prefetch)")
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from store.errors import BadValues
 from store.heatmap_store import HeatmapStore
 from store.layout import MAX_COUNT, array_plans, check_values, shard_bytes, split_by_shard
 from store.spec import Array, Rows
+from store.waiting import POLL_SECONDS, join, result_of
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -77,7 +78,7 @@ class Residents:
         loading = [self._touch(shard, len(places)) for shard, _, places in parts]
         out = {plan.name: allocate((len(ids), *plan.shape[3:]), plan.dtype) for plan in self._plans}
         for (_, positions, places), future in zip(parts, loading, strict=True):
-            resident = future.result()
+            resident = result_of(future, self.check)
             with resident.lock:
                 for name, array in resident.rows.arrays():
                     out[name][places] = array[positions]
@@ -133,7 +134,7 @@ class Residents:
                 self._skipped[shard] += len(places)
                 future = self._shards.get(shard)
             if future is not None:
-                self._finish_if_complete(shard, future.result())
+                self._finish_if_complete(shard, result_of(future, self.check))
 
     def _check(self, ids: NDArray[np.int64], values: dict[str, Array]) -> None:
         tails = {plan.name: plan.shape[3:] for plan in self._plans}
@@ -152,7 +153,7 @@ class Residents:
         with self._lock:
             self._pins[shard] += 1
         try:
-            yield self._touch(shard).result()
+            yield result_of(self._touch(shard), self.check)
         finally:
             with self._lock:
                 self._pins[shard] -= 1
@@ -161,7 +162,8 @@ class Residents:
 
     def _finish_if_complete(self, shard: int, resident: Resident) -> None:
         if resident.remaining <= self._skipped[shard]:
-            self._finishing.acquire()
+            while not self._finishing.acquire(timeout=POLL_SECONDS):
+                self.check()
             self._pool.submit(self._finish, shard, resident)
 
     def _finish(self, shard: int, resident: Resident) -> None:
@@ -199,14 +201,19 @@ class Residents:
         """Write every shard that has changed; what is resident stays so."""
         with self._lock:
             held = list(self._shards.items())
-        writes = [self._pool.submit(self._write, shard, future.result()) for shard, future in held]
+        loaded = [(shard, result_of(future, self.check)) for shard, future in held]
+        writes = [self._pool.submit(self._write, shard, resident) for shard, resident in loaded]
         for write in writes:
-            write.result()
+            result_of(write, self.check)
         self.check()
 
     def close(self) -> None:
         """Let everything go; what was not flushed is lost. No thread outlives this."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        ending = threading.Thread(
+            target=self._pool.shutdown, kwargs={"wait": True, "cancel_futures": True}, daemon=True
+        )
+        ending.start()
+        join(ending, f"reads and writes of {self.store.backend.url}")
         self._shards.clear()
 
     def __enter__(self) -> Self:

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -13,6 +13,8 @@ from store.fields import Fields
 
 FOLDER = "snapshots"
 NO_DIGEST = -1
+Check = Callable[[], None]
+"""Raises if the writer has lost its lease."""
 REMEDY = "Restore the file from a copy, or, if no checkpoint names this snapshot, remove it."
 
 
@@ -125,12 +127,28 @@ class SnapshotLog:
         try:
             self._backend.create(self._key(snapshot.id), snapshot.to_bytes())
         except AlreadyExists:
-            raise CommitConflict(
-                f"{self._backend.url}: snapshot {snapshot.id} was committed by another process. "
-                f"Two runs write one store: stop one of them, then resume the other."
-            ) from None
+            raise self._conflict(f"snapshot {snapshot.id}") from None
 
-    def claim(self, number: int, run: str, generation: int | None = None) -> Snapshot:
+    def publish(self, snapshot: Snapshot, check: Check) -> None:
+        """Make it the newest state, or nothing, for a writer whose `check` raises once its lease is lost."""
+        check()
+        self.create(snapshot)
+        try:
+            check()
+            # A writer that was frozen before it committed may find its number free again.
+            if self.newest() != snapshot.id:
+                raise self._conflict(f"a later snapshot than {snapshot.id}")
+        except StoreError:
+            self.drop(snapshot.id)
+            raise
+
+    def _conflict(self, what: str) -> CommitConflict:
+        return CommitConflict(
+            f"{self._backend.url}: {what} was committed by another process. "
+            f"Two runs write one store: stop one of them, then resume the other."
+        )
+
+    def claim(self, number: int, run: str, check: Check, generation: int | None = None) -> Snapshot:
         """Make a retained snapshot the newest, under a new number, as the first of a new writer.
 
         Another writer that was about to commit finds the number taken, and slots of its own.
@@ -141,13 +159,14 @@ class SnapshotLog:
         claimed = replace(
             wanted, id=newest.id + 1, parent=number, time=time.time(), run=run, generation=generation
         )
-        self.create(claimed)
+        self.publish(claimed, check)
         return claimed
 
-    def drop_after(self, number: int, current: int) -> None:
+    def drop_after(self, number: int, current: int, check: Check) -> None:
         """Remove the snapshots between a state that was returned to and the one that now has its content."""
         for later in self.ids():
             if number < later < current:
+                check()
                 self.drop(later)
 
     def drop(self, number: int) -> None:

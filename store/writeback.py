@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from store.residents import Residents
 from store.spec import Array
-
-FULL_POLL_SECONDS = 0.1
+from store.waiting import Channel, join, take
 
 
 def _already() -> None:
-    """The bytes are valid now."""
+    """Nothing to wait for, nothing wrong."""
 
 
 class Writeback:
@@ -31,7 +30,7 @@ class Writeback:
     def __init__(self, residents: Residents, *, depth: int = 4) -> None:
         self.wait_seconds = 0.0
         self._residents = residents
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=depth)
+        self._actions: Channel[Callable[[], None]] = Channel(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)
         self._thread.start()
@@ -60,24 +59,25 @@ class Writeback:
 
     def _enqueue(self, action: Callable[[], None]) -> None:
         asked = time.perf_counter()
-        while True:
-            self._residents.check()
-            try:
-                self._queue.put(action, timeout=FULL_POLL_SECONDS)
-                break
-            except queue.Full:
-                continue
+        self._actions.put(action, self._check)
         self.wait_seconds += time.perf_counter() - asked
+
+    def _check(self) -> None:
+        self._residents.check()
+        if not self._thread.is_alive():
+            raise RuntimeError("writeback: its thread has ended; open a new one to write more.")
 
     def drain(self) -> None:
         """Return when everything put so far is written, or raise what went wrong."""
-        self._queue.join()
+        scattered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._actions.put(lambda: scattered.put(None), self._check)
+        take(scattered, self._check)
         self._residents.check()
         self._residents.flush()
 
     def _run(self) -> None:
         failed = False
-        while (action := self._queue.get()) is not None:
+        while (action := self._actions.get(_already)) is not None:
             try:
                 # After a failure the rest is let through unseen, so that nobody waits for room.
                 if not failed and not self._closed.is_set():
@@ -85,15 +85,12 @@ class Writeback:
             except BaseException as error:
                 failed = True
                 self._residents.fail(error)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
 
     def close(self) -> None:
         """End the thread; what was not drained is lost."""
         self._closed.set()
-        self._queue.put(None)
-        self._thread.join()
+        self._actions.end()
+        join(self._thread, "the update at hand (writeback)")
 
     def __enter__(self) -> Self:
         return self

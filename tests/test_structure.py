@@ -34,6 +34,14 @@ def test_store_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_trainer_starts_without_what_only_some_runs_need():
+    """Torchvision brings torch's compiler with it, which takes longer to import than all the rest."""
+    code = "import bigscl.train, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    unwanted = {"torchvision", "torch._dynamo", "matplotlib", "sklearn", "timm", "tensorboard", "pandas"}
+    assert not unwanted & set(done.stdout.split())
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     command = "pip install -e '.[test]' && pytest"
     assert command in (ROOT / "README.md").read_text().splitlines()

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store import HeatmapStore
-from store.spec import Array
+from tools.halves import to_float32
 from tools.opening import Data
-from tools.progress import progress
+from tools.passes import pass_over
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -23,9 +23,8 @@ def choose_samples(
         return _tracked(store, data, count, number)
     if choice == "random":
         return _random(data, count, number, seed)
-    ranked = _confident(store, data) if choice == "confident" else _changes(store, data)
-    best = _best((ids, _interest(values, number)) for ids, values in ranked)
-    return best[:count]
+    ranked = _confident if choice == "confident" else _changes
+    return _best(ranked(store, data, number))[:count]
 
 
 def _interest(values: NDArray[np.float32], number: int | None) -> NDArray[np.float32]:
@@ -58,15 +57,18 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
     return found
 
 
-def _confident(store: HeatmapStore, data: Data) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """Scores of the classes that are not annotated, shard by shard; annotated ones count nothing."""
-    with progress("reading scores", store.spec.num_shards, "shards") as advance:
-        for ids, scores in store.scores_by_shard(range(store.spec.num_shards)):
-            yield ids, np.where(data.annotated(ids), -1, scores.astype(np.float32))
-            advance(1, "looking for confident ones")
+def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
+    """The score of a class that is not annotated, shard by shard; annotated ones count nothing."""
+
+    def work(shard: int) -> Scored:
+        ids, scores = next(store.scores_by_shard([shard]))
+        return ids, _interest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
+
+    shards = range(store.spec.num_shards)
+    return (found for _, found in pass_over("looking for confident ones", shards, work, [store]))
 
 
-def _changes(store: HeatmapStore, data: Data) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
     """How far scores moved since the snapshot before, shard by shard; untouched shards are left out."""
     older = [one for one in store.snapshots() if one.id < store.snapshot.id]
     if not older:
@@ -79,15 +81,12 @@ def _changes(store: HeatmapStore, data: Data) -> Iterator[tuple[NDArray[np.int64
         for shard, (new, old) in enumerate(zip(store.snapshot.slots, older[-1].slots, strict=True))
         if (store.snapshot.group, new) != (older[-1].group, old)
     ]
-    pairs = zip(store.scores_by_shard(changed), before.scores_by_shard(changed), strict=True)
-    with progress("reading scores", len(changed), "shards") as advance:
-        for (ids, now), (_, then) in pairs:
-            yield ids, np.abs(_float(now) - _float(then))
-            advance(1, "looking for changes")
 
+    def work(shard: int) -> Scored:
+        (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
+        return ids, _interest(np.abs(to_float32(now) - to_float32(then)), number)
 
-def _float(scores: Array) -> NDArray[np.float32]:
-    return scores.astype(np.float32)
+    return (found for _, found in pass_over("looking for changes", changed, work, [store, before]))
 
 
 def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:

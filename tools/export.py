@@ -1,6 +1,7 @@
 """`bigscl export`: the labels that were found, scores, and heatmaps, in files that other programs read."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from bigscl.pictures import heatmap_of
 from store import HeatmapStore
-from tools.expected import expected_positives
+from tools.expected import Expected, expected_at
 from tools.opening import (
     Anonymous,
     AsJson,
@@ -22,15 +23,14 @@ from tools.opening import (
     Shards,
     Store,
     find_data,
-    has_selection,
     need_data,
     open_store,
     options,
 )
-from tools.progress import progress
+from tools.passes import pass_over, scores_by_shard
 from tools.regions import strongest_boxes
 from tools.samples import find_samples
-from tools.tables import Record, table_writer, written_whole
+from tools.tables import Batch, table_writer, written_whole
 from tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
@@ -93,6 +93,7 @@ def command(
     reach = options(endpoint, region, anonymous)
     opened = open_store(store, snapshot, reach)
     fingerprint = opened.spec.fingerprint
+    expected: Expected | None = None
     if what == "scores":
         data = find_data(store, fingerprint, shards, index)
         rows = _scores(open_store(store, opened.snapshot.id, reach, data), output)
@@ -100,11 +101,16 @@ def command(
         needed = need_data(what, store, fingerprint, shards, index)
         opened = open_store(store, opened.snapshot.id, reach, needed)
         if what == "labels":
-            rows = _labels(opened, needed, output, which)
+            expected = expected_at(opened)
+            rows = _labels(opened, needed, output, which, expected)
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
-    facts = {"output": str(output), "what": what, "snapshot": opened.snapshot.id, "rows": rows}
-    told = f"{output}: {what} at snapshot {opened.snapshot.id}, {rows:,} rows, {size(_bytes(output))}"
+    at = opened.snapshot.id
+    facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
+    told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
+    if expected is not None:
+        facts["selection"] = expected.to_json()
+        told += f"\n  {expected.note}" if expected.recomputed else ""
     tell(facts, told, as_json)
 
 
@@ -115,43 +121,46 @@ def _bytes(path: Path) -> int:
 # Labels
 
 
-def _labels(store: HeatmapStore, data: Data, output: Path, which: Which) -> int:
-    if not has_selection(store.snapshot) and which != "all":
+def _labels(store: HeatmapStore, data: Data, output: Path, which: Which, expected: Expected) -> int:
+    if not expected.any and which != "all":
         raise ValueError(
-            f"{store.backend.url}: no expected positives were chosen by snapshot {store.snapshot.id}, "
-            f"epoch {store.snapshot.epoch}. Export a later one, or --which all for the annotated ones."
+            f"{store.backend.url}: {expected.note}. "
+            f"Export a later one, or --which all for the annotated ones."
         )
+    work = partial(_labels_of_shard, store, data, data.index.shard_names, expected, which)
     rows = 0
-    with (
-        table_writer(output, COLUMNS) as write,
-        progress("exporting", store.spec.num_shards, "shards") as advance,
-    ):
-        for shard in range(store.spec.num_shards):
-            records = list(_labels_of_shard(store, data, shard, which))
-            write(records)
-            rows += len(records)
-            advance(1, f"{rows:,} labels")
+    with table_writer(output, COLUMNS) as write:
+        for _, labels in pass_over("exporting", range(store.spec.num_shards), work, [store]):
+            write(labels)
+            rows += len(labels["id"])
     return rows
 
 
-def _labels_of_shard(store: HeatmapStore, data: Data, shard: int, which: Which) -> Iterator[Record]:
+def _labels_of_shard(
+    store: HeatmapStore, data: Data, names: Sequence[str], expected: Expected, which: Which, shard: int
+) -> Batch:
     ids = store.spec.sample_ids(shard)
     rows = store.load_shard(shard)
     scores = rows.scores[: len(ids)]
-    annotated = data.annotated(ids)
-    expected = expected_positives(store.snapshot, scores, ids)
-    wanted = {"mined": expected & ~annotated, "expected": expected, "all": expected | annotated}[which]
-    places, classes = np.nonzero(wanted)
-    found, boxes = _boxes(rows.heatmaps, rows.classes, places, classes)
-    name = data.index.shard_names[shard]
-    for n, (place, number) in enumerate(zip(places.tolist(), classes.tolist(), strict=True)):
-        x0, y0, x1, y1 = boxes[n].round(4).tolist() if found[n] else (None,) * 4
-        sample, score = int(ids[place]), round(float(scores[place, number]), 4)
-        told = bool(annotated[place, number]), bool(expected[place, number])
-        yield (
-            *(sample, name, data.index.key(sample), number, data.index.class_names[number], score),
-            *(*told, x0, y0, x1, y1),
-        )
+    annotated, chosen = data.annotated(ids), expected.of(scores, ids)
+    wanted = {"mined": chosen & ~annotated, "expected": chosen, "all": chosen | annotated}[which]
+    places, classes = np.divmod(np.flatnonzero(wanted), wanted.shape[1])
+    columns = {
+        "id": ids[places],
+        "shard": _texts([names[shard]])[np.zeros(len(places), int)],
+        "key": _texts([data.index.key(sample) for sample in ids[places].tolist()]),
+        "class": classes,
+        "name": _texts(data.index.class_names)[classes],
+        "score": scores[places, classes].astype(np.float64).round(4),
+        "annotated": annotated[places, classes],
+        "expected": chosen[places, classes],
+    }
+    boxes = _boxes(rows.heatmaps, rows.classes, places, classes).round(4)
+    return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
+
+
+def _texts(values: Sequence[str]) -> NDArray[Any]:
+    return np.array(values, dtype=object)
 
 
 def _boxes(
@@ -159,17 +168,17 @@ def _boxes(
     kept: NDArray[Any] | None,
     places: NDArray[np.int64],
     classes: NDArray[np.int64],
-) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """(whether there is one, the box of the strongest region) of each (row, class)."""
+) -> NDArray[np.float64]:
+    """`[n,4]`: the box of the strongest region of each (row, class); NaN where there is none."""
     boxes = np.full((len(places), 4), np.nan)
-    if heatmaps is None or not len(places):
-        return np.zeros(len(places), bool), boxes
+    if heatmaps is None:
+        return boxes
     columns, there = classes, np.ones(len(places), bool)
     if kept is not None:
         equal = kept[places] == classes[:, None]
         columns, there = equal.argmax(axis=1), equal.any(axis=1)
     boxes[there] = strongest_boxes(heatmaps[places[there], columns[there]])
-    return ~np.isnan(boxes[:, 0]), boxes
+    return boxes
 
 
 # Scores
@@ -180,15 +189,13 @@ def _scores(store: HeatmapStore, output: Path) -> int:
     if output.suffix != ".npy":
         raise ValueError(f"{output}: scores are written as .npy")
     shape = (store.spec.num_samples, store.spec.num_classes)
-    with written_whole(output) as partial, progress("exporting", store.spec.num_shards, "shards") as advance:
-        array = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
-        first = 0
-        for ids, scores in store.scores_by_shard(range(store.spec.num_shards)):
-            array[first : first + len(ids)] = scores
-            first += len(ids)
-            advance(1, f"{first:,} samples")
-        array.flush()
-    return first
+    head = {"descr": "<f2", "fortran_order": False, "shape": shape}
+    # Written in one go: pages of a memory map would all stay in RAM until the disk has them.
+    with written_whole(output) as unfinished, unfinished.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, head)
+        for _, scores in scores_by_shard("exporting", store):
+            file.write(np.ascontiguousarray(scores, "<f2").data)
+    return store.spec.num_samples
 
 
 # Heatmaps
@@ -220,7 +227,7 @@ def _npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) 
     arrays["ids"] = ids
     arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
     arrays["class_names"] = np.array(data.index.class_names)
-    with written_whole(output) as partial, partial.open("wb") as file:
+    with written_whole(output) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 

@@ -70,8 +70,9 @@ def command(
 def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int | None]:
     """(names, number) of the classes, as far as they are told."""
     if given is not None and given.isdecimal():
-        if not 1 <= len(given) <= LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
-            raise ValueError(f"--classes: {given[:LONGEST_NUMBER]}, expected 1 to {LARGEST_CLASS}")
+        if len(given) > LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
+            found = given[:LONGEST_NUMBER]
+            raise ValueError(f"--classes: {found}, expected at least 1 and at most {LARGEST_CLASS}")
         return None, int(given)
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):

@@ -16,7 +16,7 @@ def strongest_boxes(heatmaps: Array, share: float = 0.5) -> NDArray[np.float64]:
     """
     values = heatmaps.astype(np.float32)
     num_maps, side, _ = values.shape
-    flat = values.reshape(num_maps, -1)
+    flat = values.reshape(num_maps, side * side)
     peaks = flat.max(axis=1)
     hot = values >= (share * peaks)[:, None, None]
     region = np.zeros(flat.shape, bool)

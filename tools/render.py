@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.pictures import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
 from store import HeatmapStore, Rows
 from tools.choosing import Choice, choose_samples
-from tools.expected import expected_positives
+from tools.expected import Expected, expected_at
 from tools.opening import (
     Anonymous,
     AsJson,
@@ -86,12 +86,17 @@ def command(
         ids = choose_samples(opened, data, choice, count, number, seed)
     if epochs and against is not None:
         raise ValueError("--epochs: has no effect with --against; draw one picture for each store")
+    # Where the shards say what is there, nobody needs to know what is expected.
+    expected = None if data.index.labels is not None else expected_at(opened)
+    looks = _Looks(opened, data, ids, expected)
     draw = _over_epochs if epochs else _side_by_side
-    pictures = draw(stores, data, ids, heatmaps)
+    pictures = draw(stores, looks, data, ids, heatmaps)
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}"
     draw_samples(pictures, output, title=title, across=across)
-    facts = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
-    tell(facts, f"{output}: {len(ids)} samples\n" + _listed(facts), as_json)
+    facts: dict[str, Any] = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
+    facts |= {} if expected is None else {"selection": expected.to_json()}
+    note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
+    tell(facts, f"{output}: {len(ids)} samples\n{_listed(facts)}{note}", as_json)
 
 
 def _named(data: Data, sample: int) -> dict[str, Any]:
@@ -105,7 +110,9 @@ def _listed(facts: dict[str, Any]) -> str:
 class _Looks:
     """What a picture needs of each sample beside the store: pixels, labels, boxes."""
 
-    def __init__(self, data: Data, ids: NDArray[np.int64]) -> None:
+    def __init__(
+        self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: Expected | None
+    ) -> None:
         from bigscl.data.reader import read_images, read_metadata
         from bigscl.data.sources import Unreadable
 
@@ -117,17 +124,16 @@ class _Looks:
         self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
         self.names = data.index.class_names
         self.annotated = data.annotated(ids)
-        self.present = data.present(ids)
+        present = data.present(ids)
+        if present is None:
+            assert expected is not None
+            present = expected.of(store.read(ids).scores, ids)
+        self.there = present
+        """Classes that are there, or expected to be where the shards do not say."""
 
     def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
         """The sample's picture with these panels."""
         return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
-
-    def there(self, place: int, store: HeatmapStore, rows: Rows, sample: int) -> NDArray[np.bool_]:
-        """Classes that are there, or expected to be where the shards do not say."""
-        if self.present is not None:
-            return np.asarray(self.present[place])
-        return np.asarray(expected_positives(store.snapshot, rows.scores, np.array([sample]))[0])
 
 
 def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
@@ -139,15 +145,14 @@ def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
 
 
 def _side_by_side(
-    stores: Sequence[HeatmapStore], data: Data, ids: NDArray[np.int64], count: int
+    stores: Sequence[HeatmapStore], looks: _Looks, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
     """A picture per sample and store; every store shows the classes that the first one has most to say of."""
-    looks = _Looks(data, ids)
     memories = [store.read(ids) for store in stores]
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))
-        annotated, there = looks.annotated[place], looks.there(place, stores[0], first, sample)
+        annotated, there = looks.annotated[place], looks.there[place]
         classes = classes_to_show(first, annotated, there, count)
         for store, memory in zip(stores, memories, strict=True):
             rows = memory.take(slice(place, place + 1))
@@ -162,11 +167,10 @@ def _side_by_side(
 
 
 def _over_epochs(
-    stores: Sequence[HeatmapStore], data: Data, ids: NDArray[np.int64], count: int
+    stores: Sequence[HeatmapStore], looks: _Looks, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
     """A picture per sample and class: how its heatmap moved over the epochs."""
     store = stores[0]
-    looks = _Looks(data, ids)
     pictures: list[SamplePicture] = []
     for place, sample in enumerate(ids.tolist()):
         history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
@@ -175,12 +179,11 @@ def _over_epochs(
                 f"{data.index.name(sample)}: no heatmaps over epochs; those are kept of tracked samples: "
                 f"{', '.join(data.index.key(one) for one in store.spec.tracked[:8])} ..."
             )
-        pictures += _epochs_of(store, looks, place, sample, history, count, data.index.name(sample))
+        pictures += _epochs_of(looks, place, sample, history, count, data.index.name(sample))
     return pictures
 
 
 def _epochs_of(
-    store: HeatmapStore,
     looks: _Looks,
     place: int,
     sample: int,
@@ -189,7 +192,7 @@ def _epochs_of(
     name: str,
 ) -> Iterator[SamplePicture]:
     last = history[max(history)]
-    annotated, there = looks.annotated[place], looks.there(place, store, last, sample)
+    annotated, there = looks.annotated[place], looks.there[place]
     shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
     for number in classes_to_show(last, annotated, there, count):
         labels = {epoch: [f"epoch {epoch}"] * len(looks.names) for epoch in shown}

@@ -1,8 +1,8 @@
 """`bigscl show`: what a store is, how big, who writes it, what it remembers of a sample."""
 
 import socket
-from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from store import HeatmapStore, Rows, Snapshot
 from store.lease import Holder, process_start, read_holder
 from store.spec import FORMAT, Array
 from store.versions import by_version, snapshot_bytes
-from tools.expected import expected_positives
+from tools.expected import Expected, expected_at, in_mid_epoch
 from tools.opening import (
     Anonymous,
     AsJson,
@@ -32,7 +32,7 @@ from tools.opening import (
     options,
     run_folder,
 )
-from tools.progress import progress
+from tools.passes import pass_over
 from tools.samples import class_name, find_samples, name_of
 from tools.text import bars, counted, moment, size, table, tell
 
@@ -71,8 +71,13 @@ def command(
         data = find("--sample KEY", store, fingerprint, shards, index)
         opened = open_store(store, opened.snapshot.id, reach, data)
         ids = find_samples(sample, opened.spec, None if data is None else data.index)
-        facts: dict[str, Any] = {"samples": [_sample(opened, int(n), data, classes) for n in ids]}
-        text = "\n\n".join(_sample_text(one) for one in facts["samples"])
+        expected = expected_at(opened)
+        facts: dict[str, Any] = {
+            "samples": [_sample(opened, int(n), data, classes, expected) for n in ids],
+            "selection": expected.to_json(),
+        }
+        texts = [_sample_text(one) for one in facts["samples"]]
+        text = "\n\n".join([*texts, expected.note] if expected.recomputed else texts)
     elif histograms:
         facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
         text = _histogram_text(facts)
@@ -139,6 +144,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
         "group": snapshot.group,
         "shards_written": sum(slot >= 0 for slot in snapshot.slots),
         "selection": has_selection(snapshot),
+        "mid_epoch": in_mid_epoch(snapshot),
         "skipped": len(snapshot.attributes.get("skipped", ())),
     }
 
@@ -215,6 +221,7 @@ def _visits_text(visits: dict[str, int]) -> str:
 def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
     notes = ["shown"] if one["id"] == facts["snapshot"] else []
     notes += ["selection"] if one["selection"] else []
+    notes += ["mid-epoch"] if one["mid_epoch"] else []
     notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
     notes += [f"checkpoint {name}" for name in one["checkpoints"]]
     head = [one["id"], one["epoch"], one["step"], moment(one["time"]), one["run"][:12] or "-", one["group"]]
@@ -224,12 +231,14 @@ def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
 # One sample
 
 
-def _sample(store: HeatmapStore, sample: int, data: Data | None, count: int) -> dict[str, Any]:
+def _sample(
+    store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: Expected
+) -> dict[str, Any]:
     ids = np.array([sample])
     rows = store.read(ids)
     annotated = None if data is None else data.annotated(ids)[0]
     present = None if data is None else data.present(ids)
-    expected = expected_positives(store.snapshot, rows.scores, ids)[0]
+    expected = expected_there.of(rows.scores, ids)[0]
     order = _by_score(rows.scores[0], annotated)[:count]
     index = None if data is None else data.index
     return {
@@ -293,22 +302,32 @@ def _sample_text(facts: dict[str, Any]) -> str:
 
 def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
     """Values in tenths of 0 to 1, over all visited samples."""
-    counts = {"scores": np.zeros(BINS, np.int64), "heatmaps": np.zeros(BINS, np.int64)}
     written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
-    with progress("reading", len(written), "shards") as advance:
-        for shard in written:
-            for name, values in _values(store, shard):
-                counts[name] += np.histogram(values, bins=BINS, range=(0, 1))[0]
-            advance(1, f"shard {shard}")
+    counts: dict[str, NDArray[np.int64]] = {}
+    for _, found in pass_over("reading", written, partial(_histograms_of_shard, store), [store]):
+        for name, histogram in found.items():
+            counts[name] = counts.get(name, 0) + histogram
     return {name: found.tolist() for name, found in counts.items() if found.any()}
 
 
-def _values(store: HeatmapStore, shard: int) -> Iterator[tuple[str, Array]]:
+def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[np.int64]]:
     rows = store.load_shard(shard)
-    seen = rows.visited[: store.spec.shard_sizes[shard]] >= 0
-    yield "scores", rows.scores[: len(seen)][seen]
-    if rows.heatmaps is not None:
-        yield "heatmaps", rows.heatmaps[: len(seen)][seen]
+    seen = rows.visited >= 0
+    seen[store.spec.shard_sizes[shard] :] = False
+    arrays = {"scores": rows.scores, "heatmaps": rows.heatmaps}
+    return {
+        name: histogram(values if seen.all() else values[seen])
+        for name, values in arrays.items()
+        if values is not None
+    }
+
+
+def histogram(values: Array) -> NDArray[np.int64]:
+    """As `np.histogram` of float16 values in 0 to 1, by their bits: 50 times as fast."""
+    edges = np.linspace(0, 1, BINS + 1, dtype=np.float16).view(np.uint16)
+    bits = values.reshape(-1).view(np.uint16)
+    at_least = [np.count_nonzero(bits >= edge) for edge in edges[1:-1]]
+    return -np.diff([bits.size, *at_least, 0])
 
 
 def _histogram_text(facts: dict[str, Any]) -> str:

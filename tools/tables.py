@@ -3,15 +3,22 @@
 import csv
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 Columns = Mapping[str, type]
-"""Names and types: int, float, str or bool. Any value may be None."""
-Record = tuple[Any, ...]
-Write = Callable[[Sequence[Record]], None]
+"""Names and types: int, float, str or bool."""
+Batch = Mapping[str, NDArray[Any]]
+"""Equally long columns, strings as objects; NaN stands for no value."""
+Write = Callable[[Batch], None]
+
+# Readers skip and decode Parquet by row group: a group per shard would be a thousand of a few hundred rows.
+ROWS_PER_GROUP = 2**17
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def table_writer(path: Path, columns: Columns) -> Iterator[Write]:
-    """Gives `write(records)`, as often as there are batches; the suffix says which format."""
+    """Gives `write(batch)`, as often as there are batches; the suffix says which format."""
     writers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
         raise ValueError(f"{path}: tables are written as {', '.join(writers)}")
@@ -41,15 +48,32 @@ def _csv(path: Path, columns: Columns) -> Iterator[Write]:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
-        yield writer.writerows
+        yield lambda batch: writer.writerows(zip(*(_values(batch[name]) for name in columns), strict=True))
+
+
+def _values(column: NDArray[Any]) -> list[Any]:
+    """Plain values; None for NaN."""
+    if column.dtype.kind != "f":
+        return list(column.tolist())
+    values = column.astype(object)
+    values[np.isnan(column)] = None
+    return list(values)
 
 
 @contextmanager
 def _jsonl(path: Path, columns: Columns) -> Iterator[Write]:
+    line = "{" + ", ".join(f"{json.dumps(name)}: %s" for name in columns) + "}\n"
     with path.open("w") as file:
-        yield lambda records: file.writelines(
-            json.dumps(dict(zip(columns, record, strict=True))) + "\n" for record in records
+        yield lambda batch: file.writelines(
+            map(line.__mod__, zip(*(_as_json(batch[name]) for name in columns), strict=True))
         )
+
+
+def _as_json(column: NDArray[Any]) -> list[str]:
+    """Each value as JSON. Most columns repeat few values, and encoding is what takes the time."""
+    distinct, places = np.unique(column, return_inverse=True)
+    encoded = np.array([json.dumps(value) for value in _values(distinct)], dtype=object)
+    return list(encoded[places])
 
 
 @contextmanager
@@ -61,10 +85,19 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Write]:
         raise ValueError(".parquet: needs pyarrow: pip install pyarrow; or write .csv or .jsonl") from None
     types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string(), bool: pyarrow.bool_()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    waiting: list[Any] = []
+
+    def write_group() -> None:
+        writer.write_table(pyarrow.concat_tables(waiting), row_group_size=ROWS_PER_GROUP)
+        waiting.clear()
+
+    def write(batch: Batch) -> None:
+        arrays = [pyarrow.array(batch[name], types[kind], from_pandas=True) for name, kind in columns.items()]
+        waiting.append(pyarrow.table(arrays, schema=schema))
+        if sum(len(table) for table in waiting) >= ROWS_PER_GROUP:
+            write_group()
+
     with parquet.ParquetWriter(path, schema) as writer:
-
-        def write(records: Sequence[Record]) -> None:
-            arrays = [list(column) for column in zip(*records, strict=True)] or [[] for _ in columns]
-            writer.write_table(pyarrow.table(dict(zip(columns, arrays, strict=True)), schema=schema))
-
         yield write
+        if waiting:
+            write_group()

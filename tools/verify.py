@@ -1,10 +1,9 @@
 """`bigscl verify`: read everything a store's snapshots name, and say what is wrong with it."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import typer
 from store import Annotations, HeatmapStore, StorageOptions
 from store.errors import BadFile, ChunkCorrupt, IndexMismatch
 from store.layout import shard_bytes
+from store.passes import THREADS
 from store.snapshots import SnapshotLog
 from store.verify import verify
 from store.versions import Version
@@ -29,7 +29,7 @@ from tools.opening import (
     open_store,
     options,
 )
-from tools.progress import progress
+from tools.passes import pass_over
 from tools.text import counted, size, tell
 
 MAX_LINES = 20
@@ -58,9 +58,7 @@ def command(
     ] = False,
     shards: Shards = None,
     index: IndexFile = None,
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time.")] = min(
-        4, os.cpu_count() or 1
-    ),
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time.")] = THREADS,
     endpoint: Endpoint = None,
     region: Region = None,
     anonymous: Anonymous = False,
@@ -148,22 +146,15 @@ def _check_shards(
     store: HeatmapStore, annotations: Annotations | None, threads: int, checked: _Checked
 ) -> Iterator[Finding]:
     number = store.snapshot.id
-    wanted = checked.new(store)
-    with (
-        progress(f"verifying snapshot {number}", len(wanted), "shards") as advance,
-        ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool,
-    ):
-        for shard, found in pool.map(lambda shard: _check_shard(store, annotations, shard), wanted):
-            yield from found
-            advance(1, f"shard {shard}")
+    title, work = f"verifying snapshot {number}", partial(_check_shard, store, annotations)
+    for _, found in pass_over(title, checked.new(store), work, threads=threads):
+        yield from found
     if not SnapshotLog(store.backend).exists(number):
         reason = "was dropped while it was read; what was found may be a newer version's. Run it again."
         yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)
 
 
-def _check_shard(
-    store: HeatmapStore, annotations: Annotations | None, shard: int
-) -> tuple[int, list[Finding]]:
+def _check_shard(store: HeatmapStore, annotations: Annotations | None, shard: int) -> list[Finding]:
     number = store.snapshot.id
     findings = [
         Finding(
@@ -177,7 +168,7 @@ def _check_shard(
     ]
     if annotations is not None and store.group.layout == "topk" and not findings:
         findings += _lost_positives(store, annotations, shard)
-    return shard, findings
+    return findings
 
 
 def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -> Iterator[Finding]:

@@ -3,14 +3,22 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
 
-import torchvision.transforms.v2.functional as F
 from torch import Tensor
 
 from bigscl.data.views import Purpose, uniforms
 
 NUM_TRIES = 10
 NUM_MAGNITUDES = 31
+
+
+@cache
+def _F() -> Any:  # noqa: N802
+    """Torchvision's functions, imported at the first change of colour: that takes seconds."""
+    return import_module("torchvision.transforms.v2.functional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +36,10 @@ class ColorJitter:
         """The image in other colours."""
         random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 8)
         changes = [
-            lambda image: F.adjust_brightness(image, _factor(random[0], self.brightness)),
-            lambda image: F.adjust_contrast(image, _factor(random[1], self.contrast)),
-            lambda image: F.adjust_saturation(image, _factor(random[2], self.saturation)),
-            lambda image: F.adjust_hue(image, (2 * random[3] - 1) * self.hue),
+            lambda image: _F().adjust_brightness(image, _factor(random[0], self.brightness)),
+            lambda image: _F().adjust_contrast(image, _factor(random[1], self.contrast)),
+            lambda image: _F().adjust_saturation(image, _factor(random[2], self.saturation)),
+            lambda image: _F().adjust_hue(image, (2 * random[3] - 1) * self.hue),
         ]
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)
         for change in sorted(range(4), key=lambda change: random[4 + change]):
@@ -65,14 +73,14 @@ class RandomColors:
 # Strength in -1..1; where a sign has no meaning it is dropped.
 OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
     lambda image, strength: image,
-    lambda image, strength: F.adjust_brightness(image, 1 + 0.9 * strength),
-    lambda image, strength: F.adjust_saturation(image, 1 + 0.9 * strength),
-    lambda image, strength: F.adjust_contrast(image, 1 + 0.9 * strength),
-    lambda image, strength: F.adjust_sharpness(image, 1 + 0.9 * strength),
-    lambda image, strength: F.posterize(image, 8 - round(4 * abs(strength))),
-    lambda image, strength: F.solarize(image, 255 * (1 - abs(strength))),
-    lambda image, strength: F.autocontrast(image),
-    lambda image, strength: F.equalize(image),
+    lambda image, strength: _F().adjust_brightness(image, 1 + 0.9 * strength),
+    lambda image, strength: _F().adjust_saturation(image, 1 + 0.9 * strength),
+    lambda image, strength: _F().adjust_contrast(image, 1 + 0.9 * strength),
+    lambda image, strength: _F().adjust_sharpness(image, 1 + 0.9 * strength),
+    lambda image, strength: _F().posterize(image, 8 - round(4 * abs(strength))),
+    lambda image, strength: _F().solarize(image, 255 * (1 - abs(strength))),
+    lambda image, strength: _F().autocontrast(image),
+    lambda image, strength: _F().equalize(image),
 )
 
 

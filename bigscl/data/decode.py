@@ -1,10 +1,12 @@
 """Pixels from bytes: every image file gets a defined answer, an upright RGB image or the reason why not."""
 
 import io
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 
 import numpy as np
 import torch
-import torchvision.io
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
@@ -12,10 +14,18 @@ from bigscl.data.headers import check_header, check_pixels
 from bigscl.data.sources import Unreadable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-RGB = torchvision.io.ImageReadMode.RGB.value
-# The operator below torchvision.io.decode_jpeg, which since torchvision 0.29 says at each call that it will
-# leave in favour of TorchCodec. Where it has left, Pillow decodes JPEG too.
-_decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None)
+RGB = 3  # torchvision.io.ImageReadMode.RGB
+
+
+@cache
+def jpeg_decoder() -> Callable[..., Tensor] | None:
+    """The operator below torchvision.io.decode_jpeg; None where there is none, and Pillow decodes JPEG too.
+
+    Since torchvision 0.29 that function says at each call that it will leave in favour of TorchCodec.
+    Importing torchvision takes seconds: that happens with the first image, or before workers are forked.
+    """
+    import_module("torchvision.io")
+    return getattr(torch.ops.image, "decode_jpeg", None)
 
 
 def decode(data: bytearray) -> Tensor:
@@ -25,10 +35,10 @@ def decode(data: bytearray) -> Tensor:
     Unreadable for truncated or broken files, for other formats, and for images of more than MAX_PIXELS.
     """
     size_is_known = check_header(data)
-    if _decode_jpeg is not None and size_is_known and data[:3] == b"\xff\xd8\xff":
+    decode_jpeg = jpeg_decoder() if size_is_known and data[:3] == b"\xff\xd8\xff" else None
+    if decode_jpeg is not None:
         try:
-            image: Tensor = _decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), RGB, True)
-            return image
+            return decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), RGB, True)
         except RuntimeError:
             # Rare variants that Pillow knows; for a broken file its message is the better one, too.
             pass

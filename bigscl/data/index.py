@@ -304,9 +304,9 @@ def _all_equal(values: Sequence[str]) -> bool:
 
 def sample_ids(shard_sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ids of all samples of shards of these sizes, ascending."""
-    rows_per_shard = int(shard_sizes.max())
-    rows = np.arange(len(shard_sizes) * rows_per_shard)
-    ids: NDArray[np.int64] = rows[rows % rows_per_shard < shard_sizes[rows // rows_per_shard]]
+    first_ids = np.arange(len(shard_sizes)) * int(shard_sizes.max())
+    num_before = np.cumsum(shard_sizes) - shard_sizes
+    ids: NDArray[np.int64] = np.arange(shard_sizes.sum()) + np.repeat(first_ids - num_before, shard_sizes)
     return ids
 
 

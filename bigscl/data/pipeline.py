@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
-from bigscl.data.decode import decode
+from bigscl.data.decode import decode, jpeg_decoder
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.looks import Look, Seen
 from bigscl.data.plan import Plan, Stream
@@ -100,6 +100,7 @@ class Loader:
         streams = [stream for stream in plan.streams[rank] if len(stream.ids)]
         batches = Batches(index, streams, plan.batch_size, look, labels, allow_pipe)
         workers = min(plan.workers, len(streams))
+        jpeg_decoder()  # here, once: forked workers have what this process has imported
         self._loader: DataLoader[Batch] = DataLoader(
             batches,
             batch_size=None,
@@ -128,11 +129,13 @@ class Loader:
 
 
 def _outlive_a_signal(worker: int) -> None:
-    """A batch system's signal to every process of a run must leave it the batches of its last step.
+    """A signal to every process of a run must leave it the batches of its last step.
 
-    The trainer, asked to stop, finishes its step and saves; torch's own handler would end the worker first. A
-    second signal ends it: that is how a process which fails gets rid of its workers.
+    Batch systems send SIGTERM to all, a terminal SIGINT. The trainer, asked to stop, finishes its step and
+    saves; torch's own handler would end the worker first. A second SIGTERM ends it: that is how a process
+    which fails gets rid of its workers.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 

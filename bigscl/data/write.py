@@ -175,7 +175,7 @@ def _check_keys(part: str, samples: Sequence[Sample]) -> None:
         raise BadFile(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         raise BadFile(
-            f"{part}: {len(twice)} keys occur more than once: {first_few(twice, len(twice), most=3)}. "
+            f"{part}: {len(twice)} keys occur more than once, e.g. {first_few(twice, len(twice), most=3)}. "
             f"Keys come from file names: rename the files, or remove the copies."
         )
 

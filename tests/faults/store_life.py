@@ -15,7 +15,7 @@ import numpy as np
 from store import HeatmapStore, StorageOptions, update
 from store.backends import open_backend
 from store.errors import NotAStore
-from store.lease import break_lease
+from store.lease import break_lease, read_holder
 from store.verify import verify
 from tests.test_store.conftest import all_ids, make_annotations
 
@@ -193,5 +193,6 @@ def check_end(url, ledger, endpoint=""):
     assert store.group.layout == "topk"
     assert set(store.history(store.spec.tracked[0])) >= {EPOCHS - 1}
     names = [key for key, _ in store.backend.sizes("")]
-    assert not [key for key in names if key.endswith(".partial") or "lease" in key]
+    assert not [key for key in names if key.endswith((".partial", ".beat"))]
+    assert read_holder(store.backend) is None
     assert {key.split("/")[0] for key in names if key.startswith("arrays-")} == {store.group.name}

@@ -129,7 +129,13 @@ class Running:
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
         with self._log.open("w") as log:
             self.launcher = subprocess.Popen(
-                command(arguments, processes), cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log
+                command(arguments, processes),
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=log,
+                stderr=log,
+                # A process group of its own, as a shell gives each command: Ctrl-C goes to all in it.
+                start_new_session=True,
             )
 
     def __enter__(self) -> "Running":
@@ -137,6 +143,11 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether there is a launcher, whose exit code is not that of the ranks."""
+        return self._processes > 1
 
     @property
     def output(self) -> str:

@@ -6,6 +6,7 @@ mid-epoch, so that these cannot matter either.
 """
 
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -65,9 +66,10 @@ def kill(running):
 
 
 def kill_a_rank(running):
-    """The others end with it, of themselves: the launcher would lose patience after 30 seconds."""
+    """The others end with it, of themselves: before the launcher loses its patience of 30 seconds."""
     running.ranks()[-1].kill()
-    assert running.wait(25) != 0, running.output
+    assert running.wait(60) != 0, running.output
+    assert "forcefully exiting" not in running.output, running.output
     return True
 
 
@@ -95,6 +97,23 @@ def stop_launcher(running):
     return STOPPED in running.output
 
 
+def press_ctrl_c(running):
+    """A terminal signals the whole foreground group. Torch's launcher signals its ranks in turn."""
+    os.killpg(running.launcher.pid, signal.SIGINT)
+    code = running.wait(60)
+    assert code == 0 or running.is_launched, running.output
+    return STOPPED in running.output
+
+
+def kill_launcher(running):
+    """The ranks and their loader workers notice, and end of themselves."""
+    started = psutil.Process(running.launcher.pid).children(recursive=True)
+    running.launcher.kill()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert not alive, running.output
+    return True
+
+
 def visited_by_checkpoint(folder, shards):
     """(epoch, ids that it has had) according to the newest checkpoint."""
     latest = Checkpoints(folder / "checkpoints", 1).latest()
@@ -113,17 +132,29 @@ def assert_each_sample_once(folder, shards, epoch, had):
 
 def test_run_that_is_killed_and_stopped_ends_as_if_it_never_was(tmp_path, noisy, shards):
     config, moments = noisy_config(tmp_path / "run.yaml", shards), random.Random(1)
-    for how in (kill, stop_everything, kill):
+    for how in (kill, stop_everything, press_ctrl_c):
         assert interrupt(config, moments, how)
     train(config)
     assert_same_runs(tmp_path / "run", noisy[1], shards)
 
 
-def test_run_whose_rank_dies_ends_soon_and_resumes_bit_for_bit(tmp_path, noisy, shards):
-    config = noisy_config(tmp_path / "run.yaml", shards)
-    assert interrupt(config, random.Random(2), kill_a_rank, processes=2)
+def test_ranks_end_with_each_other_and_their_launcher_and_resume_bit_for_bit(tmp_path, noisy, shards):
+    config, moments = noisy_config(tmp_path / "run.yaml", shards), random.Random(2)
+    for how in (kill_a_rank, press_ctrl_c, kill_launcher):
+        assert interrupt(config, moments, how, processes=2)
     train(config, processes=2)
     assert_same_runs(tmp_path / "run", noisy[2], shards)
+
+
+@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_resumed_ranks_add_up_gradients_in_the_same_order(tmp_path, shards, processes):
+    """From three ranks on, a sum depends on how DDP packs the gradients before it adds them up."""
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    train(config, processes=processes)
+    resumed = copy_run(tmp_path / "run", tmp_path / "resumed")
+    *_, middle, _ = sorted((resumed / "checkpoints").iterdir())
+    train(config, "--run", resumed, "--resume", middle, processes=processes)
+    assert_same_runs(resumed, tmp_path / "run", shards)
 
 
 def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, shards):
@@ -160,9 +191,9 @@ def test_killed_run_repeats_only_what_no_checkpoint_has(tmp_path, shards):
 def test_many_interruptions_end_as_if_there_were_none(tmp_path, noisy, shards, processes, interruptions):
     moments = random.Random(processes)
     config = noisy_config(tmp_path / "run.yaml", shards)
-    ways = [kill, kill, stop, stop_everything]
+    ways = [kill, kill, stop, stop_everything, press_ctrl_c]
     if processes > 1:
-        ways += [kill_a_rank, stop_launcher]
+        ways += [kill_a_rank, kill_launcher, stop_launcher]
     done = 0
     while done < interruptions:
         # Near its end a run may be done before it is interrupted, which only a kill does not mind.

@@ -180,7 +180,7 @@ def test_best_weights_are_found_while_they_are_replaced_and_after_a_kill(
     tmp_path, train, config, whole, shards
 ):
     folder = tmp_path / "run"
-    train(config, "--run", folder, kill="pathlib:Path.rename after 6")
+    train(config, "--run", folder, kill="pathlib:Path.rename after 2 of run/best")
     assert not (folder / "best").exists()
     assert find_weights(folder) == folder / ".best.old" / "model.safetensors"
     assert_resumed(train(config, "--run", folder), folder, whole, shards)

@@ -236,7 +236,7 @@ def config_or_refuse(path: Path, overrides=()) -> None:
         load_config(path, overrides)
 
 
-@fuzzed(50)
+@fuzzed(20)
 @given(content=mutated(CONFIG))
 @example(content=b"")
 @example(content=BOMB)
@@ -257,7 +257,7 @@ def test_damaged_configs_are_refused_by_name(folder, content):
     config_or_refuse(folder / "config.yaml")
 
 
-@fuzzed(50)
+@fuzzed(20)
 @given(
     override=st.one_of(
         st.tuples(

@@ -46,7 +46,7 @@ def test_the_lease_of_a_killed_process_is_taken_over(tmp_path):
 def leave_lease_of_another_host(backend):
     Lease.acquire(backend, "elsewhere").release()
     holder = {"run": "elsewhere", "host": "other-host", "pid": 1, "started": "1", "since": 0.0, "token": "t"}
-    backend.create("lease.json", json.dumps(holder).encode())
+    backend.replace("lease.json", json.dumps(holder).encode())
 
 
 def test_a_holder_on_another_host_is_dead_when_its_heart_stands_still(tmp_path):
@@ -125,7 +125,8 @@ def test_of_two_that_see_a_dead_lease_one_takes_it(place):
     assert not backend.swap("lease.json", dead, Holder.this_process("loser").to_bytes())
     assert read_holder(backend).run == "winner"
     winner.release()
-    assert not [name for name in backend.names("") if name.startswith("lease")]
+    assert read_holder(backend) is None
+    assert not [name for name in backend.names("") if name.endswith(".beat")]
 
 
 def test_a_beat_in_between_keeps_the_lease(tmp_path):

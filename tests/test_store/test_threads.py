@@ -1,7 +1,10 @@
 """Prefetch and writeback: order, bounds, errors, and threads that end."""
 
+import sys
 import threading
 import time
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,6 +184,53 @@ def test_threads_end_when_the_step_raises(store, annotations, error):
     with pytest.raises(error):
         interrupted()
     assert our_threads() <= {"store-lease"}
+
+
+def interrupt_at(place):
+    """Ctrl-C in this thread at one place of the code that waits, counted in lines and returns."""
+    left = count(place, -1)
+
+    def trace(frame, event, _):
+        if Path(frame.f_code.co_filename).stem not in ("writeback", "waiting", "queue", "threading"):
+            return None
+        if event in ("line", "return") and next(left) == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+
+
+def test_writeback_ends_wherever_an_update_is_interrupted(store):
+    """Also between taking a lock and noting that it was taken, where queue.Queue would stay locked."""
+    values = random_update(store, 1, seed=0)
+    interrupted, place = True, 0
+    while interrupted:
+        with Residents(store, 0) as residents:
+            writeback = Writeback(residents)
+            interrupt_at(place)
+            try:
+                writeback.put(np.array([0]), **values)
+                interrupted = False
+            except KeyboardInterrupt:
+                place += 1
+            finally:
+                sys.settrace(None)
+            closing = threading.Thread(target=writeback.close, daemon=True)
+            closing.start()
+            closing.join(20)
+            assert not closing.is_alive(), f"interrupted at place {place}"
+    assert place > 5
+
+
+def test_updates_after_the_end_of_the_thread_are_refused(store):
+    values = random_update(store, 1, seed=0)
+    with Residents(store, 0) as residents:
+        writeback = Writeback(residents, depth=1)
+        writeback.close()
+        with pytest.raises(RuntimeError, match="thread has ended"):
+            writeback.put(np.array([0]), **values)
+        with pytest.raises(RuntimeError, match="thread has ended"):
+            writeback.drain()
 
 
 def test_bytes_are_taken_only_when_ready(store):

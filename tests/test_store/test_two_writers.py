@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from store import HeatmapStore, StoreError, update
-from store.errors import ChunkCorrupt, CommitConflict, LeaseHeld
+from store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from store.layout import initial_shard
 from store.lease import Lease, break_lease
 from store.verify import verify
@@ -233,7 +233,7 @@ def test_an_error_after_the_snapshot_got_its_name_ends_all_writing(tmp_path, ann
 
         def create_then_fail(key, data):
             real(key, data)
-            raise OSError(5, "Input/output error")
+            raise StorageFailed("Input/output error")
 
         monkeypatch.setattr(store.backend, "create", create_then_fail)
         with pytest.raises(StoreError, match="could not commit"):

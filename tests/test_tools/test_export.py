@@ -1,6 +1,9 @@
+import contextlib
 import csv
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ from PIL import Image
 from bigscl.data.reader import read_metadata
 from bigscl.selection import Selection
 from store import HeatmapStore
+from store.snapshots import SnapshotLog
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
+from tools import tables
 
 
 def expected_pairs(run, index):
@@ -80,6 +85,117 @@ def test_classes_without_a_kept_heatmap_have_no_box(index, tmp_path):
         rows = list(csv.DictReader(file))
     assert rows
     assert all(row["x0"] == "" for row in rows)
+
+
+def test_a_shard_without_any_kept_heatmap_of_a_mined_label_has_no_boxes(topk, index, tmp_path):
+    annotated = index.labels_of(index.ids()) == 1
+    with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as store:
+        rows = store.load_shard(0)
+        for place, own in enumerate(annotated[: len(rows)]):
+            # The strongest classes beside the annotated ones are kept of no sample of this shard.
+            kept = np.flatnonzero(own)[:1]
+            rest = np.setdiff1d(np.arange(10), [*kept, 9])
+            rows.classes[place] = np.sort([*kept, *rest[: 4 - len(kept)]])
+            rows.scores[place] = np.where(own, rows.scores[place], 0)
+            rows.scores[place, 9] = 0.99 if not own[9] else rows.scores[place, 9]
+        store.save_shard(0, rows)
+        cuts = Selection.none(10)
+        cuts.tau[9], cuts.last_id[9] = 0.9, 100
+        store.commit(epoch=2, attributes={"selection": cuts.to_json(), "skipped": []})
+    out = tmp_path / "mined.jsonl"
+    assert bigscl("export", topk, "labels", "-o", out).code == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    first = [line for line in lines if line["id"] < 8]
+    assert first
+    assert all(line["class"] == 9 and line["x0"] is None for line in first)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "npy"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_export_leaves_no_file_and_the_old_one_in_place(
+    runs, tmp_path, monkeypatch, suffix, error
+):
+    load = HeatmapStore._load
+
+    def interrupted(store, shard, names=None):
+        if shard == 2:
+            raise error
+        return load(store, shard, names)
+
+    out = tmp_path / f"x.{suffix}"
+    out.write_text("mine")
+    monkeypatch.setattr(HeatmapStore, "_load", interrupted)
+    what = "scores" if suffix == "npy" else "labels"
+    with contextlib.suppress(KeyboardInterrupt):
+        assert bigscl("export", runs / "dense", what, "-o", out, "--overwrite").code != 0
+    assert [file.name for file in tmp_path.iterdir()] == [out.name]
+    assert out.read_text() == "mine"
+
+
+def test_parquet_has_few_large_row_groups(runs, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert bigscl("export", runs / "dense", "labels", "-o", tmp_path / "mined.parquet").code == 0
+    assert parquet.ParquetFile(tmp_path / "mined.parquet").num_row_groups == 1
+
+
+def test_parquet_row_groups_are_written_as_they_fill_up(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(tables, "ROWS_PER_GROUP", 10)
+    batches = [np.arange(first, first + 4) for first in range(0, 28, 4)]
+    with tables.table_writer(tmp_path / "x.parquet", {"n": int}) as write:
+        for batch in batches:
+            write({"n": batch})
+    file = parquet.ParquetFile(tmp_path / "x.parquet")
+    assert file.read().to_pydict() == {"n": list(range(28))}
+    assert file.num_row_groups > 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_scores_are_never_all_in_memory(tmp_path):
+    """200 MB of scores pass through a process that grows by far less."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "from store import Annotations, HeatmapStore\n"
+        "from tools.export import _scores\n"
+        "shards, rows, classes = 100, 500, 2000\n"
+        "annotations = Annotations(fingerprint='x' * 64, num_classes=classes, rows_per_shard=rows,\n"
+        "    shard_sizes=np.full(shards, rows), offsets=np.arange(shards * rows + 1),\n"
+        "    classes=np.arange(shards * rows) % classes)\n"
+        "folder = Path(sys.argv[1])\n"
+        "HeatmapStore.create(folder / 'store', annotations, heatmap_size=2, layout='scores')\n"
+        "with HeatmapStore.open(folder / 'store', annotations=annotations, mode='w') as store:\n"
+        "    store.save_shard(0, store.load_shard(0))\n"
+        "    store.commit(epoch=0)\n"
+        "store = HeatmapStore.open(folder / 'store', annotations=annotations)\n"
+        "def peak():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
+        "before = peak()\n"
+        "_scores(store, folder / 'x.npy')\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert (tmp_path / "x.npy").stat().st_size > 200e6
+    assert int(done.stdout) * 1024 < 100e6
+
+
+def test_what_was_dropped_while_it_was_read_is_not_exported(run, index, tmp_path, monkeypatch):
+    load, newest = HeatmapStore._load, HeatmapStore.open(run / "store").snapshot.id
+
+    def meanwhile(store, shard, names=None):
+        if shard == 3:
+            SnapshotLog(store.backend).drop(store.snapshot.id)
+        return load(store, shard, names)
+
+    monkeypatch.setattr(HeatmapStore, "_load", meanwhile)
+    answer = bigscl("export", run, "labels", "-o", tmp_path / "x.csv")
+    assert answer.code == 2
+    assert f"no snapshot {newest}" in answer.err
+    assert not (tmp_path / "x.csv").exists()
 
 
 def test_parquet_holds_what_csv_holds(runs, tmp_path):

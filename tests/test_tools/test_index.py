@@ -109,3 +109,24 @@ def test_real_shards_are_indexed(tmp_path):
     result = run(str(VOC / "train-*.tar"), "--output", str(tmp_path / "voc.npz"))
     assert result.exit_code == 0
     assert "4574 samples in 10 shards, 20 classes" in result.output
+
+
+def test_thousands_of_problems_are_cut_with_a_count_and_printed_without_control_characters(tmp_path):
+    members = [(f"k{n}\x1b[2J.jpg", jpeg(1)) for n in range(130)]
+    write_tar(tmp_path / "x.tar", [*members, *classed("a", 1, 0)])
+    result = run(str(tmp_path / "x.tar"))
+    assert result.exit_code == 1
+    assert "... and 30 more problems; --json lists all of them" in result.output
+    assert "130 problems found" in result.output
+    assert "k99\\x1b[2J" in result.output
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a\na\n"])
+def test_a_list_of_classes_that_cannot_be_used_is_named(tmp_path, capsys, content):
+    write_shards(tmp_path, [1])
+    (tmp_path / "names.txt").write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["index", str(tmp_path), "--classes", str(tmp_path / "names.txt")])
+    assert caught.value.code == 2
+    assert "names.txt: " in capsys.readouterr().err

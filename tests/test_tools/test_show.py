@@ -6,12 +6,14 @@ import uuid
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
 
 from bigscl.selection import Selection
-from store import Annotations, HeatmapStore, Snapshot, update
+from store import Annotations, HeatmapStore, update
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
-from tools.expected import expected_positives
+from tools.expected import Expected, expected_at
+from tools.show import histogram
 
 
 def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):
@@ -77,7 +79,7 @@ def test_a_sample_shows_its_scores_labels_and_expected_classes(runs, index):
     (sample,) = bigscl("show", runs / "dense", "--sample", 9, "--json").json()["samples"]
     store = HeatmapStore.open(runs / "dense" / "store")
     rows, ids = store.read([9]), np.array([9])
-    expected = expected_positives(store.snapshot, rows.scores, ids)[0]
+    expected = expected_at(store).of(rows.scores, ids)[0]
     annotated, present = index.labels_of(ids)[0] == 1, index.labels_of(ids, "labels")[0] == 1
     assert sorted(one["class"] for one in sample["classes"]) == list(range(10))
     assert annotated[sample["classes"][0]["class"]]
@@ -106,6 +108,12 @@ def test_histograms_count_every_value_of_visited_samples(runs):
     assert sum(histograms["scores"]) == 30 * 10
     assert sum(histograms["heatmaps"]) == 30 * rows.heatmaps[0].size
     assert "0.9 - 1.0" in bigscl("show", runs / "topk", "--histograms").out
+
+
+def test_histograms_have_the_bins_of_numpy_for_every_possible_value():
+    values = np.arange(np.float16(1).view(np.uint16) + 1, dtype=np.uint16).view(np.float16)
+    assert_array_equal(histogram(values), np.histogram(values, bins=10, range=(0, 1))[0])
+    assert histogram(values[:0]).tolist() == [0] * 10
 
 
 @pytest.mark.parametrize(
@@ -162,12 +170,9 @@ def test_cuts_are_applied_as_in_training():
         tau=torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], dtype=torch.float16),
         last_id=torch.tensor([100, 50, -1, 150, 199, 0]),
     )
-    snapshot = Snapshot(
-        id=1, parent=0, time=0, run="", epoch=0, step=0, group="", slots=(),
-        attributes={"selection": chosen.to_json()},
-    )  # fmt: skip
+    cuts = Expected(tau=chosen.tau.numpy(), last_id=chosen.last_id.numpy(), recomputed=False, note="")
     expected = chosen.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
-    np.testing.assert_array_equal(expected_positives(snapshot, scores, ids), expected)
+    np.testing.assert_array_equal(cuts.of(scores, ids), expected)
     assert expected.any()
     assert not expected.all()
 

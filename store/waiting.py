@@ -1,0 +1,76 @@
+"""Waits of one thread for another that look up now and then whether what they wait for can still come."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Check = Callable[[], None]
+"""Raises when there is no point in waiting on: the other side failed, or was told to stop."""
+POLL_SECONDS = 0.1
+WARN_SECONDS = 30.0
+
+
+class Channel(Generic[Item]):
+    """A queue of bounded length between two threads, ended by its writer."""
+
+    # Two queues in C, one of them for the free places: an exception that a signal raises in the middle of a
+    # wait leaves no lock behind, as it can in queue.Queue, where the other thread would then wait for ever.
+
+    def __init__(self, depth: int) -> None:
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
+
+    def put(self, item: Item, check: Check) -> None:
+        """Add an item when there is room for it."""
+        take(self._room, check)
+        self._items.put(item)
+
+    def get(self, check: Check) -> Item | None:
+        """The next item, or None when the channel was ended."""
+        item = take(self._items, check)
+        self._room.put(None)
+        return item
+
+    def end(self) -> None:
+        """Let the reader know that nothing follows. Never waits."""
+        self._items.put(None)
+
+
+def take(source: "queue.SimpleQueue[Item]", check: Check) -> Item:
+    """The next item, unless `check` raises meanwhile."""
+    while True:
+        check()
+        try:
+            return source.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            continue
+
+
+def result_of(future: "Future[Item]", check: Check) -> Item:
+    """What the future gives, unless `check` raises meanwhile."""
+    while True:
+        try:
+            return future.result(timeout=POLL_SECONDS)
+        except TimeoutError:
+            if future.done():
+                return future.result()  # its own TimeoutError, or the result that came just now
+            check()
+
+
+def join(thread: threading.Thread, what: str) -> None:
+    """Return when the thread has ended. While that takes long, say what is waited for."""
+    started = warned = time.monotonic()
+    while thread.is_alive():
+        thread.join(POLL_SECONDS)
+        if time.monotonic() - warned > WARN_SECONDS:
+            warned = time.monotonic()
+            logger.warning("waiting for %s since %.0f s", what, warned - started)

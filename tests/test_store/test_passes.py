@@ -1,0 +1,85 @@
+"""Passes over shards: results in order, a few ahead, and an end at the first error."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from store import Annotations, HeatmapStore
+from store.compact import compact_rows
+from store.passes import in_order
+
+
+def test_results_come_in_order_whatever_finishes_first():
+    second_done = threading.Event()
+
+    def work(item):
+        if item == 0:
+            assert second_done.wait(20), "item 1 was not worked on at the same time as item 0"
+        if item == 1:
+            second_done.set()
+        return item * item
+
+    assert list(in_order(work, range(20), threads=2)) == [n * n for n in range(20)]
+
+
+def test_no_more_than_a_few_results_exist_ahead_of_the_caller():
+    started = []
+
+    def work(item):
+        started.append(item)
+        return item
+
+    results = in_order(work, range(100), threads=3)
+    for taken, _ in enumerate(results):
+        assert len(started) <= taken + 2 * 3
+
+
+def test_the_first_error_ends_the_pass_in_its_place():
+    started, seen = [], []
+
+    def work(item):
+        started.append(item)
+        if item >= 7:
+            raise ValueError(f"item {item}")
+        return item
+
+    with pytest.raises(ValueError, match="item 7"):
+        seen.extend(in_order(work, range(1000), threads=2))
+    assert seen == list(range(7))
+    assert len(started) < 20
+
+
+def test_a_caller_that_stops_early_leaves_no_thread_behind():
+    results = in_order(lambda item: item, range(1000), threads=2)
+    assert next(results) == 0
+    results.close()
+    assert not [one for one in threading.enumerate() if one.name.startswith("pass")]
+
+
+def test_compaction_rewrites_several_shards_at_a_time(tmp_path, monkeypatch):
+    annotations = Annotations(
+        fingerprint="x" * 64,
+        num_classes=5,
+        rows_per_shard=3,
+        shard_sizes=np.full(4, 3),
+        offsets=np.arange(13),
+        classes=np.arange(12) % 5,
+    )
+    both, told = threading.Barrier(2, timeout=20), []
+
+    def meet(*arguments):
+        both.wait()
+        return compact_rows(*arguments)
+
+    monkeypatch.setattr("store.heatmap_store.compact_rows", meet)
+    monkeypatch.setattr("store.heatmap_store.in_order", partial(in_order, threads=2))
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=2)
+    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
+        for shard in range(4):
+            store.save_shard(shard, store.load_shard(shard))
+        store.commit(epoch=0)
+        store.compact(2, progress=told.append)
+    assert told == [1, 2, 3, 4]
+    assert HeatmapStore.open(tmp_path / "store").group.top == 2

@@ -1,0 +1,51 @@
+"""Passes of commands over the shards of a store: in threads, with progress, and an honest end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store import HeatmapStore
+from store.passes import THREADS, in_order
+from store.snapshots import SnapshotLog
+from store.spec import Array
+from tools.progress import progress
+
+Result = TypeVar("Result")
+
+
+def pass_over(
+    title: str,
+    shards: Sequence[int],
+    work: Callable[[int], Result],
+    stores: Sequence[HeatmapStore] = (),
+    threads: int = THREADS,
+) -> Iterator[tuple[int, Result]]:
+    """(shard, `work(shard)`) of each shard, in order, from threads: see `in_order`.
+
+    Raises SnapshotMissing at the end if the snapshot of one of the stores was dropped meanwhile.
+    """
+    with progress(title, len(shards), "shards") as advance:
+        for shard, result in zip(shards, in_order(work, shards, threads), strict=True):
+            yield shard, result
+            advance(1, f"shard {shard}")
+    for store in stores:
+        check_retained(store)
+
+
+def check_retained(store: HeatmapStore) -> None:
+    """Raise SnapshotMissing if the snapshot was dropped: what was read may be of a newer version."""
+    SnapshotLog(store.backend).read(store.snapshot.id)
+
+
+def scores_by_shard(
+    title: str, store: HeatmapStore, shards: Sequence[int] | None = None
+) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    """(ids, scores) of all samples of each shard, read ahead by threads."""
+
+    def read(shard: int) -> tuple[NDArray[np.int64], Array]:
+        return next(store.scores_by_shard([shard]))
+
+    wanted = range(store.spec.num_shards) if shards is None else shards
+    return (found for _, found in pass_over(title, wanted, read, [store]))
