@@ -30,6 +30,7 @@ from tools.samples import find_class, find_samples
 from tools.text import tell
 
 MAX_EPOCHS = 8
+SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def command(
@@ -70,6 +71,8 @@ def command(
 
     Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
     """
+    if output.suffix not in SUFFIXES:
+        raise ValueError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
     reach = options(endpoint, region, anonymous)
     fingerprint = open_store(store, snapshot, reach).spec.fingerprint
     data = need_data("render", store, fingerprint, shards, index)

@@ -49,7 +49,7 @@ def _rows_of(name: str, index: "Index") -> list[int]:
 
 
 def _rows_with_key(key: str, index: "Index") -> list[int]:
-    wanted = np.frombuffer(key.encode(), np.uint8)
+    wanted = np.frombuffer(key.encode(errors="surrogateescape"), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)
     # One comparison per letter: a million keys are not decoded to find one.
     for place, letter in enumerate(wanted):
