@@ -44,12 +44,15 @@ def storage_errors(place: str) -> Iterator[None]:
 
 def storage_error(what: str, error: OSError) -> StorageFailed:
     """The error for a storage that refused."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename and str(error.filename) not in what:
+        reason = f"{reason}: {error.filename}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "Use another place, or ask for the right to write there."
-        return StorageFailed(f"{what}: cannot be written to, or not be read ({error}). {hint}")
+        return StorageFailed(f"{what}: cannot be written to, or not be read ({reason}). {hint}")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = "Free some space" if full else "Fix the storage"
-    return StorageFailed(f"{what}: {error}. {hint}, then resume: the last commit is intact.")
+    return StorageFailed(f"{what}: {reason}. {hint}, then resume: the last commit is intact.")
 
 
 class SnapshotMissing(StoreError):

@@ -70,7 +70,10 @@ def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[
 
 def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
     """How far scores moved since the snapshot before, shard by shard; untouched shards are left out."""
-    older = [one for one in store.snapshots() if one.id < store.snapshot.id]
+    at = store.snapshot
+    # A writer that opens the store gives its state a new number: that is no change to look at.
+    same = (at.group, at.slots)
+    older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
     if not older:
         raise ValueError(
             f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest there is: no change to look at"

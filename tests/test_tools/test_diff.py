@@ -27,7 +27,7 @@ def test_a_single_changed_row_is_found(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
         update(store, 3, np.array([17]), scores=scores, heatmaps=before.heatmaps)
         store.commit(epoch=3, attributes=store.snapshot.attributes)
-    answer = bigscl("diff", f"{run}@3", run, "--json")
+    answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1
     facts = answer.json()
     assert facts["rows_differing_by_array"] == {"scores": 1, "visited": 1, "heatmaps": 0}
@@ -44,7 +44,7 @@ def test_changes_of_the_selection_alone_are_found(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
         cuts = store.snapshot.attributes["selection"]
         store.commit(epoch=2, attributes={"selection": {**cuts, "tau": [1.0] * 10, "last_id": [-1] * 10}})
-    answer = bigscl("diff", f"{run}@3", run, "--json")
+    answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1
     facts = answer.json()
     assert facts["rows_differing"] == 0
@@ -61,7 +61,7 @@ def test_different_classes_and_heatmaps_of_compacted_stores_are_found(topk, inde
     with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as writer:
         writer.save_shard(0, rows)
         writer.commit(epoch=2, attributes=writer.snapshot.attributes)
-    facts = bigscl("diff", f"{topk}@4", topk, "--json").json()
+    facts = bigscl("diff", f"{topk}@5", topk, "--json").json()
     assert facts["rows_differing_by_array"]["classes"] == 1
     assert facts["rows_differing_by_array"]["heatmaps"] in (1, 2)
     assert facts["rows_differing"] == 2

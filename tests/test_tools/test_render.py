@@ -53,7 +53,7 @@ def test_confident_ones_have_the_highest_scores_of_classes_not_annotated(runs, i
 def test_most_changed_ones_moved_furthest_since_the_snapshot_before(runs, index, tmp_path):
     everyone = index.ids()
     ids = chosen(runs / "dense", "--choose", "most-changed", "--count", 3, "-o", tmp_path / "x.png")
-    change = np.abs(scores(runs / "dense", everyone) - scores(runs / "dense", everyone, snapshot=2)).max(
+    change = np.abs(scores(runs / "dense", everyone) - scores(runs / "dense", everyone, snapshot=3)).max(
         axis=1
     )
     assert ids == everyone[np.argsort(-change, kind="stable")[:3]].tolist()
@@ -95,7 +95,7 @@ def test_samples_never_visited_are_drawn_with_their_initial_heatmaps(tmp_path, i
         (["{bare}"], "render: the shards are needed"),
         (["{runs}/dense", "--class", "cow"], "no such class"),
         (["{runs}/dense", "--epochs", "--against", "{runs}/weak"], "has no effect with --against"),
-        (["{runs}/dense", "--choose", "most-changed", "--snapshot", "2"], "is the oldest there is"),
+        (["{runs}/dense", "--choose", "most-changed", "--snapshot", "3"], "is the oldest there is"),
         (["{runs}/dense", "-o", "{out}.xyz"], "xyz"),
     ],
 )

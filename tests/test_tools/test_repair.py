@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from store import HeatmapStore, update
-from store.lease import KEY
+from store.backends import open_backend
+from store.lease import read_holder
 from tests.test_store.conftest import assert_same_rows, random_update
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards
@@ -118,7 +119,7 @@ def test_only_rows_of_the_damaged_chunk_are_reset_and_the_checkpoint_names_the_r
     np.testing.assert_array_equal(after.visited, before.visited)
     assert bigscl("verify", wide_run, "--all").code == 0
     assert bigscl("repair", wide_run).code == 0
-    assert not (wide_run / "store" / KEY).exists()
+    assert read_holder(open_backend(wide_run / "store")) is None
 
 
 def test_rows_that_are_damaged_in_every_snapshot_get_their_initial_values(wide_run, wide):

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import numpy as np
@@ -34,9 +33,9 @@ def test_a_flipped_bit_is_found_with_its_samples(run):
     answer = bigscl("verify", run, "--json")
     assert answer.code == 1
     (problem,) = answer.json()["problems"]
-    assert (problem["snapshot"], problem["where"]) == (3, "shard 2, scores")
+    assert (problem["snapshot"], problem["where"]) == (4, "shard 2, scores")
     assert problem["samples"] == list(range(16, 24))
-    assert bigscl("verify", run, "--snapshot", 2).code == 0
+    assert bigscl("verify", run, "--snapshot", 3).code == 0
     assert "shard 2, scores (8 samples from 16 on)" in bigscl("verify", run).out
 
 
@@ -55,13 +54,12 @@ def test_a_missing_file_is_found(run):
         ("classes", 77, "class ids not ascending within 0..9"),
     ],
 )
-def test_values_that_cannot_be_are_found_behind_good_checksums(topk, array, value, reason):
-    store = HeatmapStore.open(topk / "store")
-    rows = store.load_shard(1)
-    values = getattr(rows, array).copy()
-    values[3] = value
-    writable = HeatmapStore(store.backend, store.spec, store.snapshot, None, writable=True)
-    writable.arrays.write(1, store.snapshot.slots[1], dataclasses.replace(rows, **{array: values}))
+def test_values_that_cannot_be_are_found_behind_good_checksums(topk, index, array, value, reason):
+    with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as store:
+        rows = store.load_shard(1)
+        getattr(rows, array)[3] = value
+        store.save_shard(1, rows)
+        store.commit(epoch=2, attributes=store.snapshot.attributes)
     answer = bigscl("verify", topk, "--json")
     assert answer.code == 1
     (problem,) = answer.json()["problems"]
@@ -74,7 +72,7 @@ def test_what_snapshots_share_is_read_once(run, index):
         store.save_shard(0, store.load_shard(0))
         store.commit(epoch=3)
     facts = bigscl("verify", run, "--all", "--json").json()
-    assert (facts["snapshots"], facts["versions"]) == ([2, 3, 4], 9)
+    assert (facts["snapshots"], facts["versions"]) == ([3, 4, 5, 6], 9)
 
 
 def test_other_data_is_a_problem(runs, other_shards):
@@ -84,13 +82,13 @@ def test_other_data_is_a_problem(runs, other_shards):
 
 
 def test_lost_annotated_positives_are_a_problem(topk, index):
-    store = HeatmapStore.open(topk / "store")
-    rows = store.load_shard(0)
+    rows = HeatmapStore.open(topk / "store").load_shard(0)
     annotated = index.labels_of(np.arange(8))[5] == 1
     others = np.flatnonzero(~annotated)[:4].astype(rows.classes.dtype)
     rows.classes[5] = others
-    writable = HeatmapStore(store.backend, store.spec, store.snapshot, None, writable=True)
-    writable.arrays.write(0, store.snapshot.slots[0], rows)
+    with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as store:
+        store.save_shard(0, rows)
+        store.commit(epoch=2, attributes=store.snapshot.attributes)
     (problem,) = bigscl("verify", topk, "--json").json()["problems"]
     assert problem["samples"] == [5]
     assert "annotated positives" in problem["reason"]
@@ -99,14 +97,14 @@ def test_lost_annotated_positives_are_a_problem(topk, index):
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("slots", [0, 0, 0], "names 3 shards, the store has 4"),
-        ("slots", [0, 0, 0, 7], "names slots outside -1..2"),
-        ("group", "arrays-009", "cannot be read"),
+        ("slots", [0, 0, 0], "expected a list of 3 whole numbers"),
+        ("slots", [0, 0, 0, 9999], "names slot 9999, the arrays have 3072"),
+        ("group", "arrays-009", "arrays-009/zarr.json: is missing"),
         ("attributes", {"selection": {"tau": [1.0], "last_id": [-1] * 10}}, "1 values of tau, expected 10"),
     ],
 )
 def test_impossible_snapshots_are_found(run, field, value, reason):
-    file = run / "store" / "snapshots" / "00000002.json"
+    file = run / "store" / "snapshots" / "00000003.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     answer = bigscl("verify", run, "--all", "--json")
     assert answer.code == 1
