@@ -68,8 +68,8 @@ def write_folder(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if path.exists():
-        path.rename(old)
-    partial.rename(path)
+        _rename(path, old)
+    _rename(partial, path)
     sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def repair_folder(path: Path) -> None:
     """Undo what a crash left of `write_folder` or `remove_folder`: the folder is there whole, or gone."""
     old = _hidden(path, "old")
     if old.exists() and not path.exists():
-        old.rename(path)  # the crash fell between the two renames
+        _rename(old, path)  # the crash fell between the two renames
     for leftover in (_hidden(path, "partial"), old, _hidden(path, "removed")):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -88,7 +88,7 @@ def remove_folder(path: Path) -> None:
     removed = _hidden(path, "removed")
     shutil.rmtree(removed, ignore_errors=True)
     with naming(path):
-        path.rename(removed)
+        _rename(path, removed)
         sync(path.parent)
     shutil.rmtree(removed, ignore_errors=True)
 
@@ -97,6 +97,11 @@ def find_folder(path: Path) -> Path:
     """Where the folder is to be read: under its name, or under the old one's while it is being replaced."""
     old = _hidden(path, "old")
     return old if old.is_dir() and not path.is_dir() else path
+
+
+def _rename(folder: Path, name: Path) -> None:
+    """Each step of what must look like one; tests kill before and after every one of them."""
+    folder.rename(name)
 
 
 def _hidden(path: Path, what: str) -> Path:
@@ -246,7 +251,7 @@ class Checkpoints:
         for path in paths:
             aside = path.with_name(f"unusable-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            _rename(path, aside)
 
     def snapshots(self) -> set[int]:
         """The snapshots that checkpoints name, and so must stay."""

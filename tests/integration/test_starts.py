@@ -113,7 +113,7 @@ MORE_KILLS = [
     *(f"{STORE}.create {when} 1" for when in ("before", "after")),
     "bigscl.run:RunFolder.write_start before 1",
     "bigscl.run:RunFolder.write_start after 1",
-    *(f"pathlib:Path.rename {when} {n}" for n in range(1, 9) for when in ("before", "after")),
+    *(f"{FOLDERS}:_rename {when} {n}" for n in range(1, 9) for when in ("before", "after")),
     *(f"pathlib:Path.replace {when} {n}" for n in range(1, 3) for when in ("before", "after")),
     *(f"{FOLDERS}:Checkpoints.prune before {n}" for n in range(1, 6)),
     *(f"os:unlink before {n}" for n in range(1, 30, 4)),
@@ -180,7 +180,7 @@ def test_best_weights_are_found_while_they_are_replaced_and_after_a_kill(
     tmp_path, train, config, whole, shards
 ):
     folder = tmp_path / "run"
-    train(config, "--run", folder, kill="pathlib:Path.rename after 2 of run/best")
+    train(config, "--run", folder, kill=f"{FOLDERS}:_rename after 6")
     assert not (folder / "best").exists()
     assert find_weights(folder) == folder / ".best.old" / "model.safetensors"
     assert_resumed(train(config, "--run", folder), folder, whole, shards)
