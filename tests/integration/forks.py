@@ -37,11 +37,7 @@ class Forks:
         )
 
     def __call__(self, *arguments: object, kill: str = "", full: str = "") -> tuple[int, str]:
-        """(exit code, output) of a run.
-
-        `kill` and `full` name a moment: `module:function before|after n [of TEXT]`, which counts only calls
-        that have the text in an argument.
-        """
+        """(exit code, output) of a run. `kill` and `full` name a moment: `module:function before|after n`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"arguments": [str(word) for word in arguments], "kill": kill, "full": full}
@@ -60,7 +56,7 @@ class Forks:
 
 def inject(moment: str, act: Callable[[], object]) -> None:
     """Act at the n-th call of a function, before or after it is done."""
-    target, when, number, *of = moment.split()
+    target, when, number = moment.split()
     module, _, path = target.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -70,8 +66,7 @@ def inject(moment: str, act: Callable[[], object]) -> None:
 
     @functools.wraps(function)
     def acting(*arguments: Any, **options: Any) -> Any:
-        counted = not of or any(of[1] in str(argument) for argument in arguments)
-        due = counted and next(calls) == int(number)
+        due = next(calls) == int(number)
         if due and when == "before":
             act()
         result = function(*arguments, **options)
