@@ -30,6 +30,7 @@ from bigscl.interrupts import Interrupts
 from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.log import Journal, Meter, start_logging
 from bigscl.memory import EpochMemory
+from bigscl.printing import printable
 from bigscl.ranks import Ranks, transport
 from bigscl.resume import Start
 from bigscl.run import RunFolder, open_data, summary
@@ -392,7 +393,7 @@ def main(arguments: list[str]) -> int:
             raise
         # What stops a run from starting is met by every rank: one of each machine says it.
         if trainer is not None or first_on_this_machine():
-            print(f"bigscl.train: {reason}", file=sys.stderr)
+            print(f"bigscl.train: {printable(reason, keep=chr(10))}", file=sys.stderr)
         return 2
     return 0
 
