@@ -242,7 +242,6 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     """Do what is left, show the table, and say what is not in it: by name, and by the exit code."""
-    out.mkdir(parents=True, exist_ok=True)
     try:
         failures = _run_all(trials, parallel, out)
     except KeyboardInterrupt:
@@ -263,6 +262,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
 
     left = [trial for trial in trials if not trial.done]
     _check_boxes(left)
+    out.mkdir(parents=True, exist_ok=True)
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(parallel):
         places.put(place)

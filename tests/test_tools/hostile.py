@@ -135,6 +135,7 @@ class World:
         """A new empty folder."""
         folder = self.root / f"scratch-{next(self._numbers)}"
         folder.mkdir()
+        folder.chmod(0o777)
         return folder
 
     def _config(self) -> Path:
