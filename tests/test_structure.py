@@ -43,6 +43,6 @@ def test_trainer_starts_without_what_only_some_runs_need():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    command = "pip install -e '.[test]' && pytest"
+    command = "pip install -e '.[test]' && pytest -n 2"
     assert command in (ROOT / "README.md").read_text().splitlines()
     assert command in (ROOT / ".ci" / "run").read_text().splitlines()
