@@ -33,8 +33,11 @@ def spans(numbers: Sequence[int], most: int = 5) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A point in time."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    """A point in time; seconds since 1970 where a damaged file has a number beyond all years."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:

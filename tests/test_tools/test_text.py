@@ -1,6 +1,6 @@
 import pytest
 
-from tools.text import bars, counted, size, table, tell
+from tools.text import bars, counted, moment, size, table, tell
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_people_get_no_control_characters_and_machines_get_facts(capsys):
     tell({"key": "a\x1b[2J"}, "a\x1b[2J\n\tb\u202e", as_json=False)
     tell({"key": "a\x1b[2J"}, "", as_json=True)
     assert capsys.readouterr().out == 'a\\x1b[2J\n\tb\\u202e\n{"key": "a\\u001b[2J"}\n'
+
+
+def test_moments_beyond_all_years_are_seconds():
+    assert moment(86_400) == "1970-01-02 00:00:00"
+    assert (moment(1e30), moment(float("inf"))) == ("1e+30 s", "inf s")
