@@ -2,11 +2,13 @@
 
 # Shapes: B samples of the batch, S side of the views.
 
+import atexit
 import logging
 import signal
 import time
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -117,7 +119,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Here, not at the first batch: whoever asks for the iterator forks the workers.
-        return self._watched(iter(self._loader) if self._num_batches else iter(()))
+        batches: Iterator[Batch] = iter(self._loader) if self._num_batches else iter(())
+        if hasattr(batches, "_shutdown_workers"):
+            _open_iterators.add(batches)
+        return self._watched(batches)
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         started = time.perf_counter()
@@ -126,6 +131,19 @@ class Loader:
             self.bad.see(batch)
             yield batch
             started = time.perf_counter()
+
+
+_open_iterators: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End the workers of iterators that an error kept alive.
+
+    Multiprocessing, which exits after this, sends them one SIGTERM and waits: they would outlive it for ever.
+    """
+    for iterator in list(_open_iterators):
+        iterator._shutdown_workers()
 
 
 def _outlive_a_signal(worker: int) -> None:

@@ -18,7 +18,7 @@ def corrupt_everywhere(folder, shards, shard, array):
 
 
 def test_run_whose_checkpoints_are_all_damaged_is_repaired_and_resumed(tmp_path, shards):
-    config = write_config(tmp_path / "run.yaml", shards, data={"workers": 0})
+    config = write_config(tmp_path / "run.yaml", shards)
     folder = config.with_suffix("")
     train(config, "--schedule.main.epochs", 1)
     corrupt_everywhere(folder, shards, 3, "heatmaps")
