@@ -1,0 +1,114 @@
+"""Losses and sums of a few tiny runs, recorded once, so that a refactoring that changes the training is seen.
+
+    python -m tests.integration.golden                  # write golden.json anew: only when a change is wanted
+    python -m tests.integration.golden --exact FILE     # write digests of all bits to FILE, or compare
+
+`golden.json` is compared within the tolerance that another CPU needs. On one machine `--exact` is stricter:
+call it at one revision and then at another.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.faults.children import ForkServer
+from tests.faults.training import SERVER_MODULES, Training, small_config
+from tests.integration.runs import losses_of, make_shards, memory_of, weights_of
+
+RECORDED = Path(__file__).parent / "golden.json"
+PROCESSES = (1, 2)
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "an": {"objective": {"base": "an", "consistency": "none"}, "store": {"kind": "none"}},
+    "en_cl": {"objective": {"base": "en", "consistency": "cl", "gamma": {"epochs": 2}}},
+    "en_scl": {},
+    "role": {"objective": {"base": "role", "consistency": "none"}, "store": {"kind": "none"}},
+}
+NO_STORE = {"kind": "none", "top": None, "tracked": 64, "slots": 3}
+"""Settings of the store would have no effect, and are refused."""
+
+
+def config_of(name: str, path: Path, shards: Path) -> Path:
+    """The config file of one of the runs."""
+    sections = dict(RUNS[name])
+    if sections.get("store", {}).get("kind") == "none":
+        sections["store"] = NO_STORE
+    return small_config(path, shards, **sections)
+
+
+def figures(folder: Path, shards: Path) -> dict[str, Any]:
+    """What is recorded of a run: the loss of every step, and sums over its weights and its store."""
+    weights = {name: weight.numpy() for name, weight in weights_of(folder).items()}
+    found = {"losses": [loss for _, loss in losses_of(folder)], "weights": _sums(weights)}
+    if (folder / "store").exists():
+        # Of near ties in the scores another CPU may keep another class: its choice is not recorded.
+        rows = {name: array for name, array in memory_of(folder, shards).arrays() if name != "classes"}
+        found["store"] = _sums(rows)
+    return found
+
+
+def digest(folder: Path, shards: Path) -> str:
+    """A digest of all bits of a run's losses, weights and store."""
+    state = hashlib.sha256(json.dumps(losses_of(folder)).encode())
+    arrays = {name: weight.numpy() for name, weight in weights_of(folder).items()}
+    if (folder / "store").exists():
+        arrays |= dict(memory_of(folder, shards).arrays())
+    for name in sorted(arrays):
+        state.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
+    return state.hexdigest()
+
+
+def _sums(arrays: dict[str, Any]) -> dict[str, list[float]]:
+    """(sum, sum of magnitudes, sum weighted by place) of each array, which sees values that swap places."""
+    sums = {}
+    for name, array in sorted(arrays.items()):
+        values = np.asarray(array, np.float64).ravel()
+        places = np.cos(np.arange(len(values)))
+        sums[name] = [float(values.sum()), float(np.abs(values).sum()), float((values * places).sum())]
+    return sums
+
+
+def train_all(server: ForkServer, shards: Path, folder: Path) -> dict[str, Path]:
+    """The folders of all runs on all numbers of processes, by `name on n`."""
+    folders = {}
+    for name in RUNS:
+        for processes in PROCESSES:
+            run = Training(server, config_of(name, folder / f"{name}-{processes}.yaml", shards))
+            run.run_to_the_end(processes=processes)
+            folders[f"{name} on {processes}"] = run.folder
+    return folders
+
+
+def make_golden_shards(folder: Path) -> Path:
+    """Four shards, the last one shorter: 22 images."""
+    return make_shards(folder, 22, 6)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--exact", type=Path, metavar="FILE")
+    exact = parser.parse_args().exact
+    with tempfile.TemporaryDirectory() as place, ForkServer(*SERVER_MODULES) as server:
+        shards = make_golden_shards(Path(place) / "shards")
+        folders = train_all(server, shards, Path(place))
+        measure = figures if exact is None else digest
+        found = {name: measure(folder, shards) for name, folder in folders.items()}
+    if exact is None or not exact.exists():
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+        (exact or RECORDED).write_text(f"{{\n{lines}\n}}\n")
+        return 0
+    before = json.loads(exact.read_text())
+    for name, value in found.items():
+        print(f"{name}: {'same' if value == before.get(name) else 'DIFFERS'}")
+    return int(found != before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Runs that earlier revisions have written open, verify, and resume to the end that they would have come to.
+
+Each archive has shards, an index, a config and a run that was stopped in its last epoch, as written by the
+revision in its name, one for each revision that changed a format.
+"""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from store.verify import verify
+from tests.faults.children import ForkServer
+from tests.faults.training import SERVER_MODULES, Training
+from tests.integration.runs import losses_of, memory_of, store_of, weights_of
+
+ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("run-*.tar.xz"))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer(*SERVER_MODULES) as running:
+        yield running
+
+
+@pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.split(".")[0])
+def config(request, tmp_path):
+    """The config of a run as an earlier revision left it; relative paths are made absolute."""
+    with tarfile.open(request.param) as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        path.read_text()
+        .replace("run: run", f"run: {tmp_path / 'run'}")
+        .replace("shards/", f"{tmp_path / 'shards'}/")
+    )
+    return path
+
+
+def test_run_of_an_earlier_revision_resumes_and_ends_as_if_begun_now(config, server):
+    shards = config.parent / "shards"
+    found = verify(store_of(config.with_suffix(""), shards))
+    assert [problems for _, problems in found] == [[], [], [], []]
+    run = Training(server, config)
+    run.run_to_the_end()
+    resumed = {"losses": losses_of(run.folder), "weights": weights_of(run.folder)}
+    memory = dict(memory_of(run.folder, shards).arrays())
+    shutil.rmtree(run.folder)
+    run.run_to_the_end()
+    # The archive was written on another CPU perhaps.
+    for (step, loss), (same_step, same_loss) in zip(resumed["losses"], losses_of(run.folder), strict=True):
+        assert step == same_step
+        assert loss == pytest.approx(same_loss, rel=1e-4)
+    for name, weight in weights_of(run.folder).items():
+        np.testing.assert_allclose(resumed["weights"][name], weight, rtol=1e-2, atol=1e-3, err_msg=name)
+    for name, array in memory_of(run.folder, shards).arrays():
+        if name != "classes":
+            np.testing.assert_allclose(
+                memory[name].astype(float), array.astype(float), atol=5e-3, err_msg=name
+            )
