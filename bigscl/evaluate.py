@@ -29,27 +29,27 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from bigscl.config import Config
+from bigscl.config.schema import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
-from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
-from bigscl.evaluate_options import parse
+from bigscl.evaluation.inference import predict
+from bigscl.evaluation.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
+from bigscl.evaluation.options import parse
+from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
+from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.evaluation.report import make_report
+from bigscl.evaluation.report_files import summary, to_json, write_report
+from bigscl.evaluation.target import Subject, build_network, find_subject, see_as
 from bigscl.files import explain
-from bigscl.inference import predict
-from bigscl.launch import rank_of_this_process
-from bigscl.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
-from bigscl.log import start_logging
-from bigscl.model import SpatialClassifier
-from bigscl.predictions import FILE_NAME, SavedPredictions, from_network
+from bigscl.models.spatial import SpatialClassifier
 from bigscl.printing import printable
-from bigscl.ranks import transport
-from bigscl.real import match_real, read_real
-from bigscl.report import make_report
-from bigscl.report_files import summary, to_json, write_report
-from bigscl.run import open_data
-from bigscl.subject import Subject, build_network, find_subject, see_as
-from store import HeatmapStore, StoreError
+from bigscl.processes.accelerator import rank_of_this_process
+from bigscl.processes.ranks import transport
+from bigscl.store import HeatmapStore, StoreError
+from bigscl.training.log import start_logging
+from bigscl.training.run import open_data
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0

@@ -1,7 +1,7 @@
 """The trainer: `accelerate launch -m bigscl.train CONFIG [--section.key value ...]`.
 
 For each image the run remembers class scores and heatmaps over the epochs, and asks the network to agree with
-them where no label says what is there. `Trainer.train_epoch` is the loop, `bigscl.step` a step, and
+them where no label says what is there. `Trainer.train_epoch` is the loop, `bigscl.training.step` a step, and
 `Trainer.finish_epoch` the end of an epoch.
 """
 
@@ -18,28 +18,28 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from torch import Tensor
 
-from bigscl.checkpoint import write_folder, write_json, write_tensors
-from bigscl.config import Config
-from bigscl.config_file import ConfigError, to_yaml
+from bigscl.config.reading import ConfigError, to_yaml
+from bigscl.config.schema import Config
 from bigscl.data.batch import Batch
-from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
+from bigscl.evaluation.validation import validate
 from bigscl.files import append_lines, explain
-from bigscl.gallery import picture_of_epoch
-from bigscl.interrupts import Interrupts
-from bigscl.launch import first_on_this_machine, parse, rank_of_this_process, start_accelerator
-from bigscl.log import Journal, Meter, start_logging
-from bigscl.memory import EpochMemory
+from bigscl.method.selection import Selection, expected_counts, select
+from bigscl.plots.epochs import picture_of_epoch
 from bigscl.printing import printable
-from bigscl.ranks import Ranks, transport
-from bigscl.resume import Start
-from bigscl.run import RunFolder, open_data, summary
-from bigscl.selection import Selection, expected_counts, select
-from bigscl.state import State, map_side
-from bigscl.step import Step
-from bigscl.validation import validate
-from store import Rows, StoreError
-from store.transport import on_rank_zero
+from bigscl.processes.accelerator import first_on_this_machine, parse, rank_of_this_process, start_accelerator
+from bigscl.processes.ranks import Ranks, transport
+from bigscl.processes.signals import Interrupts
+from bigscl.store import Rows, StoreError
+from bigscl.store.transport import on_rank_zero
+from bigscl.training.checkpoint import write_folder, write_json, write_tensors
+from bigscl.training.log import Journal, Meter, start_logging
+from bigscl.training.memory import EpochMemory
+from bigscl.training.resume import Start
+from bigscl.training.run import RunFolder, open_data, summary
+from bigscl.training.state import State, map_side
+from bigscl.training.step import Step
 
 logger = logging.getLogger(__name__)
 

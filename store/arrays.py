@@ -7,12 +7,12 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
 
-from store.backends import Backend
-from store.checksums import WatchedStore, digest, watched
-from store.errors import BadFile, ChunkCorrupt, storage_error
-from store.fields import Fields
-from store.layout import ArrayPlan, array_plans
-from store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.backends import Backend
+from bigscl.store.checksums import WatchedStore, digest, watched
+from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
+from bigscl.store.fields import Fields
+from bigscl.store.layout import ArrayPlan, array_plans
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
 
 REMEDY = "Restore it from a copy, or create the store again at another place."
 # Nested chunk folders make deletes slow.

@@ -20,7 +20,7 @@ import zarr.abc.store
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
-from store.errors import AlreadyExists, NotAStore, StoreError, storage_errors
+from bigscl.store.errors import AlreadyExists, NotAStore, StoreError, storage_errors
 
 FILE_THREADS = 8
 P = ParamSpec("P")
@@ -338,7 +338,7 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
     if parsed.scheme == "memory":
         return _memories.setdefault(text, MemoryBackend(text))
     if parsed.scheme == "s3":
-        from store.objects import ObjectBackend
+        from bigscl.store.objects import ObjectBackend
 
         return ObjectBackend(parsed.netloc, parsed.path.strip("/"), options or StorageOptions())
     raise StoreError(

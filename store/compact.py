@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from store.annotations import Annotations
-from store.layout import MAX_COUNT, choose_classes, class_dtype
-from store.spec import Array, Rows
+from bigscl.store.annotations import Annotations
+from bigscl.store.layout import MAX_COUNT, choose_classes, class_dtype
+from bigscl.store.spec import Array, Rows
 
 
 def check_top(annotations: Annotations, top: int) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from store.errors import BadFile
+from bigscl.store.errors import BadFile
 
 LARGEST = 2**53
 """Integers up to here survive every JSON reader."""

@@ -12,16 +12,16 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from store import history
-from store.annotations import Annotations
-from store.arrays import ArrayGroup, describe_group
-from store.backends import Backend, StorageOptions, open_backend
-from store.compact import check_top, compact_rows
-from store.errors import BadFile, ReadOnly, StorageFailed, StoreError
-from store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
-from store.lease import Lease
-from store.metadata import described, lay_down, present
-from store.opening import (
+from bigscl.store import history
+from bigscl.store.annotations import Annotations
+from bigscl.store.arrays import ArrayGroup, describe_group
+from bigscl.store.backends import Backend, StorageOptions, open_backend
+from bigscl.store.compact import check_top, compact_rows
+from bigscl.store.errors import BadFile, ReadOnly, StorageFailed, StoreError
+from bigscl.store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
+from bigscl.store.lease import Lease
+from bigscl.store.metadata import described, lay_down, present
+from bigscl.store.opening import (
     FIRST_GROUP,
     check_fingerprint,
     create_store,
@@ -30,11 +30,11 @@ from store.opening import (
     prepare_writing,
     read_spec,
 )
-from store.passes import in_order
-from store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
-from store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
-from store.transport import Alone, Transport, on_rank_zero
-from store.versions import versions_of
+from bigscl.store.passes import in_order
+from bigscl.store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
+from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
+from bigscl.store.transport import Alone, Transport, on_rank_zero
+from bigscl.store.versions import versions_of
 
 Location = str | os.PathLike[str]
 

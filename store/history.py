@@ -6,11 +6,11 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from store.arrays import create_array
-from store.backends import Backend
-from store.errors import storage_errors
-from store.layout import ArrayPlan, choose_classes, class_dtype
-from store.spec import Rows, StoreSpec
+from bigscl.store.arrays import create_array
+from bigscl.store.backends import Backend
+from bigscl.store.errors import storage_errors
+from bigscl.store.layout import ArrayPlan, choose_classes, class_dtype
+from bigscl.store.spec import Rows, StoreSpec
 
 FOLDER = "history"
 # Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.

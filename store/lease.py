@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-from store.backends import Backend
-from store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
-from store.fields import Fields
+from bigscl.store.backends import Backend
+from bigscl.store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
+from bigscl.store.fields import Fields
 
 logger = logging.getLogger(__name__)
 

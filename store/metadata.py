@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from store.backends import Backend, MemoryBackend
-from store.errors import AlreadyExists
+from bigscl.store.backends import Backend, MemoryBackend
+from bigscl.store.errors import AlreadyExists
 
 
 def described(build: Callable[[Backend], None]) -> dict[str, bytes]:

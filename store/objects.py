@@ -11,9 +11,9 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
-from store.backends import StorageOptions
-from store.errors import AlreadyExists, StoreError
-from store.retries import CLIENT_OPTIONS, RETRY_CONFIG, NotImplementedByServer, Patience
+from bigscl.store.backends import StorageOptions
+from bigscl.store.errors import AlreadyExists, StoreError
+from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, NotImplementedByServer, Patience
 
 T = TypeVar("T")
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import zarr
 
-from store import history
-from store.annotations import Annotations
-from store.arrays import describe_group
-from store.backends import Backend
-from store.compact import check_top
-from store.errors import AlreadyExists, BadFile, IndexMismatch, NewerFormat, NotAStore, StoreError
-from store.fields import Fields
-from store.lease import KEY as LEASE_KEY
-from store.lease import Lease, is_beat
-from store.metadata import described, lay_down, present
-from store.snapshots import FOLDER as SNAPSHOTS
-from store.snapshots import Check, Snapshot, SnapshotLog
-from store.spec import FORMAT, GroupSpec, StoreSpec
-from store.versions import Version, version_of, versions_of
+from bigscl.store import history
+from bigscl.store.annotations import Annotations
+from bigscl.store.arrays import describe_group
+from bigscl.store.backends import Backend
+from bigscl.store.compact import check_top
+from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NewerFormat, NotAStore, StoreError
+from bigscl.store.fields import Fields
+from bigscl.store.lease import KEY as LEASE_KEY
+from bigscl.store.lease import Lease, is_beat
+from bigscl.store.metadata import described, lay_down, present
+from bigscl.store.snapshots import FOLDER as SNAPSHOTS
+from bigscl.store.snapshots import Check, Snapshot, SnapshotLog
+from bigscl.store.spec import FORMAT, GroupSpec, StoreSpec
+from bigscl.store.versions import Version, version_of, versions_of
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"

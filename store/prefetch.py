@@ -10,9 +10,9 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from store.residents import Allocate, Residents
-from store.spec import Rows
-from store.waiting import Channel, join
+from bigscl.store.residents import Allocate, Residents
+from bigscl.store.spec import Rows
+from bigscl.store.waiting import Channel, join
 
 Batch = TypeVar("Batch")
 

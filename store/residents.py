@@ -11,11 +11,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from store.errors import BadValues
-from store.heatmap_store import HeatmapStore
-from store.layout import MAX_COUNT, array_plans, check_values, shard_bytes, split_by_shard
-from store.spec import Array, Rows
-from store.waiting import POLL_SECONDS, join, result_of
+from bigscl.store.errors import BadValues
+from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.layout import MAX_COUNT, array_plans, check_values, shard_bytes, split_by_shard
+from bigscl.store.spec import Array, Rows
+from bigscl.store.waiting import POLL_SECONDS, join, result_of
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 

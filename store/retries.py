@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from store.errors import StoreError
+from bigscl.store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

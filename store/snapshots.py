@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from store.backends import Backend
-from store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from store.fields import Fields
+from bigscl.store.backends import Backend
+from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
+from bigscl.store.fields import Fields
 
 FOLDER = "snapshots"
 NO_DIGEST = -1

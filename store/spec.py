@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from store.fields import Fields
+from bigscl.store.fields import Fields
 
 FORMAT = 1
 GENERATIONS = 1024

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from store.errors import StoreError
+from bigscl.store.errors import StoreError
 
 
 class Transport(Protocol):

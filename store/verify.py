@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from store.errors import ChunkCorrupt
-from store.heatmap_store import HeatmapStore
-from store.layout import NEVER, ONE_BITS
-from store.spec import Array
+from bigscl.store.errors import ChunkCorrupt
+from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.layout import NEVER, ONE_BITS
+from bigscl.store.spec import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from store.residents import Residents
-from store.spec import Array
-from store.waiting import Channel, join, take
+from bigscl.store.residents import Residents
+from bigscl.store.spec import Array
+from bigscl.store.waiting import Channel, join, take
 
 
 def _already() -> None:

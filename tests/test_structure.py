@@ -30,7 +30,7 @@ def test_imports_point_from_tools_to_bigscl_to_store(package):
 
 
 def test_store_imports_no_torch():
-    code = "import store, sys; sys.exit('torch' in sys.modules)"
+    code = "import bigscl.store, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from store import HeatmapStore
-from tools.halves import to_float32
-from tools.opening import Data
-from tools.passes import pass_over
+from bigscl.store import HeatmapStore
+from bigscl.tools.halves import to_float32
+from bigscl.tools.opening import Data
+from bigscl.tools.passes import pass_over
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]

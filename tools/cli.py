@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from bigscl.printing import printable
-from tools.errors import explain
+from bigscl.tools.errors import explain
 
 # Click, or the part of it that comes with typer, raises it for a command line that cannot be parsed.
 UsageError: Any = typer.BadParameter.__mro__[1]

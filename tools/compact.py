@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from store import GroupSpec, HeatmapStore
-from store.layout import shard_bytes
-from store.lease import read_holder
-from store.spec import Codec
-from store.versions import by_version, versions_of
-from tools.opening import (
+from bigscl.store import GroupSpec, HeatmapStore
+from bigscl.store.layout import shard_bytes
+from bigscl.store.lease import read_holder
+from bigscl.store.spec import Codec
+from bigscl.store.versions import by_version, versions_of
+from bigscl.tools.opening import (
     Anonymous,
     Apply,
     AsJson,
@@ -26,8 +26,8 @@ from tools.opening import (
     options,
     run_folder,
 )
-from tools.progress import progress
-from tools.text import counted, size, tell
+from bigscl.tools.progress import progress
+from bigscl.tools.text import counted, size, tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tools.score import Activation
-from tools.text import tell
+from bigscl.tools.score import Activation
+from bigscl.tools.text import tell
 
 if TYPE_CHECKING:
-    from bigscl.compare import Compared, Difference
+    from bigscl.evaluation.compare import Compared, Difference
 
 
 def command(
@@ -29,9 +29,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Set runs beside the first: figures, differences with 95% bootstrap intervals, classes that changed."""
-    from bigscl.compare import compare
-    from bigscl.predictions import load_predictions
-    from bigscl.real import read_real
+    from bigscl.evaluation.compare import compare
+    from bigscl.evaluation.predictions import load_predictions
+    from bigscl.evaluation.real_labels import read_real
 
     runs = [load_predictions(path) for path in predictions]
     _name_apart(runs, predictions)
@@ -55,7 +55,7 @@ def _name_apart(runs: list[Any], paths: list[Path]) -> None:
 
 
 def _facts(compared: "list[Compared]") -> dict[str, Any]:
-    from bigscl.report_files import plain
+    from bigscl.evaluation.report_files import plain
 
     rows = [
         {
@@ -70,8 +70,8 @@ def _facts(compared: "list[Compared]") -> dict[str, Any]:
 
 
 def _text(compared: "list[Compared]") -> str:
-    from bigscl.compare import FIGURES
-    from bigscl.report_files import main_table, markdown_table
+    from bigscl.evaluation.compare import FIGURES
+    from bigscl.evaluation.report_files import main_table, markdown_table
 
     first = compared[0]
     header = ["run", *(title for title in FIGURES.values())]
@@ -89,7 +89,7 @@ def _text(compared: "list[Compared]") -> str:
 
 
 def _cell(found: "Difference", is_first: bool) -> str:
-    from bigscl.report_files import percent
+    from bigscl.evaluation.report_files import percent
 
     if is_first:
         return percent(found.value)
@@ -98,7 +98,7 @@ def _cell(found: "Difference", is_first: bool) -> str:
 
 
 def _changes(first: "Compared", one: "Compared") -> str:
-    from bigscl.report_files import markdown_table, percent
+    from bigscl.evaluation.report_files import markdown_table, percent
 
     rows = [
         [

@@ -7,10 +7,10 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from store import HeatmapStore, Rows, Snapshot, StoreSpec
-from store.layout import initial_shard
-from store.spec import Array
-from store.verify import Problem
+from bigscl.store import HeatmapStore, Rows, Snapshot, StoreSpec
+from bigscl.store.layout import initial_shard
+from bigscl.store.spec import Array
+from bigscl.store.verify import Problem
 
 STAMPS = "visited"
 INITIAL = "their initial values"

@@ -10,12 +10,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from store import HeatmapStore, Rows, StorageOptions
-from store.errors import IndexMismatch
-from store.spec import Array
-from tools.expected import Expected, count_by_class, expected_at
-from tools.halves import to_float32
-from tools.opening import (
+from bigscl.store import HeatmapStore, Rows, StorageOptions
+from bigscl.store.errors import IndexMismatch
+from bigscl.store.spec import Array
+from bigscl.tools.expected import Expected, count_by_class, expected_at
+from bigscl.tools.halves import to_float32
+from bigscl.tools.opening import (
     Anonymous,
     AsJson,
     Data,
@@ -27,9 +27,9 @@ from tools.opening import (
     open_store,
     options,
 )
-from tools.passes import pass_over
-from tools.samples import class_name, name_of
-from tools.text import table, tell
+from bigscl.tools.passes import pass_over
+from bigscl.tools.samples import class_name, name_of
+from bigscl.tools.text import table, tell
 
 Place = Annotated[
     str, typer.Argument(help="A store or the folder of a run; @ID for an older snapshot of it.")

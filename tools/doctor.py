@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from store import Transport
-from tools.opening import Anonymous, AsJson, Endpoint, Region, options
-from tools.reachable import probe_place
-from tools.text import size, tell
+from bigscl.store import Transport
+from bigscl.tools.opening import Anonymous, AsJson, Endpoint, Region, options
+from bigscl.tools.reachable import probe_place
+from bigscl.tools.text import size, tell
 
 NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
 OPTIONAL = {
@@ -44,7 +44,7 @@ def command(
 
     Exit code 1 if anything is wrong.
 
-    Example: accelerate launch --config_file configs/accelerate/2x8gpu.yaml -m tools.cli doctor /shared/store
+    Example: accelerate launch --config_file 2x8gpu.yaml -m bigscl.tools.cli doctor /shared/store
     """
     with _launched_ranks() as ranks:
         mine = _environment(place)
@@ -70,7 +70,7 @@ def _launched_ranks() -> Iterator[Transport]:
     """The processes of the launcher as one group, or this process alone."""
     import torch.distributed as dist
 
-    from bigscl.ranks import transport
+    from bigscl.processes.ranks import transport
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield transport()
@@ -119,7 +119,7 @@ def _environment(place: str | None) -> dict[str, Any]:
 def _bf16() -> bool:
     import torch
 
-    from bigscl.hardware import usable_precision
+    from bigscl.processes.hardware import usable_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.ranking import rank
-from store import Alone, HeatmapStore, Snapshot
-from store.spec import Array
-from tools.opening import has_selection
-from tools.passes import scores_by_shard
+from bigscl.method.ranking import rank
+from bigscl.store import Alone, HeatmapStore, Snapshot
+from bigscl.store.spec import Array
+from bigscl.tools.opening import has_selection
+from bigscl.tools.passes import scores_by_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ class Expected:
     def of(self, scores: Array, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """`[n,L]`: of which classes each sample is an expected positive.
 
-        The same cut as `bigscl.selection.Selection.expected`, without torch, which takes seconds to import.
+        The same cut as `bigscl.method.selection`, without torch, which takes seconds to import.
         """
         # Bits of scores in 0 to 1 order like the scores; numpy compares halves 23 times slower than integers.
         bits, tau = np.ascontiguousarray(scores).view(np.uint16), self.tau.view(np.uint16)

@@ -9,10 +9,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.pictures import heatmap_of
-from store import HeatmapStore
-from tools.expected import Expected, expected_at
-from tools.opening import (
+from bigscl.plots.samples import heatmap_of
+from bigscl.store import HeatmapStore
+from bigscl.tools.expected import Expected, expected_at
+from bigscl.tools.opening import (
     Anonymous,
     AsJson,
     AtSnapshot,
@@ -27,11 +27,11 @@ from tools.opening import (
     open_store,
     options,
 )
-from tools.passes import pass_over, scores_by_shard
-from tools.regions import strongest_boxes
-from tools.samples import find_samples
-from tools.tables import Batch, table_writer, written_whole
-from tools.text import size, tell
+from bigscl.tools.passes import pass_over, scores_by_shard
+from bigscl.tools.regions import strongest_boxes
+from bigscl.tools.samples import find_samples
+from bigscl.tools.tables import Batch, table_writer, written_whole
+from bigscl.tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
 Which = Literal["mined", "expected", "all"]

@@ -13,7 +13,7 @@ from bigscl.data.scan import LARGEST_CLASS, LONGEST_NUMBER, NoSamples, Problem, 
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
 from bigscl.parsing import parsing
-from tools.progress import progress
+from bigscl.tools.progress import progress
 
 MOST_PROBLEMS = 100
 

@@ -10,8 +10,8 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.files import read_json_object
-from store import Annotations, HeatmapStore, Snapshot, StorageOptions
-from store.errors import IndexMismatch
+from bigscl.store import Annotations, HeatmapStore, Snapshot, StorageOptions
+from bigscl.store.errors import IndexMismatch
 
 logger = logging.getLogger(__name__)
 

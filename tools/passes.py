@@ -6,11 +6,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from store import HeatmapStore
-from store.passes import THREADS, in_order
-from store.snapshots import SnapshotLog
-from store.spec import Array
-from tools.progress import progress
+from bigscl.store import HeatmapStore
+from bigscl.store.passes import THREADS, in_order
+from bigscl.store.snapshots import SnapshotLog
+from bigscl.store.spec import Array
+from bigscl.tools.progress import progress
 
 Result = TypeVar("Result")
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from store import StoreSpec
-from tools.opening import AsJson
-from tools.text import counted, size, table, tell
+from bigscl.store import StoreSpec
+from bigscl.tools.opening import AsJson
+from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
-    from bigscl.config import Config
+    from bigscl.config.schema import Config
     from bigscl.data.plan import Plan
-    from bigscl.forecast import MemoryPhase
+    from bigscl.training.forecast import MemoryPhase
 
 # `--section.key value` overrides the config, as for training.
 context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -53,7 +53,7 @@ def command(
 
     Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
     """
-    from bigscl.config_file import load_config
+    from bigscl.config.reading import load_config
 
     settings = load_config(config, context.args)
     spec, mean_bytes = _data(settings, samples, classes, per_shard)
@@ -94,8 +94,8 @@ def _data(
 
 
 def _heatmap_size(config: "Config", num_classes: int) -> int:
-    from bigscl.model import build_model
-    from bigscl.state import map_side
+    from bigscl.models.spatial import build_model
+    from bigscl.training.state import map_side
 
     return 2 * map_side(build_model(config.model.backbone, num_classes), config.data.size)
 
@@ -118,7 +118,7 @@ def _plan(config: "Config", spec: StoreSpec, processes: int) -> "Plan":
 def _facts(
     config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
-    from bigscl import forecast
+    from bigscl.training import forecast
 
     plan = _plan(config, spec, processes)
     phases = forecast.memory_phases(config, spec, plan)
@@ -162,7 +162,7 @@ def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
 
 
 def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any]:
-    from bigscl.forecast import ram_needed
+    from bigscl.training.forecast import ram_needed
 
     return {
         "first_epoch": phase.epochs.start,
@@ -189,8 +189,8 @@ def _free_bytes(url: str) -> int | None:
 
 def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Whether a place takes and gives the bytes of the heaviest phase fast enough."""
-    from bigscl import forecast
-    from tools.probe import measure
+    from bigscl.tools.probe import measure
+    from bigscl.training import forecast
 
     phases = forecast.memory_phases(config, spec, _plan(config, spec, 1))
     if not phases:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.files import write_whole
-from tools.running import CONFIGS, Runner, launcher
+from bigscl.tools.running import CONFIGS, Runner, launcher
 
 DEFAULT_FOLDER = Path("quickstart")
 METHODS = {
@@ -120,7 +120,7 @@ class Kitchen:
 
 def _figures(report: Path) -> dict[str, float]:
     """What the table shows of a run."""
-    from bigscl.localization import STORED
+    from bigscl.evaluation.localization import STORED
     from bigscl.parsing import parsing
 
     with parsing(report, "a report of bigscl.evaluate", MAKE_AGAIN):
@@ -144,8 +144,8 @@ def _table(results: dict[str, dict[str, float]]) -> str:
 
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
     """The heatmaps that each run keeps of digits that no label named."""
-    from bigscl.config_file import load_config
-    from bigscl.side_by_side import draw_side_by_side
+    from bigscl.config.reading import load_config
+    from bigscl.plots.runs import draw_side_by_side
 
     runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}
     draw_side_by_side(runs, path, kinds=("unannotated",), count=6)

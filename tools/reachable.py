@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from store import StorageOptions, StoreError
-from store.backends import open_backend
-from store.transport import Transport
+from bigscl.store import StorageOptions, StoreError
+from bigscl.store.backends import open_backend
+from bigscl.store.transport import Transport
 
 # A network file system may show a new file to other nodes only after a moment.
 PATIENCE_SECONDS = 10.0

@@ -8,11 +8,11 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.pictures import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
-from store import HeatmapStore, Rows
-from tools.choosing import Choice, choose_samples
-from tools.expected import Expected, expected_at
-from tools.opening import (
+from bigscl.plots.samples import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
+from bigscl.store import HeatmapStore, Rows
+from bigscl.tools.choosing import Choice, choose_samples
+from bigscl.tools.expected import Expected, expected_at
+from bigscl.tools.opening import (
     Anonymous,
     AsJson,
     AtSnapshot,
@@ -26,8 +26,8 @@ from tools.opening import (
     open_store,
     options,
 )
-from tools.samples import find_class, find_samples
-from tools.text import tell
+from bigscl.tools.samples import find_class, find_samples
+from bigscl.tools.text import tell
 
 MAX_EPOCHS = 8
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.files import read_json_object, write_whole
-from store import HeatmapStore, Snapshot, StorageOptions
-from store.lease import read_holder
-from store.verify import Problem, verify
-from tools.damage import Source, damaged_rows, repaired_shard
-from tools.opening import (
+from bigscl.store import HeatmapStore, Snapshot, StorageOptions
+from bigscl.store.lease import read_holder
+from bigscl.store.verify import Problem, verify
+from bigscl.tools.damage import Source, damaged_rows, repaired_shard
+from bigscl.tools.opening import (
     Anonymous,
     Apply,
     AsJson,
@@ -31,8 +31,8 @@ from tools.opening import (
     options,
     run_folder,
 )
-from tools.progress import progress
-from tools.text import counted, spans, tell
+from bigscl.tools.progress import progress
+from bigscl.tools.text import counted, spans, tell
 
 THREADS = min(4, os.cpu_count() or 1)
 MAX_LINES = 20

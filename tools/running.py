@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-MODULES = {"bigscl": ("-m", "tools.cli"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
+MODULES = {"bigscl": ("-m", "bigscl.tools.cli"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
 
 

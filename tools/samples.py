@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.printing import printable
-from store import StoreSpec
+from bigscl.store import StoreSpec
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tools.text import tell
+from bigscl.tools.text import tell
 
 Activation = Literal["sigmoid", "softmax"]
 
@@ -31,10 +31,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Score saved predictions: the same report as bigscl.evaluate gives."""
-    from bigscl.predictions import load_predictions
-    from bigscl.real import read_real
-    from bigscl.report import make_report
-    from bigscl.report_files import summary, to_json, write_report
+    from bigscl.evaluation.predictions import load_predictions
+    from bigscl.evaluation.real_labels import read_real
+    from bigscl.evaluation.report import make_report
+    from bigscl.evaluation.report_files import summary, to_json, write_report
 
     saved = load_predictions(predictions, keys=keys, labels=labels)
     if name is not None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tools.progress import progress
+from bigscl.tools.progress import progress
 
 if TYPE_CHECKING:
-    from bigscl.data.datasets import Protocol
-    from bigscl.data.write import Sample, Shards
+    from bigscl.datasets.multilabel import Protocol
+    from bigscl.datasets.writing import Sample, Shards
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,8 +68,8 @@ def folder(
     as_json: AsJson = False,
 ) -> None:
     """One label per image: folders of classes, SOURCE/train/<class>/<image> or SOURCE/<class>/<image>."""
-    from bigscl.data.folder import FlatLabels
-    from bigscl.data.folder import folder as read
+    from bigscl.datasets.folder import FlatLabels
+    from bigscl.datasets.folder import folder as read
 
     if synsets is not None and ground_truth is None:
         raise ValueError(f"--synsets {synsets}: has no effect without --ground-truth")
@@ -95,7 +95,7 @@ def voc(
     as_json: AsJson = False,
 ) -> None:
     """Pascal VOC: SOURCE is a VOCdevkit. Official train becomes train and val, official val becomes test."""
-    from bigscl.data.voc import voc as read
+    from bigscl.datasets.voc import voc as read
 
     protocol = _protocol(positives, negatives, seed)
     shards = read(source, year=year, protocol=protocol, resize=resize, samples_per_shard=samples_per_shard)
@@ -117,7 +117,7 @@ def coco(
     as_json: AsJson = False,
 ) -> None:
     """COCO: SOURCE holds annotations/, train2014/ and val2014/. Splits as for VOC."""
-    from bigscl.data.coco import coco as read
+    from bigscl.datasets.coco import coco as read
 
     protocol = _protocol(positives, negatives, seed)
     shards = read(source, year=year, protocol=protocol, resize=resize, samples_per_shard=samples_per_shard)
@@ -140,21 +140,21 @@ def scenes(
     as_json: AsJson = False,
 ) -> None:
     """Scenes of handwritten digits over clutter, made of images that ship with scikit-learn: no download."""
-    from bigscl.data.scenes import scenes as draw
+    from bigscl.datasets.scenes import scenes as draw
 
     sizes = {"single": single, "train": train, "val": val, "test": test}
     _run(draw(sizes, seed, samples_per_shard), out, workers, dry_run, as_json)
 
 
 def _protocol(positives: int, negatives: int, seed: int) -> "Protocol":
-    from bigscl.data.datasets import Protocol
+    from bigscl.datasets.multilabel import Protocol
 
     return Protocol(num_positives=positives, num_negatives=negatives, seed=seed)
 
 
 def _run(shards: "Shards", out: Path, workers: int, dry_run: bool, as_json: bool) -> None:
     """Write the shards unless told not to, and print what they hold."""
-    from bigscl.data.write import write
+    from bigscl.datasets.writing import write
 
     skipped = 0
     if not dry_run:

@@ -9,12 +9,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from store import HeatmapStore, Rows, Snapshot
-from store.lease import Holder, process_start, read_holder
-from store.spec import FORMAT, Array
-from store.versions import by_version, snapshot_bytes
-from tools.expected import Expected, expected_at, in_mid_epoch
-from tools.opening import (
+from bigscl.store import HeatmapStore, Rows, Snapshot
+from bigscl.store.lease import Holder, process_start, read_holder
+from bigscl.store.spec import FORMAT, Array
+from bigscl.store.versions import by_version, snapshot_bytes
+from bigscl.tools.expected import Expected, expected_at, in_mid_epoch
+from bigscl.tools.opening import (
     Anonymous,
     AsJson,
     AtSnapshot,
@@ -32,9 +32,9 @@ from tools.opening import (
     options,
     run_folder,
 )
-from tools.passes import pass_over
-from tools.samples import class_name, find_samples, name_of
-from tools.text import bars, counted, moment, size, table, tell
+from bigscl.tools.passes import pass_over
+from bigscl.tools.samples import class_name, find_samples, name_of
+from bigscl.tools.text import bars, counted, moment, size, table, tell
 
 BINS = 10
 MAX_EPOCHS_SHOWN = 12
@@ -275,7 +275,7 @@ def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.
 
 def _peak(rows: Rows, number: int) -> float | None:
     """The largest value of a class's heatmap; None if none is kept."""
-    from bigscl.pictures import heatmap_of
+    from bigscl.plots.samples import heatmap_of
 
     heatmap = heatmap_of(rows, number)
     return None if heatmap is None else float(heatmap.max())

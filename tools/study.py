@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tools.progress import progress
-from tools.running import Runner, launcher
+from bigscl.tools.progress import progress
+from bigscl.tools.running import Runner, launcher
 
 if TYPE_CHECKING:
-    from bigscl.config import Config
+    from bigscl.config.schema import Config
 
 SAMPLES_TO_LOOK_AT = 100
 
@@ -131,13 +131,13 @@ class Trial:
 
     def resolved(self) -> "Config":
         """The config of the run; ConfigError if there is anything wrong with it."""
-        from bigscl.config_file import load_config
+        from bigscl.config.reading import load_config
 
         return load_config(self.config, self.settings)
 
     def check_unchanged(self) -> None:
         """Refuse what was begun with other settings: it would count for a row that says otherwise."""
-        from bigscl.config_file import changed_settings
+        from bigscl.config.reading import changed_settings
 
         if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
             raise ValueError(
@@ -213,7 +213,7 @@ def _slug(text: str) -> str:
 
 def _observes(config: Path) -> bool:
     """Whether training sees part of the labels only, so that another part can be drawn."""
-    from bigscl.config_file import load_config
+    from bigscl.config.reading import load_config
 
     return load_config(config).data.labels == "observed"
 
@@ -228,7 +228,7 @@ def _setting(word: str) -> str:
 def _check_boxes(trials: Sequence[Trial]) -> None:
     """Find out now, not after the first training, that there is nothing to judge heatmaps by."""
     from bigscl.data.reader import read_metadata
-    from bigscl.run import open_data
+    from bigscl.training.run import open_data
 
     for trial in trials[:1]:
         index = open_data(trial.resolved()).train
@@ -247,7 +247,7 @@ def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     except KeyboardInterrupt:
         typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
         raise typer.Exit(130) from None
-    from tools.study_report import write_results
+    from bigscl.tools.study_report import write_results
 
     typer.echo("\n" + write_results(trials, out))
     if failures:
@@ -258,7 +258,7 @@ def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
 
 def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
     """Do what is left of the runs; gives back what went wrong. One that fails does not stop the others."""
-    from tools.study_report import write_results
+    from bigscl.tools.study_report import write_results
 
     left = [trial for trial in trials if not trial.done]
     _check_boxes(left)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tools.study import Trial
+    from bigscl.tools.study import Trial
 
 MAKE_AGAIN = "Delete the file and run the command again: it is made again."
 FIGURES = {
@@ -32,7 +32,7 @@ FIGURES = {
 
 def write_results(trials: Sequence["Trial"], out: Path) -> str:
     """Put results.json, results.md and the pictures of what is done so far into a folder; gives the table."""
-    from bigscl.report_files import plain
+    from bigscl.evaluation.report_files import plain
 
     done = [trial for trial in trials if trial.done]
     if not done:
@@ -82,7 +82,7 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDA
 
     `maps` has the mAP in resamples of the images, by row and seed.
     """
-    from bigscl.report_files import markdown_table
+    from bigscl.evaluation.report_files import markdown_table
 
     rows = list(dict.fromkeys(run["row"] for run in runs))
     first = {run["seed"]: run["map"] for run in runs if run["row"] == rows[0]}
@@ -107,7 +107,7 @@ def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
     """How the mean difference over seeds varies over other draws of the images, which all seeds share."""
     import numpy as np
 
-    from bigscl.compare import limits
+    from bigscl.evaluation.compare import limits
 
     if not differences:
         return "–"
@@ -117,8 +117,8 @@ def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
 
 @cache
 def _resampled_maps(trial: "Trial") -> "NDArray[np.float64]":
-    from bigscl.compare import resampled_maps
-    from bigscl.predictions import load_predictions
+    from bigscl.evaluation.compare import resampled_maps
+    from bigscl.evaluation.predictions import load_predictions
 
     return resampled_maps(load_predictions(trial.report.parent))
 
@@ -134,7 +134,7 @@ def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
 
 def _figures(trial: "Trial") -> dict[str, float]:
     """What the table shows of a run."""
-    from bigscl.localization import STORED
+    from bigscl.evaluation.localization import STORED
 
     report = _read_report(trial)
     heat = (report["localization"] or {}).get(STORED, {})
@@ -189,12 +189,12 @@ def _mined(trial: "Trial") -> dict[str, Any]:
 
 
 def _find_mined(trial: "Trial") -> dict[str, Any]:
-    from bigscl.metrics import estimate_k
-    from bigscl.mining import mined_positives
-    from bigscl.predictions import true_labels
-    from bigscl.report_files import plain
-    from bigscl.run import open_data
-    from store import HeatmapStore
+    from bigscl.evaluation.metrics import estimate_k
+    from bigscl.evaluation.mining import mined_positives
+    from bigscl.evaluation.predictions import true_labels
+    from bigscl.evaluation.report_files import plain
+    from bigscl.store import HeatmapStore
+    from bigscl.training.run import open_data
 
     config = trial.resolved()
     data = open_data(config)
@@ -218,7 +218,7 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
     """How high the 1st to 4th highest scores of the images are, a line for every row, all seeds together."""
     import numpy as np
 
-    from bigscl.report_files import draw_score_distributions
+    from bigscl.evaluation.report_files import draw_score_distributions
 
     sums: dict[str, Any] = {}
     for trial in trials:
@@ -230,8 +230,8 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
     """What the runs of the first seed remember of the same images, where all their labels are known."""
-    from bigscl.run import open_data
-    from bigscl.side_by_side import draw_side_by_side
+    from bigscl.plots.runs import draw_side_by_side
+    from bigscl.training.run import open_data
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}

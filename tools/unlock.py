@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from store.backends import Backend, open_backend
-from store.errors import BadFile
-from store.lease import PATIENCE_SECONDS, Holder, break_lease, is_dead, read_holder
-from store.opening import read_spec
-from tools.opening import Anonymous, Apply, AsJson, Endpoint, Region, Store, locate, options
-from tools.text import tell
+from bigscl.store.backends import Backend, open_backend
+from bigscl.store.errors import BadFile
+from bigscl.store.lease import PATIENCE_SECONDS, Holder, break_lease, is_dead, read_holder
+from bigscl.store.opening import read_spec
+from bigscl.tools.opening import Anonymous, Apply, AsJson, Endpoint, Region, Store, locate, options
+from bigscl.tools.text import tell
 
 
 def command(

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from store import Annotations, HeatmapStore, StorageOptions
-from store.errors import BadFile, ChunkCorrupt, IndexMismatch
-from store.layout import shard_bytes
-from store.passes import THREADS
-from store.snapshots import SnapshotLog
-from store.verify import verify
-from store.versions import Version
-from tools.opening import (
+from bigscl.store import Annotations, HeatmapStore, StorageOptions
+from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch
+from bigscl.store.layout import shard_bytes
+from bigscl.store.passes import THREADS
+from bigscl.store.snapshots import SnapshotLog
+from bigscl.store.verify import verify
+from bigscl.store.versions import Version
+from bigscl.tools.opening import (
     Anonymous,
     AsJson,
     AtSnapshot,
@@ -29,8 +29,8 @@ from tools.opening import (
     open_store,
     options,
 )
-from tools.passes import pass_over
-from tools.text import counted, size, tell
+from bigscl.tools.passes import pass_over
+from bigscl.tools.text import counted, size, tell
 
 MAX_LINES = 20
 

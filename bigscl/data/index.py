@@ -21,7 +21,7 @@ from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
 from bigscl.parsing import BadFile, parsing
 from bigscl.printing import first_few, printable
-from store.annotations import Annotations
+from bigscl.store.annotations import Annotations
 
 VERSION = 1
 UNKNOWN_BYTES = -1

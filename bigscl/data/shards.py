@@ -14,7 +14,7 @@ from braceexpand import braceexpand
 from bigscl.data.remote import s3_bucket
 from bigscl.data.sources import Shard, Unreadable, scheme
 from bigscl.printing import first_few
-from store.retries import Patience
+from bigscl.store.retries import Patience
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512

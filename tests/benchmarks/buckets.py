@@ -1,7 +1,7 @@
 """What it costs to fix the order in which DDP adds up gradients: `python -m tests.benchmarks.buckets`.
 
 Two processes (gloo) train ResNet-18. Steps of three copies take turns, so that all meet the same noise: DDP
-as it is; after one backward of nothing, as `bigscl.step` settles the buckets; and with
+as it is; after one backward of nothing, as `bigscl.training.step` settles the buckets; and with
 `find_unused_parameters`, which never packs again. A copy's times are medians over its steps, on the clock and
 of the CPU.
 """

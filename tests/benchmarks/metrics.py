@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from sklearn.metrics import average_precision_score
 
-from bigscl.metrics import average_precision
+from bigscl.evaluation.metrics import average_precision
 
 LEAST_RATIO, LIMIT_BYTES, TOLERANCE = 10, 4e9, 1e-6
 

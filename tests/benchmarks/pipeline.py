@@ -33,10 +33,10 @@ from torchvision.datasets import ImageFolder
 
 from bigscl.data.batch import normalize
 from bigscl.data.index import Index
-from bigscl.data.looks import TrainingLook
-from bigscl.data.pipeline import Loader
+from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
+from bigscl.data.transforms import TrainingLook
 from tests.tars import WDS, encoded
 
 SIZE, BATCH, SHARD = 224, 64, 100

@@ -121,7 +121,7 @@ class Place:
         return row, ended.output
 
     def bigscl(self, stage: str, *words: object, fine: tuple[int, ...] = (0,)) -> tuple[Row, str]:
-        return self.command(stage, "tools.cli", *words, fine=fine)
+        return self.command(stage, "bigscl.tools.cli", *words, fine=fine)
 
 
 def say(text: str) -> None:

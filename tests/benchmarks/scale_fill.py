@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from bigscl.data.index import load_index
-from store import HeatmapStore, Rows
+from bigscl.store import HeatmapStore, Rows
 
 LEFT_SHARDS = 4
 """Left for the trainer, so that the epoch has an end to train."""

@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
-from bigscl.selection import expected_counts, select
-from store.transport import Alone
+from bigscl.method.selection import expected_counts, select
+from bigscl.store.transport import Alone
 
 CHUNK = 1000
 LIMIT_SECONDS, LIMIT_BYTES = 20, 1e9

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigscl.head import Tap
-from bigscl.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.model import SpatialClassifier, build_model, pool
-from bigscl.objective import Objective
-from bigscl.selection import Selection
+from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.method.objective import Objective
+from bigscl.method.selection import Selection
+from bigscl.models.head import Tap
+from bigscl.models.spatial import SpatialClassifier, build_model, pool
 
 MOMENTUM = 0.8
 BAR = 1.05

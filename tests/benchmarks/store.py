@@ -28,7 +28,7 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from store import Annotations, HeatmapStore, Prefetcher, Residents, Writeback
+from bigscl.store import Annotations, HeatmapStore, Prefetcher, Residents, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
 SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "visited": ()}

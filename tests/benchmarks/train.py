@@ -106,7 +106,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), args.images)
-        indexing = [sys.executable, "-m", "tools.cli", "index", f"{folder}/train-*.tar"]
+        indexing = [sys.executable, "-m", "bigscl.tools.cli", "index", f"{folder}/train-*.tar"]
         subprocess.run(indexing, cwd=ROOT, check=True, capture_output=True)
         for number in range(args.rounds):
             for place, kind in enumerate(KINDS):

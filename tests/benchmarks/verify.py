@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from store import Annotations, HeatmapStore
-from store.layout import shard_bytes
-from tools.cli import main as bigscl
+from bigscl.store import Annotations, HeatmapStore
+from bigscl.store.layout import shard_bytes
+from bigscl.tools.cli import main as bigscl
 
 CLASSES, SIDE, TOP, ROWS = 1000, 14, 10, 1000
 
@@ -88,7 +88,7 @@ def showing(folder: Path, rounds: int) -> None:
     make(folder / "sparse", 1281, 3)
     make(folder / "small", 4, 2)
     for name in ("small", "sparse"):
-        command = [sys.executable, "-m", "tools.cli", "show", str(folder / name)]
+        command = [sys.executable, "-m", "bigscl.tools.cli", "show", str(folder / name)]
         times = []
         for _ in range(rounds):
             started = time.perf_counter()

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from bigscl.ranks import transport
-from bigscl.selection import select
+from bigscl.method.selection import select
+from bigscl.processes.ranks import transport
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, NUM_CLASSES = 600, 7

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from bigscl.data.scan import scan
-from bigscl.model import build_model
+from bigscl.models.spatial import build_model
 from tests.tars import labelled, write_tar
 
 ROOT = Path(__file__).parent.parent.parent
-BACKBONE, NUM_CLASSES = "bigscl.smallnet:small_resnet", 4
+BACKBONE, NUM_CLASSES = "bigscl.models.smallnet:small_resnet", 4
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from select_over_ranks import NUM_EXPECTED, WORLD_SIZES, cases
 
-from bigscl.selection import Selection
+from bigscl.method.selection import Selection
 
 SCRIPT = Path(__file__).parent / "select_over_ranks.py"
 

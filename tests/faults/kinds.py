@@ -6,7 +6,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGES = tuple(f"{ROOT / name}/" for name in ("store", "bigscl", "tools"))
+PACKAGE = f"{ROOT / 'bigscl'}/"
 
 # The first kind with a function on the stack, or a part of the path, wins.
 FUNCTIONS = {
@@ -38,7 +38,7 @@ def callers() -> list[str]:
     found = []
     for frame in frames:
         while frame is not None:
-            if frame.f_code.co_filename.startswith(PACKAGES):
+            if frame.f_code.co_filename.startswith(PACKAGE):
                 file = str(Path(frame.f_code.co_filename).relative_to(ROOT))
                 found.append(f"{file}:{frame.f_code.co_name}:{frame.f_lineno}")
             frame = frame.f_back

@@ -29,7 +29,7 @@ def call(request: dict[str, Any]) -> int:
     target = getattr(importlib.import_module(module), function)
     if request["plan"] is not None:
         arm(Plan.from_json(request["plan"]))
-    from store import StoreError
+    from bigscl.store import StoreError
 
     try:
         return target(*request["arguments"]) or 0

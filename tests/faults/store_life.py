@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from store import HeatmapStore, StorageOptions, update
-from store.backends import open_backend
-from store.errors import NotAStore
-from store.lease import break_lease, read_holder
-from store.verify import verify
+from bigscl.store import HeatmapStore, StorageOptions, update
+from bigscl.store.backends import open_backend
+from bigscl.store.errors import NotAStore
+from bigscl.store.lease import break_lease, read_holder
+from bigscl.store.verify import verify
 from tests.test_store.conftest import all_ids, make_annotations
 
 NUM_CLASSES, SIZE, TOP, EPOCHS, KEPT = 5, 2, 3, 3, 2

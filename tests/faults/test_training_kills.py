@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from bigscl.checkpoint import Checkpoints
+from bigscl.training.checkpoint import Checkpoints
 from tests.faults import kills
 from tests.faults.children import ForkServer
 from tests.faults.training import SERVER_MODULES, Training, small_config

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from bigscl.launch import parse
+from bigscl.processes.accelerator import parse
 from bigscl.train import Trainer
 
 

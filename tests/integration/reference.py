@@ -13,10 +13,10 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from bigscl.config import Config
+from bigscl.config.schema import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index
-from bigscl.data.pipeline import Loader
+from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from tests.integration.tiny import TinyNet
 

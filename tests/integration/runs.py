@@ -20,12 +20,12 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bigscl.checkpoint import Checkpoints
 from bigscl.data.index import Index, load_index
 from bigscl.data.scan import scan
-from bigscl.data.scenes import scenes
-from bigscl.data.write import write
-from store import HeatmapStore, Rows
+from bigscl.datasets.scenes import scenes
+from bigscl.datasets.writing import write
+from bigscl.store import HeatmapStore, Rows
+from bigscl.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT = 150

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.config_file import load_config
-from bigscl.data.pipeline import Loader
+from bigscl.config.reading import load_config
+from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
-from store import Rows
+from bigscl.store import Rows
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_runs,

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from bigscl.tools.expected import in_mid_epoch
 from tests.integration.runs import index_of, store_of, train, write_config
 from tests.test_tools.conftest import bigscl
-from tools.expected import in_mid_epoch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 

@@ -6,7 +6,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from store import HeatmapStore, StorageOptions
+from bigscl.store import HeatmapStore, StorageOptions
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.integration import runs
 from tests.integration.runs import (

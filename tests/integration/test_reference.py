@@ -9,9 +9,9 @@ two steps away. The network has no batch statistics, which belong to each rank's
 import numpy as np
 import torch
 
-from bigscl.checkpoint import Checkpoints
-from bigscl.config_file import load_config
-from bigscl.selection import Selection
+from bigscl.config.reading import load_config
+from bigscl.method.selection import Selection
+from bigscl.training.checkpoint import Checkpoints
 from tests.integration.reference import Reference
 from tests.integration.runs import (
     assert_same_runs,

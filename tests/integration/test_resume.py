@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bigscl.checkpoint import Checkpoints
+from bigscl.training.checkpoint import Checkpoints
 from tests.integration.runs import (
     Running,
     assert_same_runs,

@@ -13,16 +13,16 @@ import subprocess
 
 import pytest
 
-from bigscl.subject import find_weights
-from store import HeatmapStore
+from bigscl.evaluation.target import find_weights
+from bigscl.store import HeatmapStore
 from tests.integration.forks import Forks
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
 
 pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS = (
-    "store.snapshots:SnapshotLog",
-    "store.heatmap_store:HeatmapStore",
-    "bigscl.checkpoint",
+    "bigscl.store.snapshots:SnapshotLog",
+    "bigscl.store.heatmap_store:HeatmapStore",
+    "bigscl.training.checkpoint",
 )
 
 
@@ -111,8 +111,8 @@ MORE_KILLS = [
     *(f"{SNAPSHOTS}.create {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
     *(f"{STORE}.compact {when} 1" for when in ("before", "after")),
     *(f"{STORE}.create {when} 1" for when in ("before", "after")),
-    "bigscl.run:RunFolder.write_start before 1",
-    "bigscl.run:RunFolder.write_start after 1",
+    "bigscl.training.run:RunFolder.write_start before 1",
+    "bigscl.training.run:RunFolder.write_start after 1",
     *(f"{FOLDERS}:_rename {when} {n}" for n in range(1, 9) for when in ("before", "after")),
     *(f"pathlib:Path.replace {when} {n}" for n in range(1, 3) for when in ("before", "after")),
     *(f"{FOLDERS}:Checkpoints.prune before {n}" for n in range(1, 6)),
@@ -147,11 +147,11 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
     [
         f"{STORE}.drop_snapshots before 1",
         f"{SNAPSHOTS}.drop before 1",
-        "bigscl.run:RunFolder.write_start before 1",
+        "bigscl.training.run:RunFolder.write_start before 1",
         f"{FOLDERS}:remove_folder before 1",
         "os:unlink after 2",
         "os:unlink after 4",
-        "bigscl.log:Journal.keep_until after 1",
+        "bigscl.training.log:Journal.keep_until after 1",
     ],
 )
 def test_resume_of_an_older_checkpoint_killed_at_a_chosen_moment(train, config, again, whole, shards, moment):
@@ -330,7 +330,7 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
 @pytest.mark.parametrize(
     ("moment", "name"),
     [
-        ("bigscl.log:append_lines before 3", ""),
+        ("bigscl.training.log:append_lines before 3", ""),
         ("pathlib:Path.write_bytes before 2", "model.safetensors"),
         ("torch:save before 3", "optimizer.pt"),
         ("matplotlib.figure:Figure.savefig before 1", "epoch-001.png"),

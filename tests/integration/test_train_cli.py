@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from bigscl.config_file import load_config
+from bigscl.config.reading import load_config
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
-from bigscl.objective import Base, Consistency
-from bigscl.smallnet import small_resnet
-from store import HeatmapStore
+from bigscl.method.objective import Base, Consistency
+from bigscl.models.smallnet import small_resnet
+from bigscl.store import HeatmapStore
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
@@ -68,8 +68,11 @@ OPTIONS = {
     "bf16": {"hardware.precision": "bf16"},
     "channels last": {"hardware.channels_last": True},
     "probabilities": {"model.pooling": "probabilities"},
-    "frozen stages": {"model.freeze_stages": 1, "model.backbone": "bigscl.smallnet:small_resnet"},
-    "frozen statistics": {"model.freeze_statistics": True, "model.backbone": "bigscl.smallnet:small_resnet"},
+    "frozen stages": {"model.freeze_stages": 1, "model.backbone": "bigscl.models.smallnet:small_resnet"},
+    "frozen statistics": {
+        "model.freeze_statistics": True,
+        "model.backbone": "bigscl.models.smallnet:small_resnet",
+    },
     "rms": {"objective.norm": "rms"},
     "accumulation": {"optimizer.accumulate": 3},
     "sgd": {"optimizer.name": "sgd"},

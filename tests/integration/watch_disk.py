@@ -9,8 +9,8 @@ import logging
 import sys
 from pathlib import Path
 
+from bigscl.store import HeatmapStore
 from bigscl.train import main
-from store import HeatmapStore
 
 peak = 0
 drop, close = HeatmapStore.drop_snapshots, HeatmapStore.close

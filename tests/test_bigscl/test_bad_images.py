@@ -11,9 +11,9 @@ from PIL import Image
 
 from bigscl.data import decode as decoding
 from bigscl.data.decode import decode
-from bigscl.data.imagefile import ImageFile, Resize
-from bigscl.data.looks import EvaluationLook, TrainingLook
 from bigscl.data.sources import Unreadable
+from bigscl.data.transforms import EvaluationLook, TrainingLook
+from bigscl.datasets.image_files import ImageFile, Resize
 from tests.tars import encoded, jpeg, picture
 
 FRAME = b"\xff\xc0"

@@ -12,11 +12,11 @@ import pytest
 
 from bigscl.data import sources
 from bigscl.data.index import Index, default_path, load_index
-from bigscl.data.looks import EvaluationLook
-from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.reader import read_metadata
 from bigscl.data.scan import scan
+from bigscl.data.transforms import EvaluationLook
 from tests.tars import classed, jpeg, labelled, write_shards, write_tar
 
 LOOK = EvaluationLook(size=16)

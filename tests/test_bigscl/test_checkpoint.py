@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bigscl.checkpoint import (
+from bigscl.files import explain
+from bigscl.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
@@ -21,9 +22,8 @@ from bigscl.checkpoint import (
     write_state,
     write_tensors,
 )
-from bigscl.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
-from bigscl.files import explain
-from bigscl.state import rng_state
+from bigscl.training.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
+from bigscl.training.state import rng_state
 
 
 def files(value):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, f1_score
 
-from bigscl.bootstrap import draw_counts, resampled_figures
-from bigscl.compare import align, compare, limits, resampled_maps
-from bigscl.report import score
+from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
+from bigscl.evaluation.compare import align, compare, limits, resampled_maps
+from bigscl.evaluation.report import score
 from tests.test_bigscl.test_report import problem, saved
 
 

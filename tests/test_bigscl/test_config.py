@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigscl.config import Config
-from bigscl.config_file import ConfigError, changed_settings, load_config, make_config, to_yaml
+from bigscl.config.reading import ConfigError, changed_settings, load_config, make_config, to_yaml
+from bigscl.config.schema import Config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

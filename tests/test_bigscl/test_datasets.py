@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.data.coco import coco
-from bigscl.data.datasets import Annotated, Protocol, multi_label_shards
-from bigscl.data.folder import FlatLabels, folder
-from bigscl.data.groundtruth import read_synsets
-from bigscl.data.imagefile import ImageFile, Resize, key_of
-from bigscl.data.protocol import observe, split
-from bigscl.data.voc import CLASSES, voc
+from bigscl.datasets.coco import coco
+from bigscl.datasets.folder import FlatLabels, folder
+from bigscl.datasets.ground_truth import read_synsets
+from bigscl.datasets.image_files import ImageFile, Resize, key_of
+from bigscl.datasets.multilabel import Annotated, Protocol, multi_label_shards
+from bigscl.datasets.protocol import observe, split
+from bigscl.datasets.voc import CLASSES, voc
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
 
 REAL_VOC = Path(__file__).parents[3] / "shared" / "data" / "voc2012"

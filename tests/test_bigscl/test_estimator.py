@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl import estimator
-from bigscl.estimator import LabelEstimator
-from bigscl.ranks import Single
+from bigscl.method import estimator
+from bigscl.method.estimator import LabelEstimator
+from bigscl.processes.ranks import Single
 from tests.test_store.conftest import make_annotations
 
 

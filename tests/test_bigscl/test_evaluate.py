@@ -11,18 +11,18 @@ from safetensors.torch import save_file
 from torchvision import models
 from torchvision.transforms.functional import to_pil_image
 
-from bigscl.config_file import load_config, make_config, to_yaml
-from bigscl.data.looks import EvaluationLook
+from bigscl.config.reading import load_config, make_config, to_yaml
 from bigscl.data.reader import read_images
 from bigscl.data.scan import scan
+from bigscl.data.transforms import EvaluationLook
 from bigscl.evaluate import main
-from bigscl.model import build_model
-from bigscl.predictions import load_predictions
-from bigscl.subject import build_network, find_subject, find_weights
-from store import HeatmapStore
+from bigscl.evaluation.predictions import load_predictions
+from bigscl.evaluation.target import build_network, find_subject, find_weights
+from bigscl.models.spatial import build_model
+from bigscl.store import HeatmapStore
 from tests.tars import classed, labelled, write_tar
 
-BACKBONE = "bigscl.smallnet:small_resnet"
+BACKBONE = "bigscl.models.smallnet:small_resnet"
 NUM_IMAGES, NUM_CLASSES = 11, 3
 
 

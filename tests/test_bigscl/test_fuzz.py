@@ -18,24 +18,24 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
-from bigscl.backbones import load_state, read_state
-from bigscl.config_file import ConfigError, load_config, parse_yaml
-from bigscl.data.coco import coco
-from bigscl.data.datasets import Protocol
+from bigscl.config.reading import ConfigError, load_config, parse_yaml
 from bigscl.data.decode import decode
-from bigscl.data.groundtruth import read_ground_truth, read_synsets
-from bigscl.data.imagefile import ImageFile, Resize
 from bigscl.data.index import default_path, load_index, stored_fingerprint
-from bigscl.data.looks import EvaluationLook
-from bigscl.data.pipeline import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import members
 from bigscl.data.sources import Unreadable, open_shard
-from bigscl.data.voc import voc
+from bigscl.data.transforms import EvaluationLook
+from bigscl.datasets.coco import coco
+from bigscl.datasets.ground_truth import read_ground_truth, read_synsets
+from bigscl.datasets.image_files import ImageFile, Resize
+from bigscl.datasets.multilabel import Protocol
+from bigscl.datasets.voc import voc
+from bigscl.evaluation.predictions import SavedPredictions, load_predictions
+from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.models.backbones import load_state, read_state
 from bigscl.parsing import BadFile
-from bigscl.predictions import SavedPredictions, load_predictions
-from bigscl.real import match_real, read_real
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 from tests.tars import classed, encoded, jpeg, labelled, picture, write_shards, write_tar

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.heatmaps import blend, blend_scores, gather_classes, to_image, to_view
+from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_image, to_view
 
 FULL = [0.0, 0.0, 1.0, 1.0, 0.0]
 

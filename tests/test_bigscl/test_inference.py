@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from bigscl.data.batch import Batch, normalize
-from bigscl.inference import NETWORK_BATCH, gather_arrays, network_batches, predict
-from bigscl.model import build_model
-from store import Alone
+from bigscl.evaluation.inference import NETWORK_BATCH, gather_arrays, network_batches, predict
+from bigscl.models.spatial import build_model
+from bigscl.store import Alone
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 LISTEN = """
 import multiprocessing, os, queue, signal, sys, time
-from bigscl import interrupts
+from bigscl.processes import signals as interrupts
 asked = queue.SimpleQueue()
 def wait_for_ever():
     time.sleep(1000)
@@ -151,7 +151,7 @@ assert signal.set_wakeup_fd(-1) == -1
 
 RUN = """
 import os, signal, sys, time
-from bigscl import interrupts
+from bigscl.processes import signals as interrupts
 with interrupts.Interrupts() as listening:
     listening.save_first(lambda: print("asked", flush=True))
     print(os.getpid(), flush=True)

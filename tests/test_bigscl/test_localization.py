@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from bigscl.data.looks import EvaluationLook
-from bigscl.data.pipeline import Loader
+from bigscl.data.loader import Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import scan
-from bigscl.heatmaps import to_image
-from bigscl.inference import NETWORK_BATCH
-from bigscl.localization import network_pointing, pointing, read_objects
-from bigscl.model import build_model
-from store import Alone, HeatmapStore
+from bigscl.data.transforms import EvaluationLook
+from bigscl.evaluation.inference import NETWORK_BATCH
+from bigscl.evaluation.localization import network_pointing, pointing, read_objects
+from bigscl.method.heatmaps import to_image
+from bigscl.models.spatial import build_model
+from bigscl.store import Alone, HeatmapStore
 from tests.tars import jpeg, labelled, write_tar
 
 NUM_CLASSES, SIZE = 4, 6
@@ -174,7 +174,7 @@ def test_network_maps_point_as_counted_cell_by_cell_in_the_image(shards, resize,
     index, boxes_of = shards
     look = EvaluationLook(size=48, resize=resize, shorter=64)
     torch.manual_seed(2)
-    model = build_model("bigscl.smallnet:small_resnet", NUM_CLASSES).eval()
+    model = build_model("bigscl.models.smallnet:small_resnet", NUM_CLASSES).eval()
     nn.init.normal_(model.network.fc.weight, std=3)
     plan = evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=batch_size)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from bigscl import log
-from bigscl.log import Meter
-from bigscl.objective import Loss
-from bigscl.ranks import Single
+from bigscl.method.objective import Loss
+from bigscl.processes.ranks import Single
+from bigscl.training import log
+from bigscl.training.log import Meter
 
 
 class Ranks:

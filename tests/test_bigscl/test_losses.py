@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl import losses
-from bigscl.objective import Objective
+from bigscl.method import losses
+from bigscl.method.objective import Objective
 
 B, L, G, K = 4, 7, 3, 2.9
 BASES = ["bce", "an", "an_ls", "wan", "en", "ep", "epr", "role"]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
-from bigscl.metrics import (
+from bigscl.evaluation.metrics import (
     average_precision,
     best_classes,
     by_num_labels,

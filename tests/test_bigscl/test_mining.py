@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bigscl.mining import mined_positives
-from store import HeatmapStore, update
+from bigscl.evaluation.mining import mined_positives
+from bigscl.store import HeatmapStore, update
 from tests.test_tools.quickstart import make_shards
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torchvision import models
 
-from bigscl.model import build_model, pool
-from tools import lite0
+from bigscl.models.spatial import build_model, pool
+from bigscl.tools import lite0
 
 FITTING = [
     "resnet18",
@@ -166,7 +166,7 @@ def test_real_pretrained_network_keeps_its_logits_and_exports():
     weights = lite0.imagenet_weights()
     original = lite0.efficientnet_lite0(1000).eval()
     original.load_state_dict(torch.load(weights, weights_only=True))
-    model = build_model("tools.lite0:efficientnet_lite0", 1000, weights=weights).eval()
+    model = build_model("bigscl.models.lite0:efficientnet_lite0", 1000, weights=weights).eval()
     batch = 2 * images(2, 224, 224) - 1
     with torch.no_grad():
         expected = original(batch)
@@ -182,7 +182,7 @@ def test_real_pretrained_network_keeps_its_logits_and_exports():
 def test_head_of_another_number_of_classes_starts_fresh_and_says_so(caplog):
     caplog.set_level(logging.INFO)
     weights = lite0.imagenet_weights()
-    model = build_model("tools.lite0:efficientnet_lite0", 20, weights=weights)
+    model = build_model("bigscl.models.lite0:efficientnet_lite0", 20, weights=weights)
     assert model.network._fc.out_features == 20
     state = torch.load(weights, weights_only=True)
     assert torch.equal(model.network._conv_stem.weight, state["_conv_stem.weight"])

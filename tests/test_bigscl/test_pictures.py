@@ -5,8 +5,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.pictures import DIM, Panel, SamplePicture, draw_samples, figure_of, overlay, panel_of, panels_of
-from store import Rows
+from bigscl.plots.samples import (
+    DIM,
+    Panel,
+    SamplePicture,
+    draw_samples,
+    figure_of,
+    overlay,
+    panel_of,
+    panels_of,
+)
+from bigscl.store import Rows
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
 
@@ -106,5 +115,5 @@ def test_what_fits_on_no_page_is_refused(count, across):
 
 
 def test_drawing_needs_no_torch():
-    code = "import sys, bigscl.pictures; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigscl.plots.samples; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

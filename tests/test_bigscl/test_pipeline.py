@@ -20,12 +20,12 @@ from PIL import Image
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.batch import Batch, normalize
-from bigscl.data.looks import EvaluationLook, TrainingLook, look_at, resize
-from bigscl.data.pipeline import BadSamples, Batches, Loader, TooManyBadSamples
+from bigscl.data.loader import BadSamples, Batches, Loader, TooManyBadSamples
 from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
+from bigscl.data.transforms import EvaluationLook, TrainingLook, look_at, resize
 from bigscl.data.views import View
 from tests.tars import (
     VOC,
@@ -391,7 +391,7 @@ def test_a_tar_truncated_after_it_was_indexed_loses_only_its_rest(tmp_path, monk
         shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes())[:cut]))
     else:
         os.truncate(shard, cut)
-    monkeypatch.setattr("bigscl.data.pipeline.check_shards", lambda index: None)
+    monkeypatch.setattr("bigscl.data.loader.check_shards", lambda index: None)
     bad = BadSamples(index, 10, max_share=0.5)
     batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2, 3, 4, 5]
@@ -404,7 +404,7 @@ def test_a_missing_shard_is_named_at_the_start_and_skipped_if_it_vanishes_later(
     os.remove(shards[1])
     with pytest.raises(FileNotFoundError, match=r"train-000001\.tar"):
         Loader(index, plan_for(index), 0, LOOK)
-    monkeypatch.setattr("bigscl.data.pipeline.check_shards", lambda index: None)
+    monkeypatch.setattr("bigscl.data.loader.check_shards", lambda index: None)
     bad = BadSamples(index, 7, max_share=0.9)
     batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2]

@@ -5,8 +5,8 @@ import pytest
 import zarr
 
 from bigscl.data.scan import scan
-from bigscl.inference import Predictions
-from bigscl.predictions import from_network, load_predictions, true_labels
+from bigscl.evaluation.inference import Predictions
+from bigscl.evaluation.predictions import from_network, load_predictions, true_labels
 from tests.tars import labelled, write_shards, write_tar
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
-from bigscl import progress
-from bigscl.progress import EpochBar, Pace, clock, describe, working
+from bigscl.training import progress
+from bigscl.training.progress import EpochBar, Pace, clock, describe, working
 
 VALUES = {
     "total": 0.12345,

@@ -16,7 +16,7 @@ from bigscl.data.reader import encoded_images
 from bigscl.data.scan import scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import Unreadable, open_shard
-from store import StoreError
+from bigscl.store import StoreError
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.tars import QuietHandler, web_server, write_shards
 

@@ -10,11 +10,18 @@ import torch
 from PIL import Image
 from sklearn import metrics as sklearn
 
-from bigscl.metrics import best_classes
-from bigscl.predictions import SavedPredictions
-from bigscl.real import match_real, read_real
-from bigscl.report import make_report
-from bigscl.report_files import markdown_table, percent, summary, to_json, to_markdown, write_report
+from bigscl.evaluation.metrics import best_classes
+from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.evaluation.report import make_report
+from bigscl.evaluation.report_files import (
+    markdown_table,
+    percent,
+    summary,
+    to_json,
+    to_markdown,
+    write_report,
+)
 from tests.tars import DATA, real_data
 
 TOP5 = DATA / "in_val_top5_dev"

@@ -12,8 +12,8 @@ pytest.importorskip("sklearn")
 
 from sklearn.datasets import load_digits
 
-from bigscl.data.scenes import SIDE, Digit, Scene, scenes
-from bigscl.data.write import write
+from bigscl.datasets.scenes import SIDE, Digit, Scene, scenes
+from bigscl.datasets.writing import write
 
 SIZES = {"single": 60, "train": 60, "val": 30, "test": 60}
 

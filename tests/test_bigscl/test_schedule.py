@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigscl.schedule import MAIN, WARMUP, Phase, Ramp, Schedule, gamma, learning_rate
+from bigscl.method.schedule import MAIN, WARMUP, Phase, Ramp, Schedule, gamma, learning_rate
 
 
 def test_warm_up_is_a_line_and_the_peak_comes_after_it():

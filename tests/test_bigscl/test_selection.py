@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.selection import Selection, expected_counts, select
-from store.transport import Alone
+from bigscl.method.selection import Selection, expected_counts, select
+from bigscl.store.transport import Alone
 
 
 def brute_force(ids, scores, num_expected):

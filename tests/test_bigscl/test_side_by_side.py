@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl import side_by_side
-from bigscl.config_file import make_config
-from bigscl.side_by_side import Held, _shown, _with_missing, draw_side_by_side
-from store import Rows
+from bigscl.config.reading import make_config
+from bigscl.plots import runs as side_by_side
+from bigscl.plots.runs import Held, _shown, _with_missing, draw_side_by_side
+from bigscl.store import Rows
 from tests.test_tools.quickstart import make_shards, make_store
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from bigscl.model import build_model
-from bigscl.smallnet import small_resnet
+from bigscl.models.smallnet import small_resnet
+from bigscl.models.spatial import build_model
 
 
 def test_small_resnet_gives_logits_of_all_classes_and_is_small():
@@ -15,8 +15,13 @@ def test_small_resnet_gives_logits_of_all_classes_and_is_small():
 
 def test_model_by_name_has_maps_of_6_by_6_whose_mean_is_the_networks_answer():
     torch.manual_seed(0)
-    model = build_model("bigscl.smallnet:small_resnet", num_classes=10)
+    model = build_model("bigscl.models.smallnet:small_resnet", num_classes=10)
     images = torch.rand(2, 3, 48, 48)
     prediction = model.eval()(images, maps=True)
     assert prediction.logit_map.shape == (2, 10, 6, 6)
     torch.testing.assert_close(prediction.logit_map.mean((2, 3)), model.network(images))
+
+
+def test_configs_of_earlier_revisions_find_the_network_where_it_was():
+    model = build_model("bigscl.smallnet:small_resnet", num_classes=10)
+    assert isinstance(model.network, type(small_resnet(10)))

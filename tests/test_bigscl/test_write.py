@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bigscl.data.write import MultiLabel, Sample, Shards, write
+from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import uuid
 import numpy as np
 import pytest
 
-from store import Annotations, HeatmapStore, StorageOptions
-from store.backends import forget_memory
+from bigscl.store import Annotations, HeatmapStore, StorageOptions
+from bigscl.store.backends import forget_memory
 
 
 def make_annotations(shard_sizes=(5, 3, 4), num_classes=7, seed=0, fingerprint="data-1"):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from store import HeatmapStore, Prefetcher, Residents, Writeback
-from store.errors import NotAStore
+from bigscl.store import HeatmapStore, Prefetcher, Residents, Writeback
+from bigscl.store.errors import NotAStore
 from tests.test_store.conftest import all_ids, make_annotations
 
 NUM_CLASSES, SIZE, TOP, EPOCHS = 30, 6, 5, 12

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from store.backends import LocalBackend, open_backend
-from store.errors import AlreadyExists, StoreError
+from bigscl.store.backends import LocalBackend, open_backend
+from bigscl.store.errors import AlreadyExists, StoreError
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from store import HeatmapStore, StorageOptions, StoreError, objects, retries, update
-from store.backends import open_backend
-from store.errors import AlreadyExists
-from store.lease import Lease
+from bigscl.store import HeatmapStore, StorageOptions, StoreError, objects, retries, update
+from bigscl.store.backends import open_backend
+from bigscl.store.errors import AlreadyExists
+from bigscl.store.lease import Lease
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 

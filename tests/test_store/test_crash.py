@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store import HeatmapStore
-from store.verify import verify
+from bigscl.store import HeatmapStore
+from bigscl.store.verify import verify
 from tests.test_store.conftest import all_ids
 from tests.test_store.crash_writer import ANNOTATIONS, EPOCHS, values_of
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store import HeatmapStore, Residents, StoreError, update
-from store.errors import ChunkCorrupt
-from store.verify import verify
+from bigscl.store import HeatmapStore, Residents, StoreError, update
+from bigscl.store.errors import ChunkCorrupt
+from bigscl.store.verify import verify
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 

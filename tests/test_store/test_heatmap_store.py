@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import zarr
 
-from store import Annotations, HeatmapStore, update
-from store.errors import (
+from bigscl.store import Annotations, HeatmapStore, update
+from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
     IndexMismatch,
@@ -19,11 +19,11 @@ from store.errors import (
     SnapshotMissing,
     StoreError,
 )
-from store.layout import initial_shard
-from store.opening import spec_for
-from store.snapshots import SnapshotLog
-from store.spec import GroupSpec
-from store.versions import by_version, snapshot_bytes, version_of
+from bigscl.store.layout import initial_shard
+from bigscl.store.opening import spec_for
+from bigscl.store.snapshots import SnapshotLog
+from bigscl.store.spec import GroupSpec
+from bigscl.store.versions import by_version, snapshot_bytes, version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [

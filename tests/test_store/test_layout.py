@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from store.layout import choose_classes
+from bigscl.store.layout import choose_classes
 
 
 @pytest.mark.parametrize("num_columns", [5, 300_000])

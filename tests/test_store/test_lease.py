@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from store import HeatmapStore
-from store.backends import open_backend
-from store.errors import LeaseHeld
-from store.lease import Holder, Lease, break_lease, read_holder
+from bigscl.store import HeatmapStore
+from bigscl.store.backends import open_backend
+from bigscl.store.errors import LeaseHeld
+from bigscl.store.lease import Holder, Lease, break_lease, read_holder
 from tests.test_store.conftest import make_annotations
 
 

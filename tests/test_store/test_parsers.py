@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store import HeatmapStore, StoreError, update
-from store.backends import open_backend
-from store.errors import AlreadyExists, BadFile
-from store.lease import Holder, Lease, break_lease, read_holder
-from store.snapshots import Snapshot
+from bigscl.store import HeatmapStore, StoreError, update
+from bigscl.store.backends import open_backend
+from bigscl.store.errors import AlreadyExists, BadFile
+from bigscl.store.lease import Holder, Lease, break_lease, read_holder
+from bigscl.store.snapshots import Snapshot
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from store import Annotations, HeatmapStore
-from store.compact import compact_rows
-from store.passes import in_order
+from bigscl.store import Annotations, HeatmapStore
+from bigscl.store.compact import compact_rows
+from bigscl.store.passes import in_order
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -73,8 +73,8 @@ def test_compaction_rewrites_several_shards_at_a_time(tmp_path, monkeypatch):
         both.wait()
         return compact_rows(*arguments)
 
-    monkeypatch.setattr("store.heatmap_store.compact_rows", meet)
-    monkeypatch.setattr("store.heatmap_store.in_order", partial(in_order, threads=2))
+    monkeypatch.setattr("bigscl.store.heatmap_store.compact_rows", meet)
+    monkeypatch.setattr("bigscl.store.heatmap_store.in_order", partial(in_order, threads=2))
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=2)
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         for shard in range(4):

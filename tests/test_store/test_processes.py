@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from store import HeatmapStore, Prefetcher, Residents, StoreError, Writeback
-from store.testing import run_ranks
+from bigscl.store import HeatmapStore, Prefetcher, Residents, StoreError, Writeback
+from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 ANNOTATIONS = {"shard_sizes": (6, 4, 6, 5, 1, 6, 3), "num_classes": 5}

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from store import HeatmapStore, update
-from store.backends import forget_memory
-from store.errors import NoFreeSlot, SnapshotMissing
-from store.verify import verify
+from bigscl.store import HeatmapStore, update
+from bigscl.store.backends import forget_memory
+from bigscl.store.errors import NoFreeSlot, SnapshotMissing
+from bigscl.store.verify import verify
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 NUM_CLASSES, SIZE = 5, 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store import HeatmapStore, Prefetcher, Residents, StoreError, Writeback
-from store.errors import BadValues
+from bigscl.store import HeatmapStore, Prefetcher, Residents, StoreError, Writeback
+from bigscl.store.errors import BadValues
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from store import HeatmapStore, StoreError, update
-from store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
-from store.layout import initial_shard
-from store.lease import Lease, break_lease
-from store.verify import verify
-from store.versions import version_of
+from bigscl.store import HeatmapStore, StoreError, update
+from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
+from bigscl.store.layout import initial_shard
+from bigscl.store.lease import Lease, break_lease
+from bigscl.store.verify import verify
+from bigscl.store.versions import version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
 
@@ -97,7 +97,7 @@ def test_a_writer_thawed_between_its_check_and_its_commit_leaves_no_snapshot(
 
 def test_a_thawed_writer_stops_after_its_next_heartbeat(tmp_path, annotations, monkeypatch):
     beating = partial(Lease.acquire, beat_seconds=0.01)
-    monkeypatch.setattr("store.heatmap_store.Lease.acquire", beating)
+    monkeypatch.setattr("bigscl.store.heatmap_store.Lease.acquire", beating)
     place = str(tmp_path / "store"), None
     make(place, annotations)
     with open_writer(place, annotations, "frozen") as frozen:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from bigscl.tools.cli import main
 from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
 from tests.test_tools.quickstart import make_shards, make_store
-from tools.cli import main
 
 
 @dataclass(frozen=True)

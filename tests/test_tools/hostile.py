@@ -19,7 +19,7 @@ import numpy as np
 import typer
 import yaml
 
-from tools.cli import VERBS
+from bigscl.tools.cli import VERBS
 
 HUGE = "9" * 30
 KINDS = {
@@ -143,7 +143,7 @@ class World:
         values = {
             "run": str(self.root / "new-run"),
             "data": {"train": self.pattern, "size": 48, "batch_size": 4, "workers": 0},
-            "model": {"backbone": "bigscl.smallnet:small_resnet"},
+            "model": {"backbone": "bigscl.models.smallnet:small_resnet"},
             "selection": {"K": 2.0},
             "schedule": {
                 "warmup": {"epochs": 1, "learning_rate": 0.001},
@@ -154,7 +154,7 @@ class World:
         return path
 
     def _predictions(self, path: Path) -> Path:
-        from bigscl.predictions import load_predictions
+        from bigscl.evaluation.predictions import load_predictions
 
         random = np.random.default_rng(0)
         labels = random.integers(0, 2, (6, 3)).astype(np.int8)

@@ -8,10 +8,10 @@ import numpy as np
 from bigscl.data.index import Index, load_index
 from bigscl.data.reader import read_metadata
 from bigscl.data.scan import scan
-from bigscl.data.scenes import scenes
-from bigscl.data.write import write
-from bigscl.selection import expected_counts, select
-from store import Alone, HeatmapStore, update
+from bigscl.datasets.scenes import scenes
+from bigscl.datasets.writing import write
+from bigscl.method.selection import expected_counts, select
+from bigscl.store import Alone, HeatmapStore, update
 
 SIDE = 12
 K = 2.5

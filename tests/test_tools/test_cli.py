@@ -3,7 +3,7 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner
 
-from tools.cli import VERBS, app, main
+from bigscl.tools.cli import VERBS, app, main
 
 
 def test_version_is_the_installed_one():

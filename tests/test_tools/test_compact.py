@@ -8,9 +8,9 @@ import uuid
 import numpy as np
 import pytest
 
-from store import HeatmapStore
-from store.backends import open_backend
-from store.lease import read_holder
+from bigscl.store import HeatmapStore
+from bigscl.store.backends import open_backend
+from bigscl.store.lease import read_holder
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
@@ -129,8 +129,8 @@ def test_rewriting_needs_the_data(bare):
 
 SLOWLY = """
 import signal, sys, time
-from store.arrays import ArrayGroup
-from tools.cli import main
+from bigscl.store.arrays import ArrayGroup
+from bigscl.tools.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # What a shell starts with & ignores it.
 write = ArrayGroup.write
 def slow(self, shard, slot, rows):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from store import HeatmapStore, update
+from bigscl.store import HeatmapStore, update
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_shards, make_store
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from store import Alone
-from store.testing import run_ranks
+from bigscl.store import Alone
+from bigscl.store.testing import run_ranks
+from bigscl.tools import doctor
+from bigscl.tools.reachable import probe_place
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.lookers import look
-from tools import doctor
-from tools.reachable import probe_place
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -106,7 +106,15 @@ def test_a_bucket_is_probed_like_a_folder(s3_options):
 def test_processes_of_the_real_launcher_report_together(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "0", "-m", "tools.cli", "doctor", str(tmp_path / "store"), "--json"]
+    command += [
+        "--main_process_port",
+        "0",
+        "-m",
+        "bigscl.tools.cli",
+        "doctor",
+        str(tmp_path / "store"),
+        "--json",
+    ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False

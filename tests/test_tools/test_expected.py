@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from bigscl.data.index import with_fingerprint
-from store import HeatmapStore, update
+from bigscl.store import HeatmapStore, update
+from bigscl.tools.expected import expected_at
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import SIDE, K, learn
-from tools.expected import expected_at
 
 
 def save_in_mid_epoch(run, index, *, keep_counts=True, drop=False):
@@ -118,7 +118,7 @@ def test_render_marks_what_export_expects(unlabelled, tmp_path, monkeypatch, epo
         seen.append(there)
         return [0]
 
-    monkeypatch.setattr("tools.render.classes_to_show", classes_to_show)
+    monkeypatch.setattr("bigscl.tools.render.classes_to_show", classes_to_show)
     which = ["--epochs"] if epochs else ["--choose", "tracked"]
     files = ("--index", tmp_path / "bare.npz", "-o", tmp_path / "x.png")
     answer = bigscl("render", run, *which, *files, "--json")

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from bigscl.data.reader import read_metadata
-from bigscl.selection import Selection
-from store import HeatmapStore
-from store.snapshots import SnapshotLog
+from bigscl.method.selection import Selection
+from bigscl.store import HeatmapStore
+from bigscl.store.snapshots import SnapshotLog
+from bigscl.tools import tables
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
-from tools import tables
 
 
 def expected_pairs(run, index):
@@ -158,7 +158,7 @@ def test_scores_are_never_all_in_memory(tmp_path):
         "from pathlib import Path\n"
         "import numpy as np\n"
         "from store import Annotations, HeatmapStore\n"
-        "from tools.export import _scores\n"
+        "from bigscl.tools.export import _scores\n"
         "shards, rows, classes = 100, 500, 2000\n"
         "annotations = Annotations(fingerprint='x' * 64, num_classes=classes, rows_per_shard=rows,\n"
         "    shard_sizes=np.full(shards, rows), offsets=np.arange(shards * rows + 1),\n"

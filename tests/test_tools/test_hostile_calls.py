@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bigscl.printing import printable
-from store import HeatmapStore
-from store.lease import Lease
+from bigscl.store import HeatmapStore
+from bigscl.store.lease import Lease
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards, make_store
@@ -68,7 +68,7 @@ def no_commands(monkeypatch):
     def refuse(self, words, **options):
         raise ValueError(f"this command failed: {' '.join(words)}")
 
-    monkeypatch.setattr("tools.running.Runner.run", refuse)
+    monkeypatch.setattr("bigscl.tools.running.Runner.run", refuse)
     # The lease of a damaged run is that of another host.
     monkeypatch.setitem(Lease.acquire.__func__.__kwdefaults__, "patience_seconds", 0.05)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")

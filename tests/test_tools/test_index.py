@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bigscl.data.index import load_index
+from bigscl.tools.cli import app, main
 from tests.tars import VOC, classed, jpeg, labelled, real_data, write_shards, write_tar
-from tools.cli import app, main
 
 
 def run(*arguments: str):
@@ -100,7 +100,7 @@ def test_wrong_usage_is_one_line_and_exit_2(tmp_path, capsys, arguments, message
 
 
 def test_the_verb_does_not_load_torch(tmp_path):
-    code = "import sys, tools.index; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigscl.tools.index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -3,8 +3,8 @@
 import torch
 from efficientnet_lite_pytorch import EfficientNet
 
-from bigscl.model import build_model
-from tools import lite0
+from bigscl.models.spatial import build_model
+from bigscl.tools import lite0
 
 
 def images(side):
@@ -35,7 +35,7 @@ def test_pretrained_has_the_published_weights_under_a_fresh_head():
 
 
 def test_its_early_blocks_can_be_frozen():
-    model = build_model("tools.lite0:pretrained", 20)
+    model = build_model("bigscl.models.lite0:pretrained", 20)
     assert len(model.stages) == 18
     model.freeze_stages(12)
     model.train()

@@ -6,13 +6,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl import forecast
-from bigscl.config_file import make_config
+from bigscl.config.reading import make_config
 from bigscl.data.plan import training_plan
-from store import GroupSpec, StorageOptions, StoreSpec
+from bigscl.store import GroupSpec, StorageOptions, StoreSpec
+from bigscl.tools.probe import measure
+from bigscl.training import forecast
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
-from tools.probe import measure
 
 # 1000 samples of 20 classes, 100 to a shard; small_resnet gives 6 x 6 maps for 48 pixels.
 DATA = ("--samples", 1000, "--classes", 20, "--per-shard", 100)
@@ -25,7 +25,7 @@ def config(**sections):
     values = {
         "run": "run",
         "data": {"train": "nowhere/*.tar", "size": 48, "batch_size": 10, "workers": 2, "shuffle_buffer": 50},
-        "model": {"backbone": "bigscl.smallnet:small_resnet"},
+        "model": {"backbone": "bigscl.models.smallnet:small_resnet"},
         "selection": {"K": 2.0},
         "schedule": {
             "warmup": {"epochs": 2, "learning_rate": 0.001},

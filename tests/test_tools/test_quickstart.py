@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bigscl.config_file import load_config
-from bigscl.localization import STORED
-from tools.cli import app
-from tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table
-from tools.running import CONFIGS, Runner
+from bigscl.config.reading import load_config
+from bigscl.evaluation.localization import STORED
+from bigscl.tools.cli import app
+from bigscl.tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table
+from bigscl.tools.running import CONFIGS, Runner
 
 
 def test_default_commands_need_no_settings_beyond_the_configs():

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tools.regions import strongest_boxes
+from bigscl.tools.regions import strongest_boxes
 
 
 def slow_box(heatmap, share):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from store import HeatmapStore
+from bigscl.store import HeatmapStore
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_store
 

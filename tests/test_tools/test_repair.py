@@ -4,13 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store import HeatmapStore, update
-from store.backends import open_backend
-from store.lease import read_holder
+from bigscl.store import HeatmapStore, update
+from bigscl.store.backends import open_backend
+from bigscl.store.lease import read_holder
+from bigscl.tools.text import spans
 from tests.test_store.conftest import assert_same_rows, random_update
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards
-from tools.text import spans
 
 
 @pytest.fixture(scope="module")

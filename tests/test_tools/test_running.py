@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from tools.running import Runner
+from bigscl.tools.running import Runner
 
 
 def python(code):

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from bigscl.report import make_report
-from bigscl.report_files import write_report
+from bigscl.evaluation.report import make_report
+from bigscl.evaluation.report_files import write_report
+from bigscl.tools.cli import main
 from tests.test_bigscl.test_report import image, problem, saved
-from tools.cli import main
 
 
 def run(*arguments):
@@ -85,7 +85,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys, arguments, comp
 
 MEASURED = """
 import resource, sys
-from tools.cli import main
+from bigscl.tools.cli import main
 try:
     main(sys.argv[1:])
 finally:

@@ -8,8 +8,8 @@ import tarfile
 import pytest
 from typer.testing import CliRunner
 
+from bigscl.tools.cli import app, main
 from tests.devkits import make_coco, make_imagenet, make_voc
-from tools.cli import app, main
 
 
 def run(*arguments):
@@ -132,7 +132,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(tmp_path, capsys):
 
 def test_every_kind_explains_itself_without_importing_torch():
     code = (
-        "import sys\nfrom tools.cli import app\nfrom typer.testing import CliRunner\n"
+        "import sys\nfrom bigscl.tools.cli import app\nfrom typer.testing import CliRunner\n"
         "for kind in ('folder', 'voc', 'coco', 'scenes'):\n"
         "    result = CliRunner().invoke(app, ['shards', kind, '--help'])\n"
         "    assert result.exit_code == 0 and '--samples-per-shard' in result.output, result.output\n"

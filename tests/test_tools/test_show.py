@@ -8,12 +8,12 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 
-from bigscl.selection import Selection
-from store import Annotations, HeatmapStore, update
+from bigscl.method.selection import Selection
+from bigscl.store import Annotations, HeatmapStore, update
+from bigscl.tools.expected import Expected, expected_at
+from bigscl.tools.show import histogram
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
-from tools.expected import Expected, expected_at
-from tools.show import histogram
 
 
 def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):
@@ -186,7 +186,7 @@ def test_cuts_are_applied_as_in_training():
 )
 def test_show_imports_only_what_it_needs(runs, arguments, left_out):
     code = (
-        "import sys; from tools.cli import main\n"
+        "import sys; from bigscl.tools.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as end: assert not end.code\n"
         f"sys.exit(', '.join(name for name in {left_out} if name in sys.modules) or 0)"

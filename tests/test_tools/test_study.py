@@ -11,15 +11,15 @@ import time
 import numpy as np
 import pytest
 
-from bigscl.config_file import ConfigError
+from bigscl.config.reading import ConfigError
 from bigscl.data.scan import scan
+from bigscl.tools import study
+from bigscl.tools.running import CONFIGS
+from bigscl.tools.study import plan_trials
+from bigscl.tools.study_report import mean_and_spread, to_table
 from tests.integration.runs import make_shards, settings, write_config
 from tests.tars import labelled, write_tar
 from tests.test_tools.conftest import bigscl
-from tools import study
-from tools.running import CONFIGS
-from tools.study import plan_trials
-from tools.study_report import mean_and_spread, to_table
 
 AN, SCL, ORACLE = (CONFIGS / f"voc12_lite0_{name}.yaml" for name in ("an", "scl", "bce"))
 
@@ -151,7 +151,16 @@ def shards(tmp_path_factory):
 @pytest.mark.timeout(300)
 def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards):
     _, scl = write_configs(tmp_path, shards, epochs=12)
-    call = [sys.executable, "-m", "tools.cli", "study", str(tmp_path / "out"), str(scl), "--seeds", "1"]
+    call = [
+        sys.executable,
+        "-m",
+        "bigscl.tools.cli",
+        "study",
+        str(tmp_path / "out"),
+        str(scl),
+        "--seeds",
+        "1",
+    ]
     study = subprocess.Popen(call, cwd=CONFIGS.parent, stderr=subprocess.PIPE, text=True)
     run = tmp_path / "out" / "scl" / "seed-0"
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 10:

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from store import HeatmapStore
-from store.backends import open_backend
-from store.lease import KEY, read_holder
+from bigscl.store import HeatmapStore
+from bigscl.store.backends import open_backend
+from bigscl.store.lease import KEY, read_holder
 from tests.test_tools.conftest import bigscl
 
 HOLD = """
 import sys, pickle
-from store import HeatmapStore
+from bigscl.store import HeatmapStore
 annotations = pickle.load(open(sys.argv[2], "rb"))
 store = HeatmapStore.open(sys.argv[1], annotations=annotations, mode="w", run="doomed")
 print("held", flush=True)

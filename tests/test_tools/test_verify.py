@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from store import HeatmapStore
+from bigscl.store import HeatmapStore
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 

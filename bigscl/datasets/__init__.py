@@ -1,0 +1,1 @@
+"""Public datasets, and folders of your own, as tar shards."""

@@ -1,0 +1,1 @@
+"""Evaluation: predictions, metrics, reports, comparisons."""

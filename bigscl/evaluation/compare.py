@@ -1,0 +1,156 @@
+"""Runs beside each other on the same images: differences with bootstrap intervals, classes that changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
+from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.report import Activation, Report, make_report, score
+
+FIGURES = {"map": "mAP", "top1": "top-1", "f1": "F1 at 0.5"}
+COVERAGE = 95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A run's figure, and how far it is from the first run's."""
+
+    value: float
+    difference: float
+    low: float
+    high: float
+    """Limits within which the difference lies in 95% of the resamples of the images."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassChange:
+    """A class's average precision in the first run and in another."""
+
+    name: str
+    num_positives: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One run beside the first."""
+
+    report: Report
+    figures: dict[str, Difference]
+    changes: list[ClassChange]
+    """Classes that changed most, from the largest gain to the largest loss."""
+
+
+def compare(
+    runs: Sequence[SavedPredictions],
+    *,
+    real: Sequence[Sequence[int]] | None = None,
+    activation: Activation = "sigmoid",
+    num_resamples: int = 200,
+    num_classes: int = 10,
+    seed: int = 0,
+) -> list[Compared]:
+    """Every run beside the first; all runs are resampled alike, so that what they share cancels."""
+    runs = align(runs)
+    drawn: list[dict[str, NDArray[np.float64]]] = []
+    reports = []
+    counts = None
+    for run in runs:
+        scored = score(run, real=real, activation=activation)
+        counts = draw_counts(len(scored.targets), num_resamples, seed) if counts is None else counts
+        drawn.append(resampled_figures(scored, counts))
+        reports.append(make_report(run, real=real, activation=activation))
+    return [
+        Compared(
+            report=report,
+            figures={name: _difference(name, reports[0], report, drawn[0], own) for name in FIGURES},
+            changes=_changes(reports[0], report, num_classes),
+        )
+        for report, own in zip(reports, drawn, strict=True)
+    ]
+
+
+def resampled_maps(run: SavedPredictions, *, num_resamples: int = 200, seed: int = 0) -> NDArray[np.float64]:
+    """The mAP of every resample of the images, which are the same for all runs on them, in any order."""
+    scored = score(*align([run]))
+    return resampled_figures(scored, draw_counts(len(scored.targets), num_resamples, seed))["map"]
+
+
+def limits(differences: NDArray[np.float64]) -> tuple[float, float]:
+    """Between which the difference lies in 95% of the resamples."""
+    tail = (100 - COVERAGE) / 2
+    low, high = np.nanpercentile(differences, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def align(runs: Sequence[SavedPredictions]) -> list[SavedPredictions]:
+    """The runs with their images in the order of their keys; images, classes and labels must agree."""
+    aligned = [_sorted(run) for run in runs]
+    first = aligned[0]
+    for run in aligned[1:]:
+        names = f"{first.about['model']} and {run.about['model']}"
+        if run.class_names != first.class_names:
+            raise ValueError(
+                f"{names}: have other classes ({len(first.class_names)}, {len(run.class_names)})"
+            )
+        if run.keys != first.keys:
+            other = sorted(set(run.keys) ^ set(first.keys)) or ["some that occur several times"]
+            raise ValueError(
+                f"{names}: predicted {len(first.keys)} and {len(run.keys)} images that differ in "
+                f"{', '.join(other[:3])}. Only predictions of the same images can be compared."
+            )
+        if not _same_labels(first, run):
+            raise ValueError(f"{names}: were saved with different labels. Evaluate both on the same shards.")
+    return aligned
+
+
+def _sorted(run: SavedPredictions) -> SavedPredictions:
+    order = np.argsort(np.array(run.keys), kind="stable")
+    return replace(
+        run,
+        keys=tuple(run.keys[place] for place in order),
+        logits=run.logits[order],
+        ranked=run.ranked[order],
+        labels=None if run.labels is None else run.labels[order],
+    )
+
+
+def _same_labels(one: SavedPredictions, other: SavedPredictions) -> bool:
+    # Those of another tool may come without; then ReaL's are what both are scored against.
+    return one.labels is None or other.labels is None or np.array_equal(one.labels, other.labels)
+
+
+def _figure(report: Report, name: str) -> float:
+    return {"map": report.mean_ap.present, "top1": report.top1, "f1": report.at_threshold.overall_f1}[name]
+
+
+def _difference(
+    name: str,
+    first: Report,
+    report: Report,
+    first_drawn: dict[str, NDArray[np.float64]],
+    drawn: dict[str, NDArray[np.float64]],
+) -> Difference:
+    low, high = limits(drawn[name] - first_drawn[name])
+    value = _figure(report, name)
+    return Difference(value=value, difference=value - _figure(first, name), low=low, high=high)
+
+
+def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:
+    """The classes whose average precision changed most, from the largest gain to the largest loss."""
+    changes = [
+        ClassChange(
+            name=before.name,
+            num_positives=before.num_positives,
+            before=before.average_precision,
+            after=after.average_precision,
+        )
+        for before, after in zip(first.per_class, report.per_class, strict=True)
+        if before.average_precision != after.average_precision and before.num_positives
+    ]
+    changes.sort(key=lambda change: abs(change.before - change.after), reverse=True)
+    return sorted(changes[:count], key=lambda change: change.before - change.after)

@@ -1,0 +1,206 @@
+"""Where the heat of present classes lies: pointing game and energy in boxes, of stored heatmaps and networks.
+
+Every pair of an image and a class that it has boxes of is one trial, in the frame of the whole image. Pairs
+are told apart by whether training knew of them: `observed` positives, and `missing` ones, that it was not
+told of.
+"""
+
+# Shapes: p pairs of image and class, m boxes, W side of the heatmaps.
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bigscl.data.batch import Batch, normalize
+from bigscl.data.index import Index
+from bigscl.data.reader import read_metadata
+from bigscl.evaluation.inference import Arrays, gather_arrays, network_batches
+from bigscl.evaluation.metrics import energy_in_boxes, pointing_hits
+from bigscl.method.heatmaps import to_image
+from bigscl.models.spatial import SpatialClassifier
+from bigscl.store import HeatmapStore, Rows
+from bigscl.store.transport import Transport
+
+STORED = "stored heatmaps of training images"
+NETWORK = "network maps"
+"""What points, by the names they have in reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointing:
+    """Figures over pairs of image and class, as fractions; NaN of no pairs."""
+
+    num_pairs: int
+    hit_rate: float
+    """Share whose heatmap is hottest inside a box of the class; a flat heatmap counts as much as chance."""
+    energy: float
+    """Mean share of the heat that lies in boxes of the class, over the heatmaps that have any heat."""
+    chance: float
+    """Mean share of the image that those boxes cover: what a flat heatmap gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Objects:
+    """The boxes of some images, grouped by pairs of image and class."""
+
+    ids: NDArray[np.int64]
+    """[p], the image of each pair, ascending."""
+    classes: NDArray[np.int64]
+    """[p]."""
+    boxes: NDArray[np.float64]
+    """[m,4]: x0, y0, x1, y1 in 0 to 1."""
+    owners: NDArray[np.int64]
+    """[m]: the pair that each box belongs to, ascending."""
+
+    def of(self, ids: NDArray[np.int64]) -> "Objects":
+        """The pairs of some images only."""
+        kept = np.isin(self.ids, ids)
+        boxes = kept[self.owners]
+        return Objects(
+            ids=self.ids[kept],
+            classes=self.classes[kept],
+            boxes=self.boxes[boxes],
+            owners=(np.cumsum(kept) - 1)[self.owners[boxes]],
+        )
+
+
+def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = None) -> dict[str, Pointing]:
+    """Figures of the stored heatmaps of an index's images, or of some of them: `observed`, `missing`, `all`.
+
+    A class whose heatmap is not among an image's top classes has no heat there.
+    """
+    objects = read_objects(index, index.ids() if ids is None else ids)
+    trials = [
+        _trials(_stored_heatmaps(store.read(part), part, own), own)
+        for part in _by_shard(np.unique(objects.ids), index.rows_per_shard)
+        for own in [objects.of(part)]
+    ]
+    return summarize(_concatenated(trials), index)
+
+
+@torch.inference_mode()
+def network_pointing(
+    model: SpatialClassifier,
+    loader: Iterable[Batch],
+    index: Index,
+    objects: Objects,
+    device: torch.device | str,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    transport: Transport,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Pointing] | None:
+    """Figures of the network's score maps on rank 0, None elsewhere; all ranks call it together.
+
+    Maps are put back into the image at twice their side, as heatmaps are; what the view left out has no heat.
+    """
+
+    def own_part() -> Arrays:
+        trials = []
+        for part in network_batches(loader):
+            with autocast():
+                maps = model.maps(normalize(part.images.to(device), mean, std)).float().sigmoid()
+            own = objects.of(part.ids.numpy())
+            rows = _rows_of(own.ids, part.ids.numpy())
+            chosen = maps[rows, torch.from_numpy(own.classes)].cpu()[:, None]
+            heat, mask = to_image(chosen, part.views[rows], 2 * maps.shape[-1])
+            trials.append(_trials(heat[:, 0] * mask, own))
+        return _concatenated(trials)
+
+    parts = gather_arrays(transport, own_part)
+    return None if parts is None else summarize(_concatenated(parts), index)
+
+
+def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
+    """The boxes in the shards' json, `[class, x0, y0, x1, y1]` each; refused if there are none at all."""
+    rows = [
+        (sample_id, int(box[0]), *box[1:])
+        for sample_id, fields in read_metadata(index, ids).items()
+        for box in fields.get("boxes", ())
+    ]
+    if not rows:
+        raise ValueError(
+            f"boxes: none of these {len(ids)} samples has any. Expected `boxes` in the json of the shards: "
+            f"[class, x0, y0, x1, y1] each, in 0 to 1."
+        )
+    table = np.array(rows, np.float64)
+    pairs, owners = np.unique(table[:, :2].astype(np.int64), axis=0, return_inverse=True)
+    order = np.argsort(owners.ravel(), kind="stable")
+    return Objects(ids=pairs[:, 0], classes=pairs[:, 1], boxes=table[order, 2:], owners=owners.ravel()[order])
+
+
+def summarize(trials: Arrays, index: Index) -> dict[str, Pointing]:
+    """Figures over `observed`, `missing` and `all` pairs.
+
+    Where the shards have full labels, only their positives count, whatever else has boxes.
+    """
+    pairs = (np.arange(len(trials["ids"])), trials["classes"])
+    observed = index.labels_of(trials["ids"], "observed")[pairs] == 1
+    present = np.ones_like(observed)
+    if index.labels is not None:
+        present = index.labels_of(trials["ids"], "labels")[pairs] == 1
+    masks = {"observed": observed, "missing": present & ~observed, "all": observed | present}
+    return {name: _figures(trials, mask) for name, mask in masks.items()}
+
+
+def _figures(trials: Arrays, mask: NDArray[np.bool_]) -> Pointing:
+    return Pointing(
+        num_pairs=int(mask.sum()),
+        hit_rate=_mean(trials["hits"][mask]),
+        energy=_mean(trials["energy"][mask]),
+        chance=_mean(trials["chance"][mask]),
+    )
+
+
+def _mean(values: NDArray[Any]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _trials(heat: Tensor, objects: Objects) -> Arrays:
+    """The outcome of every pair, from its heatmap [p,W,W]."""
+    heat = heat.float()
+    boxes, owners = torch.from_numpy(objects.boxes), torch.from_numpy(objects.owners)
+    return {
+        "ids": objects.ids,
+        "classes": objects.classes,
+        "hits": pointing_hits(heat, boxes, owners).numpy(),
+        "energy": energy_in_boxes(heat, boxes, owners).numpy(),
+        "chance": energy_in_boxes(torch.ones_like(heat), boxes, owners).numpy(),
+    }
+
+
+def _stored_heatmaps(rows: Rows, ids: NDArray[np.int64], objects: Objects) -> Tensor:
+    """The heatmap [p,W,W] of each pair, from the rows of some images."""
+    if rows.heatmaps is None:
+        raise ValueError("heatmaps: this store holds scores only so far, no heatmaps to point with")
+    places = _rows_of(objects.ids, ids).numpy()
+    if rows.classes is None:
+        return torch.from_numpy(rows.heatmaps[places, objects.classes])
+    same = rows.classes[places] == objects.classes[:, None]
+    heat = rows.heatmaps[places, same.argmax(1)]
+    return torch.from_numpy(heat * same.any(1)[:, None, None])
+
+
+def _rows_of(wanted: NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor:
+    """Where each wanted id stands in `ids`."""
+    order = np.argsort(ids)
+    return torch.from_numpy(order[np.searchsorted(ids[order], wanted)])
+
+
+def _by_shard(ids: NDArray[np.int64], rows_per_shard: int) -> Iterator[NDArray[np.int64]]:
+    shards = ids // rows_per_shard
+    for shard in np.unique(shards):
+        yield ids[shards == shard]
+
+
+def _concatenated(parts: Sequence[Arrays]) -> Arrays:
+    parts = [part for part in parts if part]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}

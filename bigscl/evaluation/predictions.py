@@ -1,0 +1,225 @@
+"""Predictions as they are kept, ours or those of other tools: enough to score them without the network."""
+
+# Shapes: n images, L classes, R best classes of an image.
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from numpy.typing import NDArray
+
+from bigscl.data.index import Index, Labels
+from bigscl.evaluation.inference import Predictions
+from bigscl.evaluation.metrics import best_classes
+from bigscl.parsing import BadFile, parsing
+
+NUM_RANKED = 10
+NUMPY_FILE = "a numpy file of plain arrays"
+CHUNK_IMAGES = 4096
+FILE_NAME = "predictions.zarr"
+LARGEST = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SavedPredictions:
+    """What a network said of some images, and what is true of them."""
+
+    ids: NDArray[np.int64]
+    """[n], ascending."""
+    keys: tuple[str, ...]
+    """The name of each image in its shard."""
+    logits: NDArray[Any]
+    """[n,L]; float16 where they are ours."""
+    ranked: NDArray[np.int64]
+    """[n,R]: the classes of highest logits, best first. Half precision would leave ties among them."""
+    labels: NDArray[np.int8] | None
+    """[n,L]: 1 positive, 0 negative, -1 unknown; None where the tool that predicted did not say."""
+    class_names: tuple[str, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+    """Where they come from: `model`, `shards`, `labels`, `missing` (images without a prediction), ..."""
+
+    def save(self, path: Path) -> None:
+        """Write them as a Zarr group; one that is there already is replaced when the new one is whole."""
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        group = zarr.open_group(partial, mode="w")
+        arrays = {"ids": self.ids, "logits": self.logits, "ranked": self.ranked, "labels": self.labels}
+        for name, values in arrays.items():
+            if values is not None:
+                chunks = (max(1, min(CHUNK_IMAGES, len(values))), *values.shape[1:])
+                group.create_array(name, data=values, chunks=chunks)
+        keys = group.create_array("keys", shape=(len(self.keys),), dtype="str")
+        keys[:] = np.array(self.keys, dtype=object)
+        group.attrs.update({"class_names": list(self.class_names), "about": self.about})
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+
+
+def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> SavedPredictions:
+    """A network's predictions of the images of an index, with their labels, as they are saved and scored."""
+    labels, which = true_labels(index, found.ids)
+    missing = np.setdiff1d(index.ids(), found.ids)
+    return SavedPredictions(
+        ids=found.ids,
+        keys=tuple(index.key(int(sample_id)) for sample_id in found.ids),
+        logits=found.logits.clip(-LARGEST, LARGEST).astype(np.float16),
+        ranked=_ranked(found.logits),
+        labels=labels,
+        class_names=index.class_names,
+        about={**about, "labels": which, "missing": [index.key(int(sample_id)) for sample_id in missing]},
+    )
+
+
+def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
+    """(labels to evaluate against, which they are): the full ones, else the observed without unknowns.
+
+    Shards with one class per image say nothing of the other classes: they are taken as absent, as in the
+    usual top-1 accuracy.
+    """
+    if index.labels is not None:
+        return index.labels_of(ids, "labels"), "labels"
+    return index.labels_of(ids, "observed").clip(min=0), "observed"
+
+
+def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | None = None) -> SavedPredictions:
+    """Predictions from a folder of ours, or the logits of any other tool.
+
+    Ours: `predictions.zarr`, or the folder it is in. Others: an .npz with `logits` [n,L] and `keys` [n], and
+    `labels` and `class_names` if it has them; or an .npy with logits, `keys` (one a line, or .npy). `labels`
+    are [n] class numbers, or [n,L] with 1 positive, 0 negative, -1 unknown (.npy).
+    """
+    if path.suffix not in (".npy", ".npz"):
+        if keys is not None or labels is not None:
+            raise ValueError(
+                f"{path}: has keys and labels of its own; --keys and --labels are for .npy files"
+            )
+        return _load_group(path if path.suffix == ".zarr" else path / FILE_NAME)
+    arrays = _arrays(path)
+    if keys is not None:
+        arrays["keys"] = _read_keys(keys)
+    if labels is not None:
+        arrays["labels"] = _load_array(labels)
+    return _from_arrays(path, arrays)
+
+
+def _load_group(path: Path) -> SavedPredictions:
+    if not (path / "zarr.json").is_file():
+        raise FileNotFoundError(
+            f"{path}: no predictions there. Expected a folder that bigscl.evaluate wrote, an .npz or an .npy."
+        )
+    with parsing(path, "predictions of bigscl.evaluate", "Evaluate again."):
+        group = zarr.open_group(path, mode="r")
+        arrays: dict[str, Any] = {name: np.asarray(values[:]) for name, values in group.arrays()}
+        attributes: dict[str, Any] = dict(group.attrs)
+        saved = SavedPredictions(
+            ids=arrays["ids"],
+            keys=tuple(map(str, arrays["keys"].tolist())),
+            logits=arrays["logits"],
+            ranked=arrays["ranked"],
+            labels=arrays.get("labels"),
+            class_names=tuple(map(str, attributes["class_names"])),
+            about=dict(attributes["about"]),
+        )
+        _check(saved)
+    return saved
+
+
+def _check(saved: SavedPredictions) -> None:
+    """Raise ValueError for arrays that do not fit together."""
+    n, num_classes = len(saved.keys), len(saved.class_names)
+    kinds = {"ids": np.integer, "logits": np.floating, "ranked": np.integer, "labels": np.integer}
+    shapes = {"ids": (n,), "logits": (n, num_classes), "labels": (n, num_classes)}
+    shapes["ranked"] = (n, min(NUM_RANKED, num_classes))
+    for name, kind in kinds.items():
+        values = getattr(saved, name)
+        if values is None and name == "labels":
+            continue
+        if values.shape != shapes[name] or not np.issubdtype(values.dtype, kind):
+            found = f"{values.dtype} {list(values.shape)}"
+            raise ValueError(f"{name} are {found}, expected {kind.__name__} {list(shapes[name])}")
+    if n and not (saved.ranked.min() >= 0 and saved.ranked.max() < num_classes):
+        raise ValueError(f"ranked has class {saved.ranked.max()} of {num_classes}")
+    if saved.labels is not None and not np.isin(saved.labels, (-1, 0, 1)).all():
+        raise ValueError("labels are not all 1, 0 or -1")
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    if path.suffix == ".npy":
+        return {"logits": _load_array(path)}
+    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+        content = np.load(file, allow_pickle=False)
+        return {name: np.asarray(content[name]) for name in content.files}
+
+
+def _load_array(path: Path) -> NDArray[Any]:
+    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+        content = np.load(file, allow_pickle=False)
+        if not isinstance(content, np.ndarray):
+            raise ValueError("several arrays, expected one")
+        return content
+
+
+def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
+    for name in ("logits", "keys"):
+        if name not in arrays:
+            raise BadFile(f"{path}: no {name}. Expected `logits` [n, classes] and `keys` [n]; see --keys.")
+    logits, keys = arrays["logits"], np.asarray(arrays["keys"]).reshape(-1).astype(str).tolist()
+    if logits.ndim != 2 or len(keys) != len(logits) or not np.issubdtype(logits.dtype, np.floating):
+        raise BadFile(
+            f"{path}: logits are {logits.dtype} {list(logits.shape)} and there are {len(keys)} keys; "
+            f"expected floating-point [n, classes], and a key for each row"
+        )
+    names = np.asarray(arrays.get("class_names", range(logits.shape[1]))).reshape(-1).tolist()
+    if len(names) != logits.shape[1] or logits.shape[1] < 1:
+        raise BadFile(f"{path}: {len(names)} class_names for logits of {logits.shape[1]} classes")
+    return SavedPredictions(
+        ids=np.arange(len(logits)),
+        keys=tuple(keys),
+        logits=logits,
+        ranked=_ranked(logits),
+        labels=None if "labels" not in arrays else _as_matrix(path, arrays["labels"], logits.shape),
+        class_names=tuple(str(name) for name in names),
+        about={"model": path.name, "labels": "labels", "missing": []},
+    )
+
+
+def _as_matrix(path: Path, labels: NDArray[Any], shape: Sequence[int]) -> NDArray[np.int8]:
+    """Labels [n,L], whether they came so or as one class per image."""
+    if labels.shape == (shape[0],) and np.issubdtype(labels.dtype, np.integer):
+        if labels.size and (labels.min() < 0 or labels.max() >= shape[1]):
+            raise BadFile(f"{path}: labels go from {labels.min()} to {labels.max()} of {shape[1]} classes")
+        matrix = np.zeros(shape, np.int8)
+        matrix[np.arange(len(labels)), labels] = 1
+        return matrix
+    if labels.shape != tuple(shape) or not np.isin(labels, (-1, 0, 1)).all():
+        raise BadFile(
+            f"{path}: labels are {labels.dtype} {list(labels.shape)}; expected class numbers [{shape[0]}], "
+            f"or {list(shape)} of 1 (positive), 0 (negative) and -1 (unknown)"
+        )
+    return labels.astype(np.int8)
+
+
+def _read_keys(path: Path) -> Sequence[str]:
+    if path.suffix == ".npy":
+        keys: list[str] = _load_array(path).reshape(-1).astype(str).tolist()
+        return keys
+    with parsing(_there(path), "a list of keys, one a line", "Give another file."):
+        return path.read_text().split()
+
+
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    return path
+
+
+def _ranked(logits: NDArray[Any]) -> NDArray[np.int64]:
+    scores = torch.from_numpy(np.ascontiguousarray(logits))
+    ranked: NDArray[np.int64] = best_classes(scores, min(NUM_RANKED, logits.shape[1])).numpy()
+    return ranked

@@ -1,0 +1,185 @@
+"""The report on predictions: every figure of a multi-label set, or of ImageNet's images with ReaL labels.
+
+It is made of saved predictions alone, so that scoring them again gives the same report.
+"""
+
+# Shapes: N images, L classes, R best classes of an image.
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bigscl.evaluation.metrics import (
+    ClassFigures,
+    MeanAP,
+    PrecisionRecall,
+    Subset,
+    by_num_labels,
+    mean_ap,
+    per_class,
+    precision_recall_at_threshold,
+    score_distribution,
+    top_k_accuracy,
+)
+from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.real_labels import match_real
+
+THRESHOLD = 0.5
+AT_K = (1, 3, 5)
+Activation = Literal["sigmoid", "softmax"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleLabel:
+    """Accuracies on the labels that the shards have, beside ReaL's."""
+
+    num_images: int
+    top1: float
+    top5: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All figures, as fractions."""
+
+    model: str
+    shards: str
+    labels: str
+    """What was evaluated against: `labels` (all of them), `observed` (others absent) or `ReaL`."""
+    activation: Activation
+    """What makes scores of logits; it matters for the ranking of images within a class."""
+    num_images: int
+    """Images that the figures are of."""
+    num_expected: int
+    """Images of the whole set, evaluated or not."""
+    missing: tuple[str, ...]
+    """Images of the set without a prediction."""
+    original: SingleLabel | None
+    """ImageNet's own labels, where the figures are ReaL's."""
+    top1: float
+    top5: float
+    mean_ap: MeanAP
+    by_num_labels: dict[str, Subset]
+    at_threshold: PrecisionRecall
+    at_k: dict[str, PrecisionRecall]
+    score_distribution: list[list[int]]
+    """Images by their 1st, 2nd, 3rd and 4th highest score, in bins from 0 to 1."""
+    per_class: list[ClassFigures]
+    localization: dict[str, Any] | None
+    """Pointing game and energy in boxes, where there are boxes."""
+
+    @property
+    def headline(self) -> str:
+        """What was evaluated, in one line that does not hide what is missing."""
+        subject = f"{self.model} on {self.num_images:,} images"
+        if not self.missing:
+            return subject
+        there = self.num_expected - len(self.missing)
+        return f"PARTIAL, {there:,} of {self.num_expected:,} images: {subject}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """Predictions beside the labels they are scored against."""
+
+    ranking: Tensor
+    """float32 [N,L]: what orders the images within a class."""
+    ranked: Tensor
+    """[N,R]: best classes of each image."""
+    targets: Tensor
+    """int8 [N,L]."""
+    cut: float
+    """Where the ranking has a score of 0.5."""
+    missing: tuple[str, ...]
+    """Images of the set without a prediction."""
+    num_expected: int
+    """Images of the whole set, evaluated or not."""
+
+
+def make_report(
+    saved: SavedPredictions,
+    *,
+    real: Sequence[Sequence[int]] | None = None,
+    activation: Activation = "sigmoid",
+) -> Report:
+    """Every figure of some predictions, against their own labels or ReaL's."""
+    scored = score(saved, real=real, activation=activation)
+    return Report(
+        model=saved.about["model"],
+        shards=saved.about.get("shards", ""),
+        labels="ReaL" if real is not None else saved.about["labels"],
+        activation=activation,
+        num_images=len(scored.targets),
+        num_expected=scored.num_expected,
+        missing=scored.missing,
+        original=None if real is None else _single_label(saved),
+        localization=saved.about.get("localization"),
+        **_figures(scored, saved.class_names, activation),
+    )
+
+
+def score(
+    saved: SavedPredictions,
+    *,
+    real: Sequence[Sequence[int]] | None = None,
+    activation: Activation = "sigmoid",
+) -> Scored:
+    """Predictions and labels as the metrics take them; images that ReaL does not evaluate are left out."""
+    rows: Any = slice(None)
+    if real is None:
+        targets, missing = saved.labels, tuple(saved.about["missing"])
+        num_expected = len(saved.keys) + len(missing)
+    else:
+        found = match_real(real, saved.keys, saved.class_names)
+        rows, targets, missing = (found.labels > 0).any(1), found.labels, found.missing
+        num_expected = found.num_images
+    if targets is None:
+        raise ValueError(f"{saved.about['model']}: no labels to score against. Give --labels, or --real.")
+    logits = torch.from_numpy(saved.logits[rows]).float()
+    return Scored(
+        ranking=logits if activation == "sigmoid" else logits.log_softmax(1),
+        ranked=torch.from_numpy(saved.ranked[rows]),
+        targets=torch.from_numpy(targets[rows]),
+        cut=0.0 if activation == "sigmoid" else math.log(THRESHOLD),
+        missing=missing,
+        num_expected=num_expected,
+    )
+
+
+def _figures(scored: Scored, class_names: Sequence[str], activation: Activation) -> dict[str, Any]:
+    ranking, targets, ranked = scored.ranking, scored.targets, scored.ranked
+    num_classes = ranking.shape[1]
+    classes = per_class(ranking, targets, class_names, scored.cut)
+    highest = ranking.topk(min(4, num_classes), dim=1).values
+    scores = highest.sigmoid() if activation == "sigmoid" else highest.exp()
+    return {
+        "top1": top_k_accuracy(ranked, targets, 1),
+        "top5": top_k_accuracy(ranked, targets, min(5, num_classes)),
+        "mean_ap": mean_ap(torch.tensor([one.average_precision for one in classes], dtype=torch.float64)),
+        "by_num_labels": by_num_labels(ranking, targets, ranked),
+        "at_threshold": precision_recall_at_threshold(ranking, targets, scored.cut),
+        "at_k": {str(k): _at_k(ranked[:, :k], targets) for k in AT_K if k <= num_classes},
+        "score_distribution": score_distribution(scores).tolist(),
+        "per_class": classes,
+    }
+
+
+def _at_k(ranked: Tensor, targets: Tensor) -> PrecisionRecall:
+    """Precision and recall when exactly the ranked classes are predicted."""
+    predicted = torch.zeros_like(targets).scatter_(1, ranked, 1)
+    return precision_recall_at_threshold(predicted, targets, 1)
+
+
+def _single_label(saved: SavedPredictions) -> SingleLabel | None:
+    if saved.labels is None:
+        return None
+    targets, ranked = torch.from_numpy(saved.labels), torch.from_numpy(saved.ranked)
+    return SingleLabel(
+        num_images=int((targets > 0).any(1).sum()),
+        top1=top_k_accuracy(ranked, targets, 1),
+        top5=top_k_accuracy(ranked, targets, min(5, ranked.shape[1])),
+    )

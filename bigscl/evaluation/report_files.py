@@ -1,0 +1,224 @@
+"""A report as files: report.json for machines, report.md to read, and the score distribution as a picture."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bigscl.evaluation.metrics import PrecisionRecall, Subset
+from bigscl.evaluation.report import Report
+from bigscl.files import write_whole
+from bigscl.printing import printable
+
+DIGITS = 6
+NAMED_MISSING = 10
+ORDINALS = ("1st", "2nd", "3rd", "4th")
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Put report.json, report.md and scores.png into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_score_distribution(report.score_distribution, report.model, folder / "scores.png")
+    write_whole(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
+    write_whole(folder / "report.md", to_markdown(report))
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Plain values; fractions to six digits, null where there is nothing to take a figure of."""
+    values: dict[str, Any] = plain({"headline": report.headline, **asdict(report)})
+    return values
+
+
+def to_markdown(report: Report) -> str:
+    """The report to read; figures in percent."""
+    parts = [
+        f"# {report.headline}",
+        _about(report),
+        "## Accuracy and mean average precision",
+        main_table([report]),
+        "## Precision, recall and F1",
+        _precision_table(report),
+        *_localization(report),
+        "## Highest scores",
+        "Images by their four highest scores; a bias towards single positives leaves only the first high.",
+        "![score distribution](scores.png)",
+        "## Classes",
+        _class_table(report),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(report: Report) -> str:
+    """The main figures for a terminal."""
+    return "\n\n".join(
+        [report.headline, main_table([report]), _precision_table(report), *_localization(report)]
+    )
+
+
+def main_table(reports: Sequence[Report]) -> str:
+    """Accuracies, and mAP by the number of labels, of reports on the same images; two lines each."""
+    first = reports[0]
+    real = first.labels == "ReaL"
+    accuracies = ["top-1 IN-val", "top-5 IN-val", "top-1 ReaL", "top-5 ReaL"] if real else ["top-1", "top-5"]
+    header = ["", *accuracies, *(f"mAP k = {k}" for k in first.by_num_labels)]
+    num_original = "" if first.original is None else f"{first.original.num_images:,}"
+    images = [num_original] * 2 * real + [f"{first.by_num_labels['all'].num_images:,}"] * 2
+    subsets = first.by_num_labels.values()
+    rows = [
+        ["images", *images, *(f"{subset.num_images:,}" for subset in subsets)],
+        ["present classes", *[""] * len(accuracies), *(f"{s.mean_ap.num_present:,}" for s in subsets)],
+    ]
+    for report in reports:
+        found = _accuracies(report)
+        rows.append([report.model, *found, *(percent(s.mean_ap.present) for s in _subsets(report))])
+        zeros = [percent(s.mean_ap.absent_as_zero) for s in _subsets(report)]
+        rows.append([f"{report.model}, absent classes as 0", *[""] * len(found), *zeros])
+    return markdown_table(header, rows)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(
+        "| " + " | ".join(printable(cell).replace("|", "/") for cell in line) + " |" for line in lines
+    )
+
+
+def percent(fraction: float) -> str:
+    """A fraction in percent with two digits; a dash where there is none."""
+    return "–" if math.isnan(fraction) else f"{100 * fraction:.2f}"
+
+
+def plain(value: Any) -> Any:
+    """The same value for JSON: floats to six digits, null for NaN."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, DIGITS)
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _about(report: Report) -> str:
+    against = {
+        "labels": "all labels of the images",
+        "observed": "the one label of each image, other classes taken as absent",
+        "ReaL": "the ReaL labels, matched by image number; images without any are not evaluated",
+    }[report.labels]
+    lines = [f"Scored against {against}; scores are the {report.activation} of the logits. In percent."]
+    if report.shards:
+        lines.append(f"Images: {report.shards}.")
+    if report.missing:
+        named = ", ".join(map(printable, report.missing[:NAMED_MISSING]))
+        more = len(report.missing) - NAMED_MISSING
+        rest = f" and {more:,} more (all in report.json)" if more > 0 else ""
+        lines.append(f"Missing: {len(report.missing):,} images without a prediction: {named}{rest}.")
+    return "\n".join(lines)
+
+
+def _subsets(report: Report) -> Iterable[Subset]:
+    return report.by_num_labels.values()
+
+
+def _accuracies(report: Report) -> list[str]:
+    own = [percent(report.top1), percent(report.top5)]
+    if report.labels != "ReaL":
+        return own
+    if report.original is None:
+        return ["–", "–", *own]
+    return [percent(report.original.top1), percent(report.original.top5), *own]
+
+
+def _precision_table(report: Report) -> str:
+    header = ["predicted", "precision", "recall", "F1", "class precision", "class recall", "class F1"]
+    decisions = {"score of 0.5 and more": report.at_threshold}
+    decisions |= {f"the {k} best" if k != "1" else "the best": found for k, found in report.at_k.items()}
+    return markdown_table(header, [[name, *_six(found)] for name, found in decisions.items()])
+
+
+def _six(found: PrecisionRecall) -> list[str]:
+    return [percent(value) for value in asdict(found).values()]
+
+
+def _localization(report: Report) -> list[str]:
+    if report.localization is None:
+        return []
+    header = [
+        "heat of",
+        "positives",
+        "pairs of image and class",
+        "pointing game",
+        "energy in boxes",
+        "chance",
+    ]
+    rows = [
+        [source, kind, f"{found['num_pairs']:,}", *(_percent(found[name]) for name in FIGURES)]
+        for source, kinds in report.localization.items()
+        for kind, found in kinds.items()
+    ]
+    return ["## Localization", markdown_table(header, rows)]
+
+
+FIGURES = ("hit_rate", "energy", "chance")
+
+
+def _percent(fraction: float | None) -> str:
+    return percent(math.nan if fraction is None else fraction)
+
+
+def _class_table(report: Report) -> str:
+    header = ["class", "positives", "average precision", "precision", "recall"]
+    rows = [
+        [
+            c.name,
+            f"{c.num_positives:,}",
+            percent(c.average_precision),
+            percent(c.precision),
+            percent(c.recall),
+        ]
+        for c in report.per_class
+    ]
+    return markdown_table(header, rows)
+
+
+def draw_score_distribution(histograms: Sequence[Sequence[int]], title: str, path: Path) -> None:
+    """The share of images by their 1st to 4th highest score, one panel each, as a PNG."""
+    figure, panels = _score_panels(len(histograms))
+    for panel, counts in zip(panels, histograms, strict=True):
+        panel.stairs(*_shares(counts), fill=True, color="tab:blue")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw_score_distributions(histograms: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
+    """The same of several models, as lines over each other; histograms by the names of the models."""
+    figure, panels = _score_panels(max(map(len, histograms.values())))
+    for name, own in histograms.items():
+        for panel, counts in zip(panels, own, strict=False):
+            panel.stairs(*_shares(counts), label=name, linewidth=1.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _shares(counts: Sequence[int]) -> tuple[list[float], list[float]]:
+    """(percent of the images in each bin, edges of the bins)."""
+    edges = [bin_ / len(counts) for bin_ in range(len(counts) + 1)]
+    return [100 * count / max(1, sum(counts)) for count in counts], edges
+
+
+def _score_panels(count: int) -> tuple[Any, Any]:
+    """A figure, and its panels for the highest scores, the second highest, and so on."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for panel, ordinal in zip(panels, ORDINALS, strict=False):
+        panel.set(
+            title=f"{ordinal} highest score", xlim=(0, 1), xlabel="score", yscale="symlog", ylim=(0, 100)
+        )
+        panel.set_yticks([0, 1, 10, 100], labels=["0", "1", "10", "100"])
+    panels[0].set_ylabel("% of images")
+    return figure, panels

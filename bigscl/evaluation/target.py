@@ -1,0 +1,147 @@
+"""What is to be evaluated: a run, a checkpoint, a weights file, published weights; and how it sees."""
+
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bigscl.config.reading import load_config
+from bigscl.config.schema import Config, DataConfig
+from bigscl.data.transforms import EvaluationLook
+from bigscl.models.backbones import create_network, is_file, load_state, read_state
+from bigscl.models.head import find_head
+from bigscl.models.spatial import Pooling, SpatialClassifier
+from bigscl.training.checkpoint import find_folder
+
+CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
+CENTRE = EvaluationLook(size=224, resize="shorter", shorter=256)
+Color = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A network, and how it wants to see images."""
+
+    name: str
+    backbone: str
+    weights: str
+    """A file, or the name of published weights."""
+    pooling: Pooling = "logits"
+    look: EvaluationLook = CENTRE
+    mean: Color = DataConfig.mean
+    std: Color = DataConfig.std
+    config: Config | None = None
+    """Of the run it comes from."""
+
+
+def find_subject(model: Path | None, backbone: str | None, weights: str | None) -> Subject:
+    """What a command line names: a path, or a backbone with weights."""
+    if model is None:
+        if backbone is None or weights is None:
+            raise ValueError(
+                "nothing to evaluate. Give a run, a checkpoint, a weights file, or --backbone and --weights."
+            )
+        return _bare(backbone, weights) if is_file(weights) else _published(backbone, weights)
+    if weights is not None:
+        raise ValueError(f"--weights: has no effect beside {model}. Give one of them.")
+    file = find_weights(model)
+    return _of_run(file) if backbone is None else _bare(backbone, str(file))
+
+
+def see_as(subject: Subject, options: Namespace) -> Subject:
+    """The subject with the name, pooling and preprocessing that a command line gives it."""
+    look = {"size": options.size, "resize": options.resize, "shorter": options.shorter}
+    own = {"name": options.name, "pooling": options.pooling}
+    own |= {"mean": options.mean and tuple(options.mean), "std": options.std and tuple(options.std)}
+    changed = replace(subject.look, **{name: value for name, value in look.items() if value is not None})
+    if options.pooling is not None and subject.config is not None:
+        raise ValueError("--pooling: has no effect on a run, which has its own")
+    if options.shorter is not None and changed.resize == "square":
+        raise ValueError("--shorter: has no effect with --resize square")
+    return replace(subject, look=changed, **{name: value for name, value in own.items() if value is not None})
+
+
+def find_weights(path: Path) -> Path:
+    """The weights file that a path means: of a run its best, or else its newest checkpoint's."""
+    if path.is_file():
+        return path
+    newest_first = sorted(path.glob(f"checkpoints/step-*/{WEIGHTS}"), reverse=True)
+    candidates = [find_folder(path / "best") / WEIGHTS, path / WEIGHTS, *newest_first]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{path}: neither a weights file, nor a run or a checkpoint: no {WEIGHTS} there, in best/ or in "
+            f"checkpoints/step-*/"
+        )
+    return found
+
+
+def find_config(file: Path) -> Path | None:
+    """The config of the run that a file lies in."""
+    configs: Iterable[Path] = (folder / CONFIG for folder in file.absolute().parents)
+    return next((config for config in configs if config.is_file()), None)
+
+
+def build_network(subject: Subject, num_classes: int) -> SpatialClassifier:
+    """The network with its weights, in evaluation mode; refused if it was made for other classes."""
+    network = create_network(subject.backbone, num_classes, subject.weights)
+    head = find_head(network, subject.backbone)
+    outputs = head.linear(network).out_features
+    if is_file(subject.weights):
+        state = read_state(subject.weights)
+        outputs = len(state.get(f"{head.name}.weight", range(num_classes)))
+    if outputs != num_classes:
+        raise ValueError(
+            f"{subject.name}: predicts {outputs} classes, the shards have {num_classes}. Evaluate on shards "
+            f"of the same classes; `bigscl index --classes {outputs}` tells if some do not occur."
+        )
+    if is_file(subject.weights):
+        load_state(network, state, head.name, subject.weights)
+    return SpatialClassifier(network, head, pooling=subject.pooling).eval()
+
+
+def _bare(backbone: str, weights: str) -> Subject:
+    return Subject(name=f"{backbone} {Path(weights).name}", backbone=backbone, weights=weights)
+
+
+def _of_run(file: Path) -> Subject:
+    path = find_config(file)
+    if path is None:
+        raise ValueError(
+            f"{file}: not in the folder of a run (no {CONFIG} above it). Name its network with --backbone."
+        )
+    # The folder may have been moved since.
+    config = load_config(path, ["--run", str(path.parent)])
+    name = file.absolute().relative_to(path.parent.parent)
+    return Subject(
+        name=str(name.parent if name.name == WEIGHTS else name),
+        backbone=config.model.backbone,
+        weights=str(file),
+        pooling=config.model.pooling,
+        look=config.data.evaluation_look(),
+        mean=config.data.mean,
+        std=config.data.std,
+        config=config,
+    )
+
+
+def _published(backbone: str, weights: str) -> Subject:
+    """Weights by name; torchvision's say how images are to be prepared for them."""
+    subject = Subject(name=f"{backbone} {weights}", backbone=backbone, weights=weights)
+    if ":" in backbone:
+        return subject
+    from torchvision import models
+
+    if backbone not in models.list_models(module=models):
+        return subject
+    published = models.get_model_weights(backbone)
+    if weights != "DEFAULT" and weights not in published.__members__:
+        return subject
+    preset: Any = published[weights].transforms()
+    return replace(
+        subject,
+        look=EvaluationLook(size=preset.crop_size[0], resize="shorter", shorter=preset.resize_size[0]),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+    )

@@ -1,0 +1,1 @@
+"""The method: losses, heatmaps through views, running averages, expected positives, schedules."""

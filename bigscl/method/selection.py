@@ -1,0 +1,84 @@
+"""The expected positives of an epoch: for each class the images of highest score, as one cut per class."""
+
+# Shapes: B batch, L classes, n rows of a chunk.
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bigscl.method.ranking import rank
+from bigscl.store.transport import Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selection:
+    """A cut per class: sample n is expected positive iff s > tau, or s == tau and n <= last_id."""
+
+    tau: Tensor
+    """float16 [L]"""
+    last_id: Tensor
+    """int64 [L]"""
+    num_expected: Tensor | None = None
+    """int64 [L]: how many positives of each class were to be selected; None in cuts that did not keep it."""
+
+    @classmethod
+    def none(cls, num_classes: int) -> "Selection":
+        """Nothing is expected, as before the first selection."""
+        return cls(
+            tau=torch.ones(num_classes, dtype=torch.float16),
+            last_id=torch.full((num_classes,), -1, dtype=torch.int64),
+        )
+
+    @classmethod
+    def from_json(cls, cuts: Mapping[str, Sequence[float]]) -> "Selection":
+        """The selection `to_json` described, bit for bit."""
+        tau = torch.tensor(cuts["tau"], dtype=torch.float16)
+        last_id = torch.tensor(cuts["last_id"], dtype=torch.int64)
+        counts = torch.tensor(cuts["num_expected"], dtype=torch.int64) if "num_expected" in cuts else None
+        if tau.shape != last_id.shape:
+            raise ValueError(
+                f"selection: {len(tau)} values of tau but {len(last_id)} of last_id, expected as many"
+            )
+        return cls(tau=tau, last_id=last_id, num_expected=counts)
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """The cuts as plain numbers; every float16 is exact in them."""
+        counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
+        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts}
+
+    def to(self, device: torch.device | str) -> "Selection":
+        """The same cuts on a device."""
+        return replace(self, tau=self.tau.to(device), last_id=self.last_id.to(device))
+
+    def expected(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Of which classes each sample is an expected positive, bool [B,L], by its stored scores [B,L]."""
+        assert scores.dtype == torch.float16, f"scores are {scores.dtype}; cuts hold for the stored float16"
+        return (scores > self.tau) | ((scores == self.tau) & (ids[:, None] <= self.last_id))
+
+
+def expected_counts(counts: NDArray[np.int64], positives_per_image: float) -> NDArray[np.int64]:
+    """How many positives p_i = round(K * count_i) to expect of each class, from its annotated positives."""
+    num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
+    return num_expected
+
+
+def select(
+    chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float16]]],
+    num_expected: NDArray[np.int64],
+    transport: Transport,
+    *,
+    gather_bytes: int = 2**26,
+) -> Selection:
+    """The cut that makes the `num_expected[i]` samples of highest score expected positives of class i.
+
+    Exact, ties by lowest id; a class that expects more positives than there are samples takes all. The same
+    on every rank, however the samples are divided. Each rank passes its own (ids [n], scores [n,L]), no id
+    twice; they are read once. Memory beyond a chunk is about 60 bytes per expected positive: it grows with
+    K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at a time.
+    """
+    return Selection.from_json(rank(chunks, num_expected, transport, gather_bytes=gather_bytes))

@@ -1,0 +1,183 @@
+"""Networks by name, with their weights: torchvision's, timm's, or a callable of the user's own."""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from bigscl.parsing import BadFile, parsing
+from bigscl.printing import printable
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FILES = (".pt", ".pth", ".safetensors")
+MOVED = {
+    "bigscl.smallnet": "bigscl.models.smallnet",
+    "tools.lite0": "bigscl.models.lite0",
+}
+"""Modules that configs of earlier revisions name, and where they are now."""
+# Of GoogLeNet and Inception: only losses of their own would train them.
+AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
+
+
+def create_network(backbone: str, num_classes: int, weights: str | None = None) -> nn.Module:
+    """The network `backbone` names, with `num_classes` outputs unless `weights` come by name.
+
+    Weights by name belong to the library's own number of classes: the caller replaces the head. Weights
+    from a file are not loaded here (`read_state`), because that takes knowing which layer is the head.
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes: found {num_classes}, expected at least 1")
+    named = weights if weights is not None and not is_file(weights) else None
+    if backbone.startswith("timm:"):
+        return _from_timm(backbone.removeprefix("timm:"), num_classes, named)
+    if ":" in backbone:
+        return _from_callable(backbone, num_classes, named)
+    return _from_torchvision(backbone, num_classes, named)
+
+
+def is_file(weights: str) -> bool:
+    """Whether `weights` means a file rather than the name of published weights."""
+    return Path(weights).suffix in WEIGHT_FILES
+
+
+def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Module:
+    from torchvision import models
+
+    if name not in models.list_models(module=models):
+        raise ValueError(
+            f"backbone: torchvision has no classification network {name!r}. Use one of "
+            f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
+        )
+    if weights is None:
+        options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+        network = models.get_model(name, num_classes=num_classes, **options)
+    else:
+        published = models.get_model_weights(name)
+        if weights not in [*published.__members__, "DEFAULT"]:
+            raise ValueError(
+                f"weights: {name} has no weights {weights!r}, only {sorted(published.__members__)}; "
+                f"a file ends in {', '.join(WEIGHT_FILES)}"
+            )
+        network = models.get_model(name, weights=weights)
+    if getattr(network, "aux_logits", False):
+        network.aux_logits = False
+        for classifier in AUXILIARY_CLASSIFIERS:
+            setattr(network, classifier, None)
+    return cast(nn.Module, network)
+
+
+def _from_timm(name: str, num_classes: int, weights: str | None) -> nn.Module:
+    try:
+        import timm
+    except ImportError:
+        raise ValueError(
+            f"backbone: 'timm:{name}' needs timm, which is not installed: pip install timm"
+        ) from None
+    if not timm.is_model(name):
+        raise ValueError(f"backbone: timm has no network {name!r}; see timm.list_models()")
+    if weights not in (None, "DEFAULT"):
+        raise ValueError(
+            f"weights: found {weights!r} for 'timm:{name}', expected DEFAULT or a file; timm names other "
+            f"weights in the backbone, as in 'timm:resnet50.a1_in1k'"
+        )
+    options: dict[str, Any] = {"num_classes": num_classes} if weights is None else {"pretrained": True}
+    network: nn.Module = timm.create_model(name, **options)
+    return network
+
+
+def _from_callable(path: str, num_classes: int, weights: str | None) -> nn.Module:
+    if weights is not None:
+        raise ValueError(
+            f"weights: found {weights!r} for {path}, expected a file ending in {', '.join(WEIGHT_FILES)}: "
+            f"only torchvision and timm publish weights by name"
+        )
+    network = _import(path)(num_classes=num_classes)
+    if not isinstance(network, nn.Module):
+        raise ValueError(
+            f"backbone: {path} returned {type(network).__name__}, expected a torch.nn.Module that ends in "
+            f"average pooling and a linear layer"
+        )
+    return network
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(MOVED.get(module_name, module_name)), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"backbone: cannot import {path!r} ({error}). Expected 'package.module:callable', importable "
+            f"from here (installed, or below the current directory or PYTHONPATH)."
+        ) from None
+    if not callable(found):
+        raise ValueError(f"backbone: {path} is {type(found).__name__}, expected a callable")
+    return cast(Callable[..., Any], found)
+
+
+def read_state(file: str) -> dict[str, Tensor]:
+    """The state dict in a weights file; a torch file is read without running any code that is in it."""
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"weights: no file {file}")
+    with parsing(file, "a weights file of tensors", "Give model.weights another file."):
+        content = _load(file)
+    # Training scripts wrap the state dict: torchvision's under "model", Lightning's and timm's so.
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
+        raise BadFile(f"weights: {file} holds no state dict (names and tensors)")
+    return content
+
+
+def _load(file: str) -> Any:
+    if file.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    with warnings.catch_warnings():
+        # Of odd tensors in odd files, which are refused where they do not fit.
+        warnings.simplefilter("ignore")
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: str) -> None:
+    """Put `state` into `network`, strictly; only a head of another number of classes stays as it is."""
+    expected = network.state_dict()
+    names = [name for name in (f"{head}.weight", f"{head}.bias") if name in state]
+    rows = {name: state[name].shape[0] if state[name].ndim else 0 for name in names}
+    found = rows.get(f"{head}.weight")
+    wanted = len(expected[f"{head}.weight"])
+    if found is not None and found != wanted:
+        logger.info("%s: head %s has %d classes, not %d: freshly initialised", source, head, found, wanted)
+        for name in rows:
+            state[name] = expected[name]
+    try:
+        network.load_state_dict(state, strict=True)
+    except (RuntimeError, TypeError, NotImplementedError):
+        raise BadFile(
+            f"weights: {source} does not fit {type(network).__name__}: {differences(state, expected)}. "
+            f"Only the head ({head}) may differ, in its number of classes."
+        ) from None
+
+
+def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """What keeps a state dict from fitting, in one line with a few names of each kind; empty if nothing."""
+    common = [name for name in expected if name in state]
+    kinds = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": [name for name in common if state[name].shape != expected[name].shape],
+    }
+    return "; ".join(
+        f"{len(names)} {kind} ({', '.join(map(printable, names[:3]))}{', ...' if len(names) > 3 else ''})"
+        for kind, names in kinds.items()
+        if names
+    )

@@ -1,0 +1,216 @@
+"""A classification network with a spatial head: its linear layer, applied before the pooling.
+
+The network stays whole, with its own names: in evaluation it runs as its library wrote it, and its state
+dict is the export. In training its last feature map is tapped, and the linear layer, as a 1x1 convolution,
+gives a score for every cell.
+"""
+
+# Shapes: B batch, C channels of the last feature map, L classes, G side of the score map.
+
+import logging
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigscl.method.precision import at_least_float32
+from bigscl.models.backbones import create_network, is_file, load_state, read_state
+from bigscl.models.head import Head, Tap, find_head
+
+logger = logging.getLogger(__name__)
+
+Pooling = Literal["logits", "probabilities"]
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+class Prediction(NamedTuple):
+    """What the network says of a batch, before the sigmoid."""
+
+    logit_map: Tensor | None
+    """[B,L,G,G], view frame; None where no map was asked for."""
+    logits: Tensor
+    """[B,L], of the pooled prediction f: `sigmoid(logits)` is f, whatever the pooling."""
+
+
+def build_model(
+    backbone: str, num_classes: int, *, weights: str | None = None, pooling: Pooling = "logits"
+) -> "SpatialClassifier":
+    """The network `backbone` names, with its weights and a spatial head of `num_classes` classes.
+
+    `backbone` is a name of torchvision (`resnet50`), of timm (`timm:resnet50`), or `package.module:callable`,
+    called with `num_classes`. `weights` is a published name (`IMAGENET1K_V2`, `DEFAULT`) or a file (.pt,
+    .pth, .safetensors). A head of another number of classes is freshly initialised; all else must fit.
+    """
+    network = create_network(backbone, num_classes, weights)
+    head = find_head(network, backbone)
+    if weights is not None and is_file(weights):
+        load_state(network, read_state(weights), head.name, weights)
+    linear = head.linear(network)
+    if linear.out_features != num_classes:
+        logger.info(
+            "%s %s: head %s has %d classes, not %d: freshly initialised",
+            *(backbone, weights or "", head.name, linear.out_features, num_classes),
+        )
+        fresh = nn.Linear(linear.in_features, num_classes, bias=linear.bias is not None)
+        parent, _, name = head.name.rpartition(".")
+        setattr(network.get_submodule(parent), name, fresh)
+    return SpatialClassifier(network, head, pooling=pooling)
+
+
+class SpatialClassifier(nn.Module):
+    """`network`, able to say what it sees in every cell of its last feature map."""
+
+    def __init__(self, network: nn.Module, head: Head, *, pooling: Pooling = "logits") -> None:
+        super().__init__()
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling: found {pooling!r}, expected one of {get_args(Pooling)}")
+        self.network = network
+        self.head = head
+        self.pooling = pooling
+        self._frozen_stages = 0
+        self._backbone_frozen = False
+        self._statistics_frozen = False
+        self._tap = Tap()
+        self._tap.attach(network.get_submodule(head.tapped), head.side)
+
+    def forward(self, images: Tensor, maps: bool | None = None) -> Prediction:
+        """The prediction for a batch, with its map if `maps`; by default in training only.
+
+        Without maps the network pools first, as it was written: no spatial cost. Under pooling of
+        probabilities the map is always needed, and always given.
+        """
+        pooled = self.network(images)
+        features = self._tap.take()
+        if self.pooling == "logits" and not (self.training if maps is None else maps):
+            return Prediction(None, at_least_float32(pooled))
+        logit_map = self.head.logit_map(self.network, features, self.training)
+        return Prediction(logit_map, pool(logit_map, self.pooling))
+
+    def maps(self, images: Tensor) -> Tensor:
+        """The logit map [B,L,G,G] of a batch, in either mode."""
+        logit_map = self(images, maps=True).logit_map
+        assert isinstance(logit_map, Tensor)
+        return logit_map
+
+    def export(self) -> dict[str, Tensor]:
+        """The library's own state dict: it loads strictly into the plain network, with the same logits."""
+        if self.pooling != "logits":
+            raise ValueError(
+                "export: a plain network pools before its linear layer, so a model trained with "
+                "`pooling: probabilities` would predict otherwise. Train with `pooling: logits`, or take "
+                "`model.network.state_dict()` knowing that."
+            )
+        state = self.network.state_dict()
+        for name, value in state.items():
+            # Into the same mapping: it carries the versions some networks ask for when they load.
+            state[name] = value.detach().cpu().contiguous()
+        return state
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the linear layer."""
+        return list(self.head.linear(self.network).parameters())
+
+    def backbone_parameters(self) -> list[nn.Parameter]:
+        """All other parameters."""
+        head = {id(parameter) for parameter in self.head_parameters()}
+        return [parameter for parameter in self.network.parameters() if id(parameter) not in head]
+
+    @property
+    def stages(self) -> list[list[nn.Module]]:
+        """The backbone in consecutive stages, from the image up, as `freeze_stages` counts them."""
+        return list(_stages(self.network, self.head.linear(self.network)))
+
+    def freeze_backbone(self, frozen: bool = True) -> None:
+        """Train the linear head only, over a backbone in eval mode whose backward is skipped; or undo that.
+
+        DistributedDataParallel notes at its creation which parameters need gradients: freeze before wrapping
+        a model, and wrap it anew after a change.
+        """
+        self._backbone_frozen = frozen
+        self._apply_freezing()
+
+    def freeze_stages(self, count: int) -> None:
+        """Keep the first `count` stages in eval mode and skip their backward; the others train.
+
+        As for `freeze_backbone`, wrap the model for distributed training after this, not before.
+        """
+        if not 0 <= count <= len(self.stages):
+            raise ValueError(f"freeze_stages: found {count}, this network has {len(self.stages)} stages")
+        self._frozen_stages = count
+        self._apply_freezing()
+
+    def freeze_statistics(self, frozen: bool = True) -> None:
+        """Let batch normalisation use its stored averages also where its weights train; or undo that.
+
+        What a pretrained network has learnt of its features outlasts a short training on small batches.
+        """
+        if frozen and not any(isinstance(module, BATCH_NORMS) for module in self.network.modules()):
+            raise ValueError("freeze_statistics: this network has no batch normalisation")
+        self._statistics_frozen = frozen
+        self.train(self.training)
+
+    def _apply_freezing(self) -> None:
+        # Images need no gradient, so autograd records nothing below the first parameter that does.
+        for parameter in self.backbone_parameters():
+            parameter.requires_grad_(not self._backbone_frozen)
+        for module in self._frozen_modules():
+            module.requires_grad_(False)
+        self.train(self.training)
+
+    def _frozen_modules(self) -> Iterator[nn.Module]:
+        for stage in self.stages[: self._frozen_stages]:
+            yield from stage
+
+    def train(self, mode: bool = True) -> "SpatialClassifier":
+        """Switch to training (or evaluation), except for what is frozen."""
+        super().train(mode)
+        if self._backbone_frozen:
+            self.network.eval()
+            if self.head.dropout is not None:
+                self.network.get_submodule(self.head.dropout).train(mode)
+        for module in self._frozen_modules():
+            module.eval()
+        if self._statistics_frozen:
+            for module in self.network.modules():
+                if isinstance(module, BATCH_NORMS):
+                    module.eval()
+        return self
+
+
+def pool(logit_map: Tensor, pooling: Pooling) -> Tensor:
+    """Logits [B,L] of the pooled prediction, in at least float32."""
+    logit_map = at_least_float32(logit_map)
+    if pooling == "logits":
+        return logit_map.mean((2, 3))
+    # logit(mean F) = log(mean F) - log(mean(1 - F)); log of the number of cells cancels.
+    cells = logit_map.flatten(2)
+    return F.logsigmoid(cells).logsumexp(2) - F.logsigmoid(-cells).logsumexp(2)
+
+
+def _stages(parent: nn.Module, head: nn.Module) -> Iterator[list[nn.Module]]:
+    """Children with parameters, in order of definition: each block a stage, consecutive layers one stage.
+
+    A child that holds nearly all layers (torchvision's `features`, timm's `blocks`) is opened.
+    """
+    layers: list[nn.Module] = []
+    total = _num_layers(parent)
+    for child in parent.children():
+        if child is head or not _num_layers(child):
+            continue
+        if not any(_num_layers(grandchild) for grandchild in child.children()):
+            layers.append(child)
+            continue
+        if layers:
+            yield layers
+        layers = []
+        if _num_layers(child) > 0.75 * total:
+            yield from _stages(child, head)
+        elif head not in child.modules():
+            yield [child]
+    if layers:
+        yield layers
+
+
+def _num_layers(module: nn.Module) -> int:
+    return sum(1 for part in module.modules() if next(part.parameters(recurse=False), None) is not None)

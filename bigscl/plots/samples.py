@@ -1,0 +1,273 @@
+"""Pictures of samples: the image, and beside it the heatmaps of some classes laid over it.
+
+Used by the trainer after each epoch and by `bigscl render`. Nothing here reads or trains anything.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from bigscl.files import written_whole
+from bigscl.store.spec import Rows
+
+Kind = Literal["annotated", "unannotated", "negative"]
+Box = tuple[float, float, float, float]
+
+# Told apart by people who do not see red and green differently, too.
+COLORS: dict[Kind, str] = {"annotated": "#009e73", "unannotated": "#d55e00", "negative": "#56667a"}
+MEANINGS: dict[Kind, str] = {
+    "annotated": "annotated positive",
+    "unannotated": "unannotated positive",
+    "negative": "negative",
+}
+BOX_COLOR = "white"
+DIM = 0.7
+# Inches and pixels of the page.
+TILE = 1.5
+GAP = 0.08
+LINE = 0.17
+LEGEND = 0.42
+DPI = 128
+MAX_PIXELS_PER_SIDE = 2**16 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Panel:
+    """One heatmap over the sample's image."""
+
+    heatmap: NDArray[Any]
+    """`[W,W]` in 0..1, covering the whole image whatever its aspect."""
+    name: str
+    score: float
+    kind: Kind
+    boxes: tuple[Box, ...] = ()
+    """Where the class really is, as far as that is known: (x0, y0, x1, y1) in 0..1 of the image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplePicture:
+    """A sample: its image and the heatmaps to show beside it."""
+
+    image: NDArray[np.uint8]
+    """`[3,H,W]`"""
+    title: str
+    panels: Sequence[Panel]
+
+
+def panels_of(
+    rows: Rows,
+    names: Sequence[str],
+    *,
+    annotated: NDArray[np.bool_],
+    present: NDArray[np.bool_],
+    boxes: Mapping[int, Sequence[Box]] | None = None,
+    count: int = 6,
+) -> list[Panel]:
+    """Up to `count` heatmaps of one sample, those of `classes_to_show`.
+
+    `rows` holds that sample only; `annotated` and `present` tell of each class whether training knows it to
+    be there, and whether it is (or is expected to be); `boxes` where the classes are.
+    """
+    chosen = classes_to_show(rows, annotated, present, count)
+    return [panel_of(rows, number, names, annotated, present, boxes) for number in chosen]
+
+
+def classes_to_show(
+    rows: Rows, annotated: NDArray[np.bool_], present: NDArray[np.bool_], count: int
+) -> list[int]:
+    """Annotated classes, then others present, then negatives, each by falling score; those with heatmaps.
+
+    The last place is left for a negative.
+    """
+    if rows.heatmaps is None:
+        return []
+    scores = rows.scores[0]
+    kept = np.arange(len(scores)) if rows.classes is None else rows.classes[0]
+    classes = sorted(kept.tolist(), key=lambda number: -scores[number])
+    kinds = {number: kind_of(number, annotated, present) for number in classes}
+    positives = [
+        number for kind in ("annotated", "unannotated") for number in classes if kinds[number] == kind
+    ]
+    negatives = [number for number in classes if kinds[number] == "negative"]
+    chosen = positives[: max(1, count - 1) if negatives else count]
+    return chosen + negatives[: count - len(chosen)]
+
+
+def panel_of(
+    rows: Rows,
+    number: int,
+    names: Sequence[str],
+    annotated: NDArray[np.bool_],
+    present: NDArray[np.bool_],
+    boxes: Mapping[int, Sequence[Box]] | None = None,
+) -> Panel:
+    """The panel of one class; a class whose heatmap is not kept has no heat."""
+    heatmap = heatmap_of(rows, number)
+    return Panel(
+        heatmap=np.zeros((1, 1), np.float16) if heatmap is None else heatmap,
+        name=names[number],
+        score=float(rows.scores[0, number]),
+        kind=kind_of(number, annotated, present),
+        boxes=tuple((boxes or {}).get(number, ())),
+    )
+
+
+def heatmap_of(rows: Rows, number: int) -> NDArray[Any] | None:
+    """The heatmap `[W,W]` of a class of the one sample in `rows`; None if it is not kept."""
+    if rows.heatmaps is None:
+        return None
+    if rows.classes is None:
+        return np.asarray(rows.heatmaps[0, number])
+    places = np.flatnonzero(rows.classes[0] == number)
+    return np.asarray(rows.heatmaps[0, places[0]]) if len(places) else None
+
+
+def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_]) -> Kind:
+    """What a class is to a sample."""
+    if annotated[number]:
+        return "annotated"
+    return "unannotated" if present[number] else "negative"
+
+
+def overlay(image: NDArray[np.uint8], heatmap: NDArray[Any]) -> NDArray[np.uint8]:
+    """`[H,W,3]`: the image `[3,H,W]` in dim grey under its heat, whose colours mean the same everywhere."""
+    _, height, width = image.shape
+    small = Image.fromarray(heatmap.astype(np.float32))
+    heat = np.asarray(small.resize((width, height), Image.Resampling.BILINEAR))[:, :, None].clip(0, 1)
+    grey = DIM * image.astype(np.float32).mean(axis=0)[:, :, None]
+    colors = _heat_colors(heat[:, :, 0]) * 255
+    # Strong heat still lets the image through; weak heat is seen, but not mistaken for strong.
+    opacity = 0.75 * np.sqrt(heat)
+    return np.asarray(grey * (1 - opacity) + colors * opacity).round().astype(np.uint8)
+
+
+def _heat_colors(values: NDArray[Any]) -> NDArray[np.float64]:
+    """`[...,3]` in 0..1; the darkest colours are left out, as they would look like shadows in the image."""
+    import matplotlib
+
+    return np.asarray(matplotlib.colormaps["inferno"](0.3 + 0.7 * values))[..., :3]
+
+
+def draw_samples(samples: Sequence[SamplePicture], path: Path, *, title: str = "", across: int = 1) -> None:
+    """Write a picture of the samples, `across` of them side by side; the suffix says which format."""
+    with written_whole(path) as partial:
+        figure = figure_of(samples, title=title, across=across)
+        figure.savefig(partial, dpi=DPI, format=path.suffix.removeprefix(".") or None)
+
+
+def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int = 1) -> Any:
+    """The matplotlib figure that `draw_samples` writes."""
+    from matplotlib.figure import Figure
+
+    if not samples or across < 1:
+        raise ValueError(f"picture: {len(samples)} samples, {across} across; expected at least one")
+    across = min(across, len(samples))
+    tiles = 1 + max(len(sample.panels) for sample in samples)
+    row_height = TILE + 2 * LINE + GAP
+    head = LINE * 2 if title else GAP
+    width = across * tiles * (TILE + GAP) + across * GAP
+    height = head + -(-len(samples) // across) * row_height + LEGEND
+    if max(width, height) * DPI > MAX_PIXELS_PER_SIDE:
+        raise ValueError(
+            f"picture: {len(samples)} samples do not fit on one page; draw fewer, or more across"
+        )
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    # One coordinate system in inches from the top left: hundreds of axes would take minutes.
+    axes = figure.add_axes((0, 0, 1, 1), frameon=False)
+    axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], autoscale_on=False)
+    if title:
+        axes.text(GAP, head / 2, title, fontsize=10, weight="bold", va="center")
+    for number, sample in enumerate(samples):
+        row, column = divmod(number, across)
+        left = GAP + column * (tiles * (TILE + GAP) + GAP)
+        _draw_sample(axes, sample, left, head + row * row_height, tiles)
+    _draw_legend(axes, samples, width, height)
+    return figure
+
+
+def _draw_sample(axes: Any, sample: SamplePicture, left: float, top: float, tiles: int) -> None:
+    room = len(sample.panels) + 1 if len(sample.panels) + 1 < tiles else tiles
+    _text(axes, left, top + LINE / 2, sample.title, room * TILE, color="black", weight="bold")
+    image = _shrunk(sample.image)
+    _put(axes, np.moveaxis(image, 0, 2), left, top + LINE)
+    for number, panel in enumerate(sample.panels, start=1):
+        x = left + number * (TILE + GAP)
+        box = _put(axes, overlay(image, panel.heatmap), x, top + LINE, COLORS[panel.kind])
+        for x0, y0, x1, y1 in panel.boxes:
+            across, down = box[1] - box[0], box[2] - box[3]
+            corner = (box[0] + x0 * across, box[3] + y0 * down)
+            _frame(axes, corner, (x1 - x0) * across, (y1 - y0) * down, BOX_COLOR, 0.9)
+        label = f"{_short(panel.name, 15)} {panel.score:.2f}"
+        _text(axes, x, top + LINE * 1.5 + TILE, label, TILE, color=COLORS[panel.kind], weight="bold")
+
+
+def _put(
+    axes: Any, pixels: NDArray[np.uint8], left: float, top: float, color: str | None = None
+) -> tuple[float, float, float, float]:
+    """Where the image came to lie in its tile, as matplotlib's extent."""
+    height, width = pixels.shape[:2]
+    scale = TILE / max(height, width)
+    x = left + (TILE - width * scale) / 2
+    y = top + (TILE - height * scale) / 2
+    extent = (x, x + width * scale, y + height * scale, y)
+    axes.imshow(pixels, extent=extent, interpolation="antialiased", aspect="auto")
+    if color is not None:
+        _frame(axes, (x, y), width * scale, height * scale, color, 2.0)
+    return extent
+
+
+def _frame(
+    axes: Any, corner: tuple[float, float], width: float, height: float, color: str, line: float
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=color, linewidth=line))
+
+
+def _text(axes: Any, x: float, y: float, text: str, room: float, **style: Any) -> None:
+    """Text that stays within its room, in inches: bold 7 point letters are about 0.068 wide."""
+    axes.text(x, y, _short(text, max(4, int(room / 0.068))), fontsize=7, va="center", **style)
+
+
+def _short(text: str, length: int) -> str:
+    """The text, or its beginning and end where it is too long: keys differ at their ends."""
+    if len(text) <= length:
+        return text
+    end = (length - 1) // 2
+    return f"{text[: length - 1 - end]}…{text[len(text) - end :]}"
+
+
+def _draw_legend(axes: Any, samples: Sequence[SamplePicture], width: float, height: float) -> None:
+    """What the frames mean, and which colour is which value, as far as there is room."""
+    panels = [panel for sample in samples for panel in sample.panels]
+    kinds = {panel.kind for panel in panels}
+    entries = [(COLORS[kind], MEANINGS[kind]) for kind in COLORS if kind in kinds]
+    y, x = height - LEGEND / 2, GAP
+    for color, meaning in entries:
+        _frame(axes, (x + 0.02, y - 0.06), 0.12, 0.12, color, 2.0)
+        axes.text(x + 0.2, y, meaning, fontsize=7, va="center", color=color)
+        x += 0.35 + 0.062 * len(meaning)
+    if panels and x + 1.2 < width:
+        ramp = _heat_colors(np.linspace(0, 1, 64)[None])
+        axes.imshow(ramp, extent=(x + 0.15, x + 0.95, y + 0.06, y - 0.06), aspect="auto")
+        axes.text(x + 0.1, y, "0", fontsize=7, va="center", ha="right")
+        axes.text(x + 1.0, y, "1", fontsize=7, va="center")
+        x += 1.3
+    if any(panel.boxes for panel in panels) and x + 1.2 < width:
+        axes.text(x, y, "white box: the object", fontsize=7, va="center")
+
+
+def _shrunk(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The image at no more pixels than its tile can show twice over."""
+    side = int(2 * TILE * DPI)
+    scale = side / max(image.shape[1:])
+    if scale >= 1:
+        return image
+    size = (max(1, round(image.shape[2] * scale)), max(1, round(image.shape[1] * scale)))
+    pixels = Image.fromarray(np.ascontiguousarray(np.moveaxis(image, 0, 2)))
+    return np.moveaxis(np.asarray(pixels.resize(size, Image.Resampling.BOX)), 2, 0)

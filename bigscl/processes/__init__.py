@@ -1,0 +1,1 @@
+"""The processes of a job: accelerator, ranks, signals, and what the hardware can do."""
