@@ -86,7 +86,7 @@ def no_large_allocation(monkeypatch):
     def refuse(*_):
         raise AssertionError("the decoder was reached")
 
-    monkeypatch.setattr(decoding, "_decode_jpeg", refuse)
+    monkeypatch.setattr(decoding, "jpeg_decoder", lambda: refuse)
     monkeypatch.setattr(Image.core, "new", refuse)
     monkeypatch.setattr(Image.core, "fill", refuse)
 
