@@ -8,17 +8,17 @@ from bigscl.store.prefetch import Prefetcher
 from bigscl.store.residents import Residents, update
 from bigscl.store.snapshots import Snapshot
 from bigscl.store.spec import GroupSpec, Rows, StoreSpec
-from bigscl.store.transport import Alone, Transport
+from bigscl.store.transport import SingleProcess, Transport
 from bigscl.store.writeback import Writeback
 
 __all__ = [
-    "Alone",
     "Annotations",
     "GroupSpec",
     "HeatmapStore",
     "Prefetcher",
     "Residents",
     "Rows",
+    "SingleProcess",
     "Snapshot",
     "StorageOptions",
     "StoreError",

@@ -33,7 +33,7 @@ from bigscl.store.opening import (
 from bigscl.store.passes import in_order
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
 from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
-from bigscl.store.transport import Alone, Transport, on_rank_zero
+from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 
 Location = str | os.PathLike[str]
@@ -66,7 +66,7 @@ class HeatmapStore:
         self.spec = spec
         self.backend = backend
         self.annotations = annotations
-        self._transport = transport or Alone()
+        self._transport = transport or SingleProcess()
         self._writable = writable
         self._lease = lease
         self._run = run
@@ -140,7 +140,7 @@ class HeatmapStore:
             return cls(backend, spec, wanted, annotations, transport=transport, writable=False)
         if annotations is None:
             raise ValueError(f"{backend.url}: writing needs the annotations the store was made for")
-        group = transport or Alone()
+        group = transport or SingleProcess()
         leases: list[Lease] = []
 
         def prepare() -> bytes:

@@ -21,7 +21,7 @@ class Transport(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The group of one process."""
 
     rank = 0

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.method.ranking import rank
-from bigscl.store import Alone, HeatmapStore, Snapshot
+from bigscl.store import HeatmapStore, SingleProcess, Snapshot
 from bigscl.store.spec import Array
 from bigscl.tools.opening import has_selection
 from bigscl.tools.passes import scores_by_shard
@@ -91,7 +91,7 @@ def _recomputed(store: HeatmapStore) -> Expected:
     snapshot = store.snapshot
     known = snapshot.attributes["selection"].get("num_expected")
     num_expected = _counted(store) if known is None else np.asarray(known, np.int64)
-    cuts = rank(scores_by_shard("selecting", store), num_expected, Alone())
+    cuts = rank(scores_by_shard("selecting", store), num_expected, SingleProcess())
     note = (
         f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives were "
         f"selected from its scores, since the run's last cuts are of the end of epoch {snapshot.epoch - 1}"

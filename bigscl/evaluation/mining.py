@@ -9,7 +9,7 @@ import torch
 from bigscl.data.index import Index
 from bigscl.method.selection import expected_counts, select
 from bigscl.store import HeatmapStore
-from bigscl.store.transport import Alone
+from bigscl.store.transport import SingleProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def mined_positives(store: HeatmapStore, index: Index, positives_per_image: floa
     shards = range(store.spec.num_shards)
     annotated = index.annotations("observed")
     num_expected = expected_counts(annotated.counts(), positives_per_image)
-    selection = select(store.scores_by_shard(shards), num_expected, Alone())
+    selection = select(store.scores_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
     for ids, scores in store.scores_by_shard(shards):
         expected = selection.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()

@@ -7,7 +7,8 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from bigscl.store.transport import Alone, Transport
+from bigscl import store
+from bigscl.store import Transport
 
 
 class Ranks(Transport, Protocol):
@@ -55,8 +56,8 @@ class GlooTransport:
         return cast(list[float], totals.tolist())
 
 
-class Single(Alone):
-    """The only rank."""
+class SingleProcess(store.SingleProcess):
+    """The group of one process."""
 
     wait_seconds = 0.0
 
@@ -69,4 +70,4 @@ def transport() -> Ranks:
     """The group this process belongs to: all ranks of torch.distributed, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooTransport()
-    return Single()
+    return SingleProcess()

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from bigscl.method.selection import expected_counts, select
-from bigscl.store.transport import Alone
+from bigscl.store.transport import SingleProcess
 
 CHUNK = 1000
 LIMIT_SECONDS, LIMIT_BYTES = 20, 1e9
@@ -59,7 +59,7 @@ def time_selection(scores, num_expected):
         pass
     scores.seconds, before = 0.0, peak_bytes()
     began = time.perf_counter()
-    selection = select(scores, num_expected, Alone())
+    selection = select(scores, num_expected, SingleProcess())
     return selection, time.perf_counter() - began - scores.seconds, peak_bytes() - before
 
 

@@ -4,7 +4,7 @@ import torch
 
 from bigscl.method import estimator
 from bigscl.method.estimator import LabelEstimator
-from bigscl.processes.ranks import Single
+from bigscl.processes.ranks import SingleProcess
 from tests.test_store.conftest import make_annotations
 
 
@@ -32,7 +32,7 @@ def test_steps_are_those_of_adam_for_each_sample_alone():
             optimizers[n].step()
     torch.testing.assert_close(ours.logits, torch.stack([row.detach() for row in rows]))
     before = ours.logits.clone()
-    ours.share(Single())
+    ours.share(SingleProcess())
     assert torch.equal(ours.logits, before)
 
 

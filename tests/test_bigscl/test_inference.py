@@ -7,7 +7,7 @@ import torch
 from bigscl.data.batch import Batch, normalize
 from bigscl.evaluation.inference import NETWORK_BATCH, gather_arrays, network_batches, predict
 from bigscl.models.spatial import build_model
-from bigscl.store import Alone
+from bigscl.store import SingleProcess
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -40,7 +40,7 @@ def model():
 
 
 def predict_all(model, loader):
-    return predict(model, loader, "cpu", mean=MEAN, std=STD, transport=Alone())
+    return predict(model, loader, "cpu", mean=MEAN, std=STD, transport=SingleProcess())
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 75])
@@ -103,7 +103,7 @@ def test_a_failure_on_another_rank_is_raised_on_rank_zero_with_its_reason():
 def test_a_rank_that_fails_still_meets_the_others_and_raises_its_own_error():
     sent = []
 
-    class Listening(Alone):
+    class Listening(SingleProcess):
         def gather(self, payload):
             sent.append(payload)
             return [payload]

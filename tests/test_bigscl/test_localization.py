@@ -16,7 +16,7 @@ from bigscl.evaluation.inference import NETWORK_BATCH
 from bigscl.evaluation.localization import network_pointing, pointing, read_objects
 from bigscl.method.heatmaps import to_image
 from bigscl.models.spatial import build_model
-from bigscl.store import Alone, HeatmapStore
+from bigscl.store import HeatmapStore, SingleProcess
 from tests.tars import jpeg, labelled, write_tar
 
 NUM_CLASSES, SIZE = 4, 6
@@ -197,6 +197,6 @@ def test_network_maps_point_as_counted_cell_by_cell_in_the_image(shards, resize,
         "cpu",
         mean=[0.5] * 3,
         std=[0.25] * 3,
-        transport=Alone(),
+        transport=SingleProcess(),
     )
     check(found, slow_figures(index, boxes_of, lambda n, label: heat[n][label]))

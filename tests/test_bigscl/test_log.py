@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bigscl.method.objective import Loss
-from bigscl.processes.ranks import Single
+from bigscl.processes.ranks import SingleProcess
 from bigscl.training import log
 from bigscl.training.log import Meter
 
@@ -73,7 +73,7 @@ def test_wait_for_others_at_a_reading_belongs_to_the_next_one(now):
 
 
 def test_meter_of_a_single_process_waits_for_nobody_else_and_starts_over_when_read(now):
-    meter = Meter(Single())
+    meter = Meter(SingleProcess())
     meter.add(loss_of(1.0, 2.0))
     now[0] = 2.0
     assert meter.read({"wait_data": 1.0})["wait_data"] == 0.5

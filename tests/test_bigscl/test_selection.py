@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.method.selection import Selection, expected_counts, select
-from bigscl.store.transport import Alone
+from bigscl.store.transport import SingleProcess
 
 
 def brute_force(ids, scores, num_expected):
@@ -47,7 +47,7 @@ def samples(draw):
 @given(drawn=samples())
 def test_selection_equals_a_brute_force_sort(drawn):
     ids, scores, num_expected, chunk = drawn
-    selection = select(in_chunks(ids, scores, chunk), num_expected, Alone())
+    selection = select(in_chunks(ids, scores, chunk), num_expected, SingleProcess())
     assert np.array_equal(selected(selection, ids, scores), brute_force(ids, scores, num_expected))
 
 
@@ -70,7 +70,7 @@ def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order):
         "shuffled": rng.permutation(num_samples),
     }[order]
     num_expected = np.resize([0, 1, 17, 300, num_samples - 1, num_samples, 2 * num_samples], num_classes)
-    selection = select(in_chunks(ids[visits], scores[visits], 700), num_expected, Alone())
+    selection = select(in_chunks(ids[visits], scores[visits], 700), num_expected, SingleProcess())
     # Rank by sorting: equal scores keep the order of their ids.
     ranks = np.argsort(np.argsort(-scores.astype(np.float32), axis=0, kind="stable"), axis=0)
     assert np.array_equal(selected(selection, ids, scores), ranks < num_expected)
@@ -78,13 +78,13 @@ def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order):
 
 def test_rows_never_visited_rank_by_their_initial_scores():
     scores = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.float16)
-    selection = select([(np.arange(4), scores)], np.array([2, 3]), Alone())
+    selection = select([(np.arange(4), scores)], np.array([2, 3]), SingleProcess())
     expected = [[True, True], [True, True], [False, True], [False, False]]
     assert np.array_equal(selected(selection, np.arange(4), scores), expected)
 
 
 def test_without_samples_or_positives_nothing_is_decided():
-    empty = select([], np.array([0, 3]), Alone())
+    empty = select([], np.array([0, 3]), SingleProcess())
     scores = torch.tensor([[1.0, 0.0]], dtype=torch.float16)
     assert empty.expected(scores, torch.tensor([0])).tolist() == [[False, True]]
     assert not Selection.none(2).expected(scores, torch.tensor([0])).any()
@@ -92,7 +92,7 @@ def test_without_samples_or_positives_nothing_is_decided():
 
 def test_negative_zero_ranks_as_zero():
     scores = np.array([[0.0], [-0.0], [0.0]], np.float16)
-    selection = select([(np.arange(3), scores)], np.array([2]), Alone())
+    selection = select([(np.arange(3), scores)], np.array([2]), SingleProcess())
     assert selected(selection, np.arange(3), scores)[:, 0].tolist() == [True, True, False]
 
 
@@ -101,7 +101,7 @@ def test_a_score_that_is_no_probability_is_refused_by_name(value):
     scores = np.full((3, 2), 0.5, np.float16)
     scores[1, 1] = value
     with pytest.raises(ValueError, match=r"sample 41 has .*expected 0 to 1"):
-        select([(np.arange(40, 43), scores)], np.array([1, 1]), Alone())
+        select([(np.arange(40, 43), scores)], np.array([1, 1]), SingleProcess())
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_a_score_that_is_no_probability_is_refused_by_name(value):
 )
 def test_chunks_that_do_not_fit_are_refused(ids, scores):
     with pytest.raises(ValueError, match="expected"):
-        select([(ids, scores)], np.array([1, 1]), Alone())
+        select([(ids, scores)], np.array([1, 1]), SingleProcess())
 
 
 def test_selection_survives_json_bit_for_bit():
     rng = np.random.default_rng(3)
     scores = rng.random((500, 40)).astype(np.float16)
-    selection = select([(np.arange(500), scores)], np.resize([0, 1, 30, 900], 40), Alone())
+    selection = select([(np.arange(500), scores)], np.resize([0, 1, 30, 900], 40), SingleProcess())
     again = Selection.from_json(json.loads(json.dumps(selection.to_json(), allow_nan=False)))
     assert torch.equal(again.tau, selection.tau)
     assert torch.equal(again.last_id, selection.last_id)
@@ -146,7 +146,7 @@ def peak_memory(num_samples, num_classes=200, chunk=1000):
             )
 
     tracemalloc.start()
-    select(chunks(), np.full(num_classes, 50), Alone())
+    select(chunks(), np.full(num_classes, 50), SingleProcess())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak

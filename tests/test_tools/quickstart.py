@@ -11,7 +11,7 @@ from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.method.selection import expected_counts, select
-from bigscl.store import Alone, HeatmapStore, update
+from bigscl.store import HeatmapStore, SingleProcess, update
 
 SIDE = 12
 K = 2.5
@@ -66,7 +66,7 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
     chosen = select(
         store.scores_by_shard(range(store.spec.num_shards)),
         expected_counts(index.annotations().counts(), K),
-        Alone(),
+        SingleProcess(),
     )
     store.commit(
         epoch=epoch, step=10 * (epoch + 1), attributes={"selection": chosen.to_json(), "skipped": []}

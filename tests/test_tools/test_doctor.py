@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bigscl.store import Alone
+from bigscl.store import SingleProcess
 from bigscl.store.testing import run_ranks
 from bigscl.tools import doctor
 from bigscl.tools.reachable import probe_place
@@ -98,8 +98,8 @@ def test_processes_that_see_different_places_are_found_out(tmp_path, same):
 
 
 def test_a_bucket_is_probed_like_a_folder(s3_options):
-    assert probe_place("s3://bucket/probed", s3_options, Alone()) == []
-    (problem,) = probe_place("s3://no-such-bucket/probed", s3_options, Alone())
+    assert probe_place("s3://bucket/probed", s3_options, SingleProcess()) == []
+    (problem,) = probe_place("s3://no-such-bucket/probed", s3_options, SingleProcess())
     assert "rank 0 cannot write to s3://no-such-bucket/probed" in problem
 
 
