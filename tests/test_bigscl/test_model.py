@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torchvision import models
 
+from bigscl.models import lite0
 from bigscl.models.spatial import build_model, pool
-from bigscl.tools import lite0
 
 FITTING = [
     "resnet18",

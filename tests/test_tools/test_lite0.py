@@ -3,8 +3,8 @@
 import torch
 from efficientnet_lite_pytorch import EfficientNet
 
+from bigscl.models import lite0
 from bigscl.models.spatial import build_model
-from bigscl.tools import lite0
 
 
 def images(side):
