@@ -38,10 +38,10 @@ from bigscl.evaluation.inference import predict
 from bigscl.evaluation.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
 from bigscl.evaluation.options import parse
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
-from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
-from bigscl.evaluation.target import Subject, build_network, find_subject, see_as
+from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.files import explain
 from bigscl.models.spatial import SpatialClassifier
 from bigscl.printing import printable
@@ -57,18 +57,20 @@ SECONDS_BETWEEN_LINES = 10.0
 
 def evaluate(options: Namespace) -> None:
     """Predict every image, and write down what that is worth."""
-    subject = see_as(find_subject(options.model, options.backbone, options.weights), options)
-    index = _open_index(subject, options)
-    real = None if options.real is None else read_real(options.real)
-    if real is not None:
+    target = with_overrides(find_target(options.model, options.backbone, options.weights), options)
+    index = _open_index(target, options)
+    real_labels = None if options.real is None else read_real_labels(options.real)
+    if real_labels is not None:
         # Now, not hours later.
-        match_real(real, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names)
-    folder = options.output or (subject.config.run if subject.config else Path()) / "evaluation"
+        match_real_labels(
+            real_labels, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names
+        )
+    folder = options.output or (target.config.run if target.config else Path()) / "evaluation"
     check_writable(folder)
-    saved = Evaluation(subject, index, options).predictions()
+    saved = Evaluation(target, index, options).predictions()
     if saved is None:
         return
-    report = make_report(saved, real=real, activation=options.activation)
+    report = make_report(saved, real_labels=real_labels, activation=options.activation)
     saved.save(folder / FILE_NAME)
     write_report(report, folder)
     print(json.dumps(to_json(report)) if options.json else summary(report))
@@ -88,11 +90,11 @@ def check_writable(folder: Path) -> None:
 class Evaluation:
     """A network before the images it is evaluated on, in every process."""
 
-    def __init__(self, subject: Subject, index: Index, options: Namespace) -> None:
-        self._subject, self._index, self._options = subject, index, options
+    def __init__(self, target: EvaluationTarget, index: Index, options: Namespace) -> None:
+        self._target, self._index, self._options = target, index, options
         # What cannot be done is found out here, not after hours of predictions.
         self._objects = read_objects(index, index.ids()) if options.boxes else None
-        if options.heatmaps and (subject.config is None or subject.config.store.kind != "disk"):
+        if options.heatmaps and (target.config is None or target.config.store.kind != "disk"):
             raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
         state = PartialState()
         self._device = state.device
@@ -103,10 +105,10 @@ class Evaluation:
             torch.set_num_threads(1)
         # Published weights are downloaded once.
         with state.main_process_first():
-            self._network: SpatialClassifier = build_network(subject, index.num_classes).to(self._device)
+            self._network: SpatialClassifier = build_network(target, index.num_classes).to(self._device)
         logger.info(
             "%s on %d images, %d processes on %s",
-            *(subject.name, index.num_samples, self._ranks.world_size, self._device.type),
+            *(target.name, index.num_samples, self._ranks.world_size, self._device.type),
         )
 
     def predictions(self) -> SavedPredictions | None:
@@ -115,11 +117,11 @@ class Evaluation:
             self._network,
             self._batches(),
             self._device,
-            mean=self._subject.mean,
-            std=self._subject.std,
+            mean=self._target.mean,
+            std=self._target.std,
             transport=self._ranks,
         )
-        about: dict[str, Any] = {"model": self._subject.name, "shards": _names(self._index)}
+        about: dict[str, Any] = {"model": self._target.name, "shards": _names(self._index)}
         heat = self._localization()
         if found is None:
             return None
@@ -139,15 +141,15 @@ class Evaluation:
                 self._index,
                 self._objects,
                 self._device,
-                mean=self._subject.mean,
-                std=self._subject.std,
+                mean=self._target.mean,
+                std=self._target.std,
                 transport=self._ranks,
             )
             if found is not None:
                 heat[NETWORK] = found
         if self._options.heatmaps and self._ranks.rank == 0:
-            assert self._subject.config is not None
-            heat[STORED] = _stored_pointing(self._subject.config)
+            assert self._target.config is not None
+            heat[STORED] = _stored_pointing(self._target.config)
         return heat
 
     def _batches(self) -> Iterator[Batch]:
@@ -161,7 +163,9 @@ class Evaluation:
             workers=options.workers,
         )
         bad = BadSamples(index, plan.num_samples(ranks.rank), max_share=options.max_bad_share)
-        loader = Loader(index, plan, ranks.rank, self._subject.look, bad=bad, allow_pipe=options.allow_pipe)
+        loader = Loader(
+            index, plan, ranks.rank, self._target.transform, bad=bad, allow_pipe=options.allow_pipe
+        )
         said = time.monotonic()
         for number, batch in enumerate(loader):
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
@@ -170,13 +174,13 @@ class Evaluation:
             yield batch
 
 
-def _open_index(subject: Subject, options: Namespace) -> Index:
+def _open_index(target: EvaluationTarget, options: Namespace) -> Index:
     """The index of the shards that were named, or of the run's validation shards."""
     if options.shards:
         return load_index(options.shards, options.index)
-    if subject.config is None or subject.config.data.val is None:
+    if target.config is None or target.config.data.val is None:
         raise ValueError("--shards: which images? There is no run that names its validation shards.")
-    return load_index(subject.config.data.val, options.index or subject.config.data.val_index)
+    return load_index(target.config.data.val, options.index or target.config.data.val_index)
 
 
 def _stored_pointing(config: Config) -> dict[str, Pointing]:

@@ -329,7 +329,7 @@ class Trainer:
             self.data.train,
             plan,
             rank,
-            data.training_look(self.config.seed, epoch),
+            data.training_transform(self.config.seed, epoch),
             labels=data.labels,
             bad=BadSamples(self.data.train, whole.num_samples(rank), max_share=data.max_bad_share),
             pin_memory=self.device.type == "cuda",

@@ -31,13 +31,13 @@ def command(
     """Set runs beside the first: figures, differences with 95% bootstrap intervals, classes that changed."""
     from bigscl.evaluation.compare import compare
     from bigscl.evaluation.predictions import load_predictions
-    from bigscl.evaluation.real_labels import read_real
+    from bigscl.evaluation.real_labels import read_real_labels
 
     runs = [load_predictions(path) for path in predictions]
     _name_apart(runs, predictions)
     compared = compare(
         runs,
-        real=None if real is None else read_real(real),
+        real_labels=None if real is None else read_real_labels(real),
         activation=activation,
         num_resamples=resamples,
         num_classes=classes,

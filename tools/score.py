@@ -32,14 +32,16 @@ def command(
 ) -> None:
     """Score saved predictions: the same report as bigscl.evaluate gives."""
     from bigscl.evaluation.predictions import load_predictions
-    from bigscl.evaluation.real_labels import read_real
+    from bigscl.evaluation.real_labels import read_real_labels
     from bigscl.evaluation.report import make_report
     from bigscl.evaluation.report_files import summary, to_json, write_report
 
     saved = load_predictions(predictions, keys=keys, labels=labels)
     if name is not None:
         saved.about["model"] = name
-    report = make_report(saved, real=None if real is None else read_real(real), activation=activation)
+    report = make_report(
+        saved, real_labels=None if real is None else read_real_labels(real), activation=activation
+    )
     if output is not None:
         write_report(report, output)
     tell(to_json(report), summary(report), as_json)

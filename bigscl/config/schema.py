@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
-from bigscl.data.transforms import EvaluationLook, TrainingLook
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.data.views import RandomCrop
 from bigscl.method.losses import Norm
 from bigscl.method.objective import Base, Consistency
@@ -124,14 +124,14 @@ class DataConfig:
     allow_pipe: bool = False
     """Let `pipe:` URLs run commands."""
 
-    def training_look(self, seed: int, epoch: int) -> TrainingLook:
+    def training_transform(self, seed: int, epoch: int) -> TrainingTransform:
         """How images are looked at in an epoch of training."""
         color: ColorJitter | RandomColors | None = None
         if self.color_jitter is not None:
             color = ColorJitter(**dataclasses.asdict(self.color_jitter))
         if self.rand_augment is not None:
             color = RandomColors(**dataclasses.asdict(self.rand_augment))
-        return TrainingLook(
+        return TrainingTransform(
             size=self.size,
             seed=seed,
             epoch=epoch,
@@ -140,9 +140,9 @@ class DataConfig:
             erase=None if self.erase is None else RandomErasing(**dataclasses.asdict(self.erase)),
         )
 
-    def evaluation_look(self) -> EvaluationLook:
+    def evaluation_transform(self) -> EvaluationTransform:
         """How images are looked at in validation."""
-        return EvaluationLook(size=self.eval_size or self.size, resize=self.resize, shorter=self.shorter)
+        return EvaluationTransform(size=self.eval_size or self.size, resize=self.resize, shorter=self.shorter)
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)

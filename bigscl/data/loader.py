@@ -1,4 +1,4 @@
-"""From the plan to batches: what a rank's workers read, decode and look at, in the order that was planned."""
+"""From the plan to batches: each rank's workers read, decode and transform images in the planned order."""
 
 # Shapes: B samples of the batch, S side of the views.
 
@@ -21,7 +21,7 @@ from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.plan import Plan, Stream
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import Look, Seen
+from bigscl.data.transforms import Transform, TransformedImage
 from bigscl.printing import first_few, printable
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class BadSamples:
         """Their ids, in the order in which they came up."""
         return np.array(list(self.reasons), np.int64)
 
-    def see(self, batch: Batch) -> None:
+    def record(self, batch: Batch) -> None:
         """Count and log what a batch had to skip."""
         for sample_id, reason in zip(batch.skipped.tolist(), batch.reasons, strict=True):
             self._warn(sample_id, reason)
@@ -85,7 +85,7 @@ class Loader:
         index: Index,
         plan: Plan,
         rank: int,
-        look: Look,
+        transform: Transform,
         *,
         labels: Labels = "observed",
         bad: BadSamples | None = None,
@@ -100,7 +100,7 @@ class Loader:
         """How long whoever iterates has waited for batches."""
         # A stream with nothing in it has no turn, and needs no process.
         streams = [stream for stream in plan.streams[rank] if len(stream.ids)]
-        batches = Batches(index, streams, plan.batch_size, look, labels, allow_pipe)
+        batches = Batches(index, streams, plan.batch_size, transform, labels, allow_pipe)
         workers = min(plan.workers, len(streams))
         jpeg_decoder()  # here, once: forked workers have what this process has imported
         self._loader: DataLoader[Batch] = DataLoader(
@@ -128,7 +128,7 @@ class Loader:
         started = time.perf_counter()
         for batch in batches:
             self.wait_seconds += time.perf_counter() - started
-            self.bad.see(batch)
+            self.bad.record(batch)
             yield batch
             started = time.perf_counter()
 
@@ -165,12 +165,12 @@ class Batches(IterableDataset[Batch]):
         index: Index,
         streams: list[Stream],
         batch_size: int,
-        look: Look,
+        transform: Transform,
         labels: Labels,
         allow_pipe: bool,
     ) -> None:
         self._index, self._streams, self._batch_size = index, streams, batch_size
-        self._look, self._labels, self._allow_pipe = look, labels, allow_pipe
+        self._transform, self._labels, self._allow_pipe = transform, labels, allow_pipe
 
     def __iter__(self) -> Iterator[Batch]:
         worker: Any = get_worker_info()
@@ -181,30 +181,34 @@ class Batches(IterableDataset[Batch]):
             yield self._batch([next(encoded) for _ in range(count)])
 
     def _batch(self, samples: list[tuple[int, Encoded]]) -> Batch:
-        size = self._look.size
+        size = self._transform.size
         # Channels last, as they are decoded and as GPUs want them: copying in is ten times cheaper.
         images = torch.empty((len(samples), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-        seen: dict[int, Seen] = {}
+        transformed: dict[int, TransformedImage] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
             try:
-                seen[sample_id] = self._seen(sample_id, content)
-                images[len(seen) - 1] = seen[sample_id].pixels
+                transformed[sample_id] = self._transformed(sample_id, content)
+                images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
-        erased = torch.tensor([one.erased for one in seen.values()], dtype=torch.float32).reshape(-1, 4)
-        ids = np.array(list(seen), np.int64)
+        erased = torch.tensor([one.erased for one in transformed.values()], dtype=torch.float32).reshape(
+            -1, 4
+        )
+        ids = np.array(list(transformed), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
-            images=images[: len(seen)],
+            images=images[: len(transformed)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
-            views=torch.tensor([one.view for one in seen.values()], dtype=torch.float32).reshape(-1, 5),
-            erased=erased if self._look.erases else None,
+            views=torch.tensor([one.view for one in transformed.values()], dtype=torch.float32).reshape(
+                -1, 5
+            ),
+            erased=erased if self._transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )
 
-    def _seen(self, sample_id: int, content: Encoded) -> Seen:
+    def _transformed(self, sample_id: int, content: Encoded) -> TransformedImage:
         if isinstance(content, Unreadable):
             raise content
-        return self._look(decode(content), sample_id)
+        return self._transform(decode(content), sample_id)

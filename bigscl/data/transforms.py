@@ -1,4 +1,4 @@
-"""Looks: what becomes of a decoded image before it goes into a batch, in training and in evaluation."""
+"""Transforms of decoded images before they go into a batch, in training and in evaluation."""
 
 # Shapes: S side of the view.
 
@@ -16,8 +16,8 @@ Fractions = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """One look at an image."""
+class TransformedImage:
+    """The pixels that the network gets, and where in the image they come from."""
 
     pixels: Tensor
     """uint8 [3,S,S]."""
@@ -26,8 +26,8 @@ class Seen:
     """Left, top, width, height of the erased box in fractions of the view; all 0 if nothing was."""
 
 
-class Look(Protocol):
-    """How images are looked at."""
+class Transform(Protocol):
+    """Crops and resizes images, and may change their colours or erase boxes."""
 
     @property
     def size(self) -> int:
@@ -39,13 +39,13 @@ class Look(Protocol):
         """Whether boxes may be erased."""
         ...
 
-    def __call__(self, image: Tensor, sample_id: int) -> Seen:
-        """The pixels that the network gets of an image uint8 [3,H,W], and where they are in it."""
+    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
+        """Return the transformed image, uint8 [3,S,S], of an image uint8 [3,H,W]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingLook:
+class TrainingTransform:
     """A random view in random colours, different in each epoch."""
 
     size: int
@@ -60,21 +60,23 @@ class TrainingLook:
         """Whether boxes may be erased."""
         return self.erase is not None
 
-    def __call__(self, image: Tensor, sample_id: int) -> Seen:
+    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
         """The view of this epoch."""
         height, width = image.shape[1:]
         drawn = {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
         view = self.crop.view(**drawn, width=width, height=height)
-        pixels = look_at(image, view, self.size)
+        pixels = crop_and_resize(image, view, self.size)
         if self.color is not None:
             pixels = self.color(pixels, **drawn)
         if self.erase is None or (box := self.erase.box(self.size, **drawn)) is None:
-            return Seen(pixels, view.fractions())
-        return Seen(_painted(pixels, box, self.erase.color), view.fractions(), _shares(box, self.size))
+            return TransformedImage(pixels, view.fractions())
+        return TransformedImage(
+            _painted(pixels, box, self.erase.color), view.fractions(), _shares(box, self.size)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLook:
+class EvaluationTransform:
     """The whole image squashed to a square, or its centre after the shorter side was resized."""
 
     size: int
@@ -93,22 +95,24 @@ class EvaluationLook:
                 f"shorter: {self.shorter}, expected at least size {self.size}, which is cut out of it"
             )
 
-    def __call__(self, image: Tensor, sample_id: int) -> Seen:
+    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
         """The same view for every sample."""
         height, width = image.shape[1:]
         if self.resize == "square":
             view = whole(width, height)
-            return Seen(look_at(image, view, self.size), view.fractions())
+            return TransformedImage(crop_and_resize(image, view, self.size), view.fractions())
         scale = self.shorter / min(height, width)
         height, width = max(self.shorter, int(height * scale)), max(self.shorter, int(width * scale))
         # A line of pixels becomes a field of them.
         check_pixels(width, height)
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
         resized = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
-        return Seen(resized, (left / width, top / height, self.size / width, self.size / height, 0.0))
+        return TransformedImage(
+            resized, (left / width, top / height, self.size / width, self.size / height, 0.0)
+        )
 
 
-def look_at(image: Tensor, view: View, size: int) -> Tensor:
+def crop_and_resize(image: Tensor, view: View, size: int) -> Tensor:
     """The pixels of a view: cropped and resized in one go, then mirrored."""
     box = image[:, view.top : view.top + view.height, view.left : view.left + view.width]
     pixels = resize(box, size, size)

@@ -48,7 +48,7 @@ class Compared:
 def compare(
     runs: Sequence[SavedPredictions],
     *,
-    real: Sequence[Sequence[int]] | None = None,
+    real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
     num_resamples: int = 200,
     num_classes: int = 10,
@@ -60,10 +60,10 @@ def compare(
     reports = []
     counts = None
     for run in runs:
-        scored = score(run, real=real, activation=activation)
+        scored = score(run, real_labels=real_labels, activation=activation)
         counts = draw_counts(len(scored.targets), num_resamples, seed) if counts is None else counts
         drawn.append(resampled_figures(scored, counts))
-        reports.append(make_report(run, real=real, activation=activation))
+        reports.append(make_report(run, real_labels=real_labels, activation=activation))
     return [
         Compared(
             report=report,

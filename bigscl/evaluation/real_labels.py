@@ -29,7 +29,7 @@ class RealLabels:
     """Of the whole validation set."""
 
 
-def read_real(path: Path) -> list[list[int]]:
+def read_real_labels(path: Path) -> list[list[int]]:
     """The classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
     if not path.is_file():
         raise FileNotFoundError(
@@ -45,18 +45,20 @@ def read_real(path: Path) -> list[list[int]]:
     return lists
 
 
-def match_real(real: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]) -> RealLabels:
+def match_real_labels(
+    real_labels: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]
+) -> RealLabels:
     """The labels of the images with these keys, which hold their ILSVRC2012_val number; never by order."""
-    _check_classes(real, class_names)
+    _check_classes(real_labels, class_names)
     numbers = image_numbers(keys)
-    if (largest := max(numbers, default=0)) > len(real):
-        raise ValueError(f"{image_name(largest)}: predicted, but ReaL has {len(real)} images only")
+    if (largest := max(numbers, default=0)) > len(real_labels):
+        raise ValueError(f"{image_name(largest)}: predicted, but ReaL has {len(real_labels)} images only")
     labels = np.zeros((len(keys), len(class_names)), np.int8)
     for row, number in zip(labels, numbers, strict=True):
-        row[list(real[number - 1])] = 1
-    missing = sorted(set(range(1, len(real) + 1)) - set(numbers))
+        row[list(real_labels[number - 1])] = 1
+    missing = sorted(set(range(1, len(real_labels) + 1)) - set(numbers))
     return RealLabels(
-        labels=labels, missing=tuple(image_name(number) for number in missing), num_images=len(real)
+        labels=labels, missing=tuple(image_name(number) for number in missing), num_images=len(real_labels)
     )
 
 
@@ -82,8 +84,8 @@ def image_name(number: int) -> str:
     return f"ILSVRC2012_val_{number:08d}"
 
 
-def _check_classes(real: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
-    largest = max((label for own in real for label in own), default=-1)
+def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
+    largest = max((label for own in real_labels for label in own), default=-1)
     if largest >= len(class_names):
         raise ValueError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
     wnids = [name.split()[0] for name in class_names if WNID.match(name)]

@@ -26,7 +26,7 @@ from bigscl.evaluation.metrics import (
     top_k_accuracy,
 )
 from bigscl.evaluation.predictions import SavedPredictions
-from bigscl.evaluation.real_labels import match_real
+from bigscl.evaluation.real_labels import match_real_labels
 
 THRESHOLD = 0.5
 AT_K = (1, 3, 5)
@@ -103,20 +103,20 @@ class Scored:
 def make_report(
     saved: SavedPredictions,
     *,
-    real: Sequence[Sequence[int]] | None = None,
+    real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
 ) -> Report:
     """Every figure of some predictions, against their own labels or ReaL's."""
-    scored = score(saved, real=real, activation=activation)
+    scored = score(saved, real_labels=real_labels, activation=activation)
     return Report(
         model=saved.about["model"],
         shards=saved.about.get("shards", ""),
-        labels="ReaL" if real is not None else saved.about["labels"],
+        labels="ReaL" if real_labels is not None else saved.about["labels"],
         activation=activation,
         num_images=len(scored.targets),
         num_expected=scored.num_expected,
         missing=scored.missing,
-        original=None if real is None else _single_label(saved),
+        original=None if real_labels is None else _single_label(saved),
         localization=saved.about.get("localization"),
         **_figures(scored, saved.class_names, activation),
     )
@@ -125,16 +125,16 @@ def make_report(
 def score(
     saved: SavedPredictions,
     *,
-    real: Sequence[Sequence[int]] | None = None,
+    real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
 ) -> Scored:
     """Predictions and labels as the metrics take them; images that ReaL does not evaluate are left out."""
     rows: Any = slice(None)
-    if real is None:
+    if real_labels is None:
         targets, missing = saved.labels, tuple(saved.about["missing"])
         num_expected = len(saved.keys) + len(missing)
     else:
-        found = match_real(real, saved.keys, saved.class_names)
+        found = match_real_labels(real_labels, saved.keys, saved.class_names)
         rows, targets, missing = (found.labels > 0).any(1), found.labels, found.missing
         num_expected = found.num_images
     if targets is None:

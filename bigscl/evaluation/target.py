@@ -8,19 +8,19 @@ from typing import Any
 
 from bigscl.config.reading import load_config
 from bigscl.config.schema import Config, DataConfig
-from bigscl.data.transforms import EvaluationLook
+from bigscl.data.transforms import EvaluationTransform
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import find_head
 from bigscl.models.spatial import Pooling, SpatialClassifier
 from bigscl.training.checkpoint import find_folder
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
-CENTRE = EvaluationLook(size=224, resize="shorter", shorter=256)
+CENTRE = EvaluationTransform(size=224, resize="shorter", shorter=256)
 Color = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class EvaluationTarget:
     """A network, and how it wants to see images."""
 
     name: str
@@ -28,14 +28,14 @@ class Subject:
     weights: str
     """A file, or the name of published weights."""
     pooling: Pooling = "logits"
-    look: EvaluationLook = CENTRE
+    transform: EvaluationTransform = CENTRE
     mean: Color = DataConfig.mean
     std: Color = DataConfig.std
     config: Config | None = None
     """Of the run it comes from."""
 
 
-def find_subject(model: Path | None, backbone: str | None, weights: str | None) -> Subject:
+def find_target(model: Path | None, backbone: str | None, weights: str | None) -> EvaluationTarget:
     """What a command line names: a path, or a backbone with weights."""
     if model is None:
         if backbone is None or weights is None:
@@ -49,17 +49,21 @@ def find_subject(model: Path | None, backbone: str | None, weights: str | None) 
     return _of_run(file) if backbone is None else _bare(backbone, str(file))
 
 
-def see_as(subject: Subject, options: Namespace) -> Subject:
-    """The subject with the name, pooling and preprocessing that a command line gives it."""
-    look = {"size": options.size, "resize": options.resize, "shorter": options.shorter}
+def with_overrides(target: EvaluationTarget, options: Namespace) -> EvaluationTarget:
+    """The target with the name, pooling and preprocessing that a command line gives it."""
+    transform = {"size": options.size, "resize": options.resize, "shorter": options.shorter}
     own = {"name": options.name, "pooling": options.pooling}
     own |= {"mean": options.mean and tuple(options.mean), "std": options.std and tuple(options.std)}
-    changed = replace(subject.look, **{name: value for name, value in look.items() if value is not None})
-    if options.pooling is not None and subject.config is not None:
+    changed = replace(
+        target.transform, **{name: value for name, value in transform.items() if value is not None}
+    )
+    if options.pooling is not None and target.config is not None:
         raise ValueError("--pooling: has no effect on a run, which has its own")
     if options.shorter is not None and changed.resize == "square":
         raise ValueError("--shorter: has no effect with --resize square")
-    return replace(subject, look=changed, **{name: value for name, value in own.items() if value is not None})
+    return replace(
+        target, transform=changed, **{name: value for name, value in own.items() if value is not None}
+    )
 
 
 def find_weights(path: Path) -> Path:
@@ -83,29 +87,29 @@ def find_config(file: Path) -> Path | None:
     return next((config for config in configs if config.is_file()), None)
 
 
-def build_network(subject: Subject, num_classes: int) -> SpatialClassifier:
+def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifier:
     """The network with its weights, in evaluation mode; refused if it was made for other classes."""
-    network = create_network(subject.backbone, num_classes, subject.weights)
-    head = find_head(network, subject.backbone)
+    network = create_network(target.backbone, num_classes, target.weights)
+    head = find_head(network, target.backbone)
     outputs = head.linear(network).out_features
-    if is_file(subject.weights):
-        state = read_state(subject.weights)
+    if is_file(target.weights):
+        state = read_state(target.weights)
         outputs = len(state.get(f"{head.name}.weight", range(num_classes)))
     if outputs != num_classes:
         raise ValueError(
-            f"{subject.name}: predicts {outputs} classes, the shards have {num_classes}. Evaluate on shards "
+            f"{target.name}: predicts {outputs} classes, the shards have {num_classes}. Evaluate on shards "
             f"of the same classes; `bigscl index --classes {outputs}` tells if some do not occur."
         )
-    if is_file(subject.weights):
-        load_state(network, state, head.name, subject.weights)
-    return SpatialClassifier(network, head, pooling=subject.pooling).eval()
+    if is_file(target.weights):
+        load_state(network, state, head.name, target.weights)
+    return SpatialClassifier(network, head, pooling=target.pooling).eval()
 
 
-def _bare(backbone: str, weights: str) -> Subject:
-    return Subject(name=f"{backbone} {Path(weights).name}", backbone=backbone, weights=weights)
+def _bare(backbone: str, weights: str) -> EvaluationTarget:
+    return EvaluationTarget(name=f"{backbone} {Path(weights).name}", backbone=backbone, weights=weights)
 
 
-def _of_run(file: Path) -> Subject:
+def _of_run(file: Path) -> EvaluationTarget:
     path = find_config(file)
     if path is None:
         raise ValueError(
@@ -114,34 +118,36 @@ def _of_run(file: Path) -> Subject:
     # The folder may have been moved since.
     config = load_config(path, ["--run", str(path.parent)])
     name = file.absolute().relative_to(path.parent.parent)
-    return Subject(
+    return EvaluationTarget(
         name=str(name.parent if name.name == WEIGHTS else name),
         backbone=config.model.backbone,
         weights=str(file),
         pooling=config.model.pooling,
-        look=config.data.evaluation_look(),
+        transform=config.data.evaluation_transform(),
         mean=config.data.mean,
         std=config.data.std,
         config=config,
     )
 
 
-def _published(backbone: str, weights: str) -> Subject:
+def _published(backbone: str, weights: str) -> EvaluationTarget:
     """Weights by name; torchvision's say how images are to be prepared for them."""
-    subject = Subject(name=f"{backbone} {weights}", backbone=backbone, weights=weights)
+    target = EvaluationTarget(name=f"{backbone} {weights}", backbone=backbone, weights=weights)
     if ":" in backbone:
-        return subject
+        return target
     from torchvision import models
 
     if backbone not in models.list_models(module=models):
-        return subject
+        return target
     published = models.get_model_weights(backbone)
     if weights != "DEFAULT" and weights not in published.__members__:
-        return subject
+        return target
     preset: Any = published[weights].transforms()
     return replace(
-        subject,
-        look=EvaluationLook(size=preset.crop_size[0], resize="shorter", shorter=preset.resize_size[0]),
+        target,
+        transform=EvaluationTransform(
+            size=preset.crop_size[0], resize="shorter", shorter=preset.resize_size[0]
+        ),
         mean=tuple(preset.mean),
         std=tuple(preset.std),
     )

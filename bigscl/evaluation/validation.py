@@ -26,7 +26,9 @@ def validate(
         world_size=ranks.world_size,
         workers=config.data.workers,
     )
-    loader = Loader(index, plan, ranks.rank, config.data.evaluation_look(), allow_pipe=config.data.allow_pipe)
+    loader = Loader(
+        index, plan, ranks.rank, config.data.evaluation_transform(), allow_pipe=config.data.allow_pipe
+    )
     was_training = model.training
     model.eval()
     found = predict(model, loader, device, mean=config.data.mean, std=config.data.std, transport=ranks)

@@ -36,7 +36,7 @@ from bigscl.data.index import Index
 from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
-from bigscl.data.transforms import TrainingLook
+from bigscl.data.transforms import TrainingTransform
 from tests.tars import WDS, encoded
 
 SIZE, BATCH, SHARD = 224, 64, 100
@@ -113,7 +113,7 @@ def with_bigscl(index: Index, workers: int, on_host: bool) -> Iterable[int]:
     plan = training_plan(
         index.shard_sizes, index.rows_per_shard, seed=1, epoch=1, batch_size=BATCH, workers=workers
     )
-    for batch in Loader(index, plan, 0, TrainingLook(size=SIZE, seed=1, epoch=1)):
+    for batch in Loader(index, plan, 0, TrainingTransform(size=SIZE, seed=1, epoch=1)):
         yield len(normalize(batch.images, MEAN, STD) if on_host else batch)
 
 

@@ -72,8 +72,8 @@ class Reference:
             world_size=self.world_size,
             shuffle_buffer=data.shuffle_buffer,
         )
-        look = data.training_look(self.config.seed, epoch)
-        return zip_longest(*(Loader(index, plan, rank, look) for rank in range(self.world_size)))
+        transform = data.training_transform(self.config.seed, epoch)
+        return zip_longest(*(Loader(index, plan, rank, transform) for rank in range(self.world_size)))
 
     def begin_phase(self, head_only: bool) -> None:
         self.net.features.requires_grad_(not head_only)

@@ -69,7 +69,7 @@ def test_any_number_of_workers_gives_the_same_samples_and_views(tmp_path, shards
             shuffle_buffer=40,
         )
         seen = {}
-        for batch in Loader(index, plan, 0, config.data.training_look(config.seed, 1)):
+        for batch in Loader(index, plan, 0, config.data.training_transform(config.seed, 1)):
             for place, n in enumerate(batch.ids.tolist()):
                 assert n not in seen
                 seen[n] = batch.views[place].tolist(), batch.images[place].numpy().tobytes()

@@ -12,7 +12,7 @@ from PIL import Image
 from bigscl.data import decode as decoding
 from bigscl.data.decode import decode
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import EvaluationLook, TrainingLook
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.datasets.image_files import ImageFile, Resize
 from tests.tars import encoded, jpeg, picture
 
@@ -135,14 +135,14 @@ def test_a_truncated_header_is_unreadable(cut):
 def test_a_thin_image_is_not_blown_up(size):
     image = torch.zeros((3, size[1], size[0]), dtype=torch.uint8)
     with pytest.raises(Unreadable, match=r"16640000 x 256|256 x 16640000"):
-        EvaluationLook(size=224, resize="shorter", shorter=256)(image, 0)
-    assert TrainingLook(size=16, seed=0, epoch=0)(image, 0).pixels.shape == (3, 16, 16)
+        EvaluationTransform(size=224, resize="shorter", shorter=256)(image, 0)
+    assert TrainingTransform(size=16, seed=0, epoch=0)(image, 0).pixels.shape == (3, 16, 16)
 
 
 def test_a_single_pixel_is_an_image():
     image = decode(bytearray(encoded(picture(1, 1, 1))))
-    assert EvaluationLook(size=16, resize="shorter", shorter=20)(image, 0).pixels.shape == (3, 16, 16)
-    assert TrainingLook(size=16, seed=0, epoch=0)(image, 0).pixels.shape == (3, 16, 16)
+    assert EvaluationTransform(size=16, resize="shorter", shorter=20)(image, 0).pixels.shape == (3, 16, 16)
+    assert TrainingTransform(size=16, seed=0, epoch=0)(image, 0).pixels.shape == (3, 16, 16)
 
 
 # On their way into shards.

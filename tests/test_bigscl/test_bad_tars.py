@@ -16,10 +16,10 @@ from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.reader import read_metadata
 from bigscl.data.scan import scan
-from bigscl.data.transforms import EvaluationLook
+from bigscl.data.transforms import EvaluationTransform
 from tests.tars import classed, jpeg, labelled, write_shards, write_tar
 
-LOOK = EvaluationLook(size=16)
+TRANSFORM = EvaluationTransform(size=16)
 
 
 def keys(index: Index) -> list[str]:
@@ -203,7 +203,7 @@ def test_an_empty_image_is_named_and_kept(tmp_path):
 
 def loader(index: Index, **options) -> Loader:
     return Loader(
-        index, evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=4), 0, LOOK, **options
+        index, evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=4), 0, TRANSFORM, **options
     )
 
 

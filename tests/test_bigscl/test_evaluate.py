@@ -14,10 +14,10 @@ from torchvision.transforms.functional import to_pil_image
 from bigscl.config.reading import load_config, make_config, to_yaml
 from bigscl.data.reader import read_images
 from bigscl.data.scan import scan
-from bigscl.data.transforms import EvaluationLook
+from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluate import main
 from bigscl.evaluation.predictions import load_predictions
-from bigscl.evaluation.target import build_network, find_subject, find_weights
+from bigscl.evaluation.target import build_network, find_target, find_weights
 from bigscl.models.spatial import build_model
 from bigscl.store import HeatmapStore
 from tests.tars import classed, labelled, write_tar
@@ -78,7 +78,7 @@ def logits_of(folder, seed):
     mean, std = torch.tensor([0.4, 0.5, 0.6])[:, None, None], torch.tensor([0.2, 0.3, 0.4])[:, None, None]
     found = []
     for image in read_images(index, index.ids()).values():
-        pixels = EvaluationLook(size=48, resize="square")(image, 0).pixels
+        pixels = EvaluationTransform(size=48, resize="square")(image, 0).pixels
         with torch.no_grad():
             found.append(model.network(((pixels / 255 - mean) / std)[None])[0])
     return torch.stack(found)
@@ -114,8 +114,8 @@ def test_a_run_without_best_weights_means_its_newest_checkpoint(made, tmp_path):
 
 def test_a_run_that_was_moved_finds_its_store_where_it_is_now(made, tmp_path):
     shutil.copytree(made / "run", tmp_path / "moved")
-    subject = find_subject(tmp_path / "moved", None, None)
-    assert subject.config.store_url == str(tmp_path / "moved" / "store")
+    target = find_target(tmp_path / "moved", None, None)
+    assert target.config.store_url == str(tmp_path / "moved" / "store")
     assert load_config(made / "run" / "config.yaml").store_url == str(made / "run" / "store")
 
 
@@ -172,10 +172,10 @@ def test_unreadable_images_are_missing_by_name(made, tmp_path):
 
 
 def test_published_weights_say_how_images_are_prepared():
-    subject = find_subject(None, "resnet50", "IMAGENET1K_V2")
-    assert (subject.look.size, subject.look.resize, subject.look.shorter) == (224, "shorter", 232)
-    assert subject.mean == (0.485, 0.456, 0.406)
-    assert find_subject(None, "resnet50", "IMAGENET1K_V1").look.shorter == 256
+    target = find_target(None, "resnet50", "IMAGENET1K_V2")
+    assert (target.transform.size, target.transform.resize, target.transform.shorter) == (224, "shorter", 232)
+    assert target.mean == (0.485, 0.456, 0.406)
+    assert find_target(None, "resnet50", "IMAGENET1K_V1").transform.shorter == 256
 
 
 def lively(network):
@@ -217,7 +217,7 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
     config = (made / "run" / "config.yaml").read_text().replace("pooling: logits", "pooling: probabilities")
     shutil.copytree(made / "run" / "best", tmp_path / "run" / "best")
     (tmp_path / "run" / "config.yaml").write_text(config)
-    assert build_network(find_subject(tmp_path / "run", None, None), NUM_CLASSES).pooling == "probabilities"
+    assert build_network(find_target(tmp_path / "run", None, None), NUM_CLASSES).pooling == "probabilities"
 
 
 @pytest.mark.parametrize(

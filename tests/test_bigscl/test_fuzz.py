@@ -26,14 +26,14 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import members
 from bigscl.data.sources import Unreadable, open_shard
-from bigscl.data.transforms import EvaluationLook
+from bigscl.data.transforms import EvaluationTransform
 from bigscl.datasets.coco import coco
 from bigscl.datasets.ground_truth import read_ground_truth, read_synsets
 from bigscl.datasets.image_files import ImageFile, Resize
 from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
-from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.models.backbones import load_state, read_state
 from bigscl.parsing import BadFile
 from tests.devkits import make_coco, make_voc
@@ -68,7 +68,7 @@ def test_damaged_images_decode_or_are_unreadable(content):
     except Unreadable:
         return
     assert image.dtype == torch.uint8
-    assert EvaluationLook(size=16)(image, 0).pixels.shape == (3, 16, 16)
+    assert EvaluationTransform(size=16)(image, 0).pixels.shape == (3, 16, 16)
 
 
 @fuzzed(50)
@@ -110,7 +110,7 @@ def test_damaged_tars_are_indexed_and_read(folder, content):
     assert all(str(problem).isprintable() for problem in problems)
     plan = evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=4)
     bad = BadSamples(index, index.num_samples, max_share=1)
-    batches = list(Loader(index, plan, 0, EvaluationLook(size=16), bad=bad))
+    batches = list(Loader(index, plan, 0, EvaluationTransform(size=16), bad=bad))
     assert sum(map(len, batches)) + len(bad.reasons) == index.num_samples
 
 
@@ -367,10 +367,10 @@ def test_damaged_safetensors_are_refused_by_name(folder, content):
 def test_damaged_real_labels_are_refused_by_name(folder, content):
     (folder / "real.json").write_bytes(content)
     with allowing(BadFile, naming="real.json"):
-        real = read_real(folder / "real.json")
+        real = read_real_labels(folder / "real.json")
         assert all(type(label) is int and label >= 0 for own in real for label in own)
         if len(real) >= 1 and max((label for own in real for label in own), default=0) < 5:
-            match_real(real, ["ILSVRC2012_val_00000001"], list("abcde"))
+            match_real_labels(real, ["ILSVRC2012_val_00000001"], list("abcde"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 from bigscl.data.loader import Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import scan
-from bigscl.data.transforms import EvaluationLook
+from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluation.inference import NETWORK_BATCH
 from bigscl.evaluation.localization import network_pointing, pointing, read_objects
 from bigscl.method.heatmaps import to_image
@@ -172,14 +172,14 @@ def test_shards_without_boxes_are_refused(tmp_path):
 @pytest.mark.parametrize("batch_size", [4, 23])
 def test_network_maps_point_as_counted_cell_by_cell_in_the_image(shards, resize, batch_size):
     index, boxes_of = shards
-    look = EvaluationLook(size=48, resize=resize, shorter=64)
+    transform = EvaluationTransform(size=48, resize=resize, shorter=64)
     torch.manual_seed(2)
     model = build_model("bigscl.models.smallnet:small_resnet", NUM_CLASSES).eval()
     nn.init.normal_(model.network.fc.weight, std=3)
     plan = evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=batch_size)
 
     def loader():
-        return Loader(index, plan, 0, look)
+        return Loader(index, plan, 0, transform)
 
     heat = {}
     for batch in loader():

@@ -25,7 +25,7 @@ from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import EvaluationLook, TrainingLook, look_at, resize
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform, crop_and_resize, resize
 from bigscl.data.views import View
 from tests.tars import (
     VOC,
@@ -45,7 +45,7 @@ from tests.tars import (
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SIZES = [7, 1, 12, 4, 9]
-LOOK = TrainingLook(size=16, seed=1, epoch=2)
+TRANSFORM = TrainingTransform(size=16, seed=1, epoch=2)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def planned(plan, rank=0) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(index):
     """Every sample, read by one process in one rank."""
-    found = contents(list(Loader(index, plan_for(index), 0, LOOK)))
+    found = contents(list(Loader(index, plan_for(index), 0, TRANSFORM)))
     assert len(found) == sum(SIZES)
     return found
 
@@ -89,7 +89,7 @@ def test_every_topology_gives_the_same_samples_views_and_pixels(index, expected,
     plan = plan_for(index, workers=workers, world_size=world_size)
     found = []
     for rank in range(world_size):
-        batches = list(Loader(index, plan, rank, LOOK))
+        batches = list(Loader(index, plan, rank, TRANSFORM))
         # No rank waits for a batch that never comes, and the order is the planned one.
         assert len(batches) == plan.num_batches(rank)
         assert ids_of(batches) == planned(plan, rank)
@@ -101,12 +101,12 @@ def test_every_topology_gives_the_same_samples_views_and_pixels(index, expected,
 @pytest.mark.parametrize("workers", [0, 3])
 def test_an_interrupted_epoch_goes_on_with_the_same_batches(index, workers):
     plan = plan_for(index, workers=workers)
-    whole = list(Loader(index, plan, 0, LOOK))
+    whole = list(Loader(index, plan, 0, TRANSFORM))
     for steps in (1, 2, 3, 5, len(whole) - 1, len(whole)):
         visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
         for batch in whole[:steps]:
             visited[batch.ids.numpy()] = True
-        rest = list(Loader(index, plan_for(index, workers=workers, visited=visited), 0, LOOK))
+        rest = list(Loader(index, plan_for(index, workers=workers, visited=visited), 0, TRANSFORM))
         assert ids_of(rest) == ids_of(whole[steps:])
         assert contents(rest) == contents(whole[steps:])
 
@@ -116,17 +116,17 @@ def test_an_interrupted_epoch_goes_on_exactly_once_with_another_topology(index, 
     first = [
         batch
         for rank in range(2)
-        for _, batch in zip(range(2), Loader(index, plan, rank, LOOK), strict=False)
+        for _, batch in zip(range(2), Loader(index, plan, rank, TRANSFORM), strict=False)
     ]
     visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
     visited[np.concatenate([batch.ids.numpy() for batch in first])] = True
-    rest = list(Loader(index, plan_for(index, workers=1, visited=visited), 0, LOOK))
+    rest = list(Loader(index, plan_for(index, workers=1, visited=visited), 0, TRANSFORM))
     assert len(contents(first)) + len(contents(rest)) == sum(SIZES)
     assert contents(first) | contents(rest) == expected
 
 
 def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
-    batch = next(iter(Loader(index, plan_for(index), 0, LOOK)))
+    batch = next(iter(Loader(index, plan_for(index), 0, TRANSFORM)))
     assert batch.ids.dtype == torch.int64
     assert batch.images.dtype == torch.uint8
     assert batch.images.shape == (4, 3, 16, 16)
@@ -143,7 +143,7 @@ def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
 
 
 def test_pixels_are_the_view_that_is_named(index):
-    batch = next(iter(Loader(index, plan_for(index), 0, LOOK)))
+    batch = next(iter(Loader(index, plan_for(index), 0, TRANSFORM)))
     whole = read_images(index, batch.ids.numpy())
     for n, view, image in zip(batch.ids.tolist(), batch.views.tolist(), batch.images, strict=True):
         _, height, width = whole[n].shape
@@ -170,11 +170,11 @@ def test_crop_and_resize_equal_torchvisions_resized_crop(width, height, data):
     size = data.draw(st.integers(1, 64))
     reference = V.resized_crop(image, top, left, view.height, view.width, [size, size], antialias=True)
     reference = V.horizontal_flip(reference) if view.flip else reference
-    assert torch.equal(look_at(image, view, size), reference)
+    assert torch.equal(crop_and_resize(image, view, size), reference)
 
 
 def test_waits_are_counted(index):
-    loader = Loader(index, plan_for(index), 0, LOOK)
+    loader = Loader(index, plan_for(index), 0, TRANSFORM)
     assert len(loader) == len(list(loader))
     assert loader.wait_seconds > 0
 
@@ -182,13 +182,13 @@ def test_waits_are_counted(index):
 def test_reading_leaves_the_random_numbers_of_training_alone(index):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert len(list(Loader(index, plan_for(index, workers=1), 0, LOOK))) > 0
+    assert len(list(Loader(index, plan_for(index, workers=1), 0, TRANSFORM))) > 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_batches_are_the_same_after_a_trip_to_another_process(index):
     """Workers that are not forked get the dataset pickled."""
-    batches = Batches(index, list(plan_for(index).streams[0]), 4, LOOK, "observed", allow_pipe=False)
+    batches = Batches(index, list(plan_for(index).streams[0]), 4, TRANSFORM, "observed", allow_pipe=False)
     assert contents(list(pickle.loads(pickle.dumps(batches)))) == contents(list(batches))
 
 
@@ -212,23 +212,23 @@ def test_remote_shards_give_the_same_batches_even_over_connections_that_break(
     folder = os.path.dirname(index.urls[0])
     with web_server(folder, handler) as address:
         urls = tuple(f"{address}/{name}" for name in index.shard_names)
-        loader = Loader(replace(index, urls=urls), plan_for(index), 0, LOOK)
+        loader = Loader(replace(index, urls=urls), plan_for(index), 0, TRANSFORM)
         assert contents(list(loader)) == expected
     assert len(loader.bad.ids) == 0
 
 
 def test_piped_shards_are_read_where_allowed(index, expected):
     piped = replace(index, urls=tuple(f"pipe:cat {url}" for url in index.urls))
-    assert contents(list(Loader(piped, plan_for(index), 0, LOOK, allow_pipe=True))) == expected
+    assert contents(list(Loader(piped, plan_for(index), 0, TRANSFORM, allow_pipe=True))) == expected
     with pytest.raises(TooManyBadSamples, match="pipes are allowed"):
-        list(Loader(piped, plan_for(index), 0, LOOK))
+        list(Loader(piped, plan_for(index), 0, TRANSFORM))
 
 
 def test_an_idle_rank_yields_nothing(index):
     plan = plan_for(index, world_size=8, workers=2)
     idle = [rank for rank in range(8) if plan.num_samples(rank) == 0]
     assert len(idle) == 3
-    assert [list(Loader(index, plan, rank, LOOK)) for rank in idle] == [[], [], []]
+    assert [list(Loader(index, plan, rank, TRANSFORM)) for rank in idle] == [[], [], []]
 
 
 # Evaluation.
@@ -236,23 +236,23 @@ def test_an_idle_rank_yields_nothing(index):
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (3, 0), (2, 2)])
 @pytest.mark.parametrize(
-    "look", [EvaluationLook(size=16), EvaluationLook(size=16, resize="shorter", shorter=20)]
+    "transform", [EvaluationTransform(size=16), EvaluationTransform(size=16, resize="shorter", shorter=20)]
 )
-def test_evaluation_sees_every_image_once_over_all_ranks(index, look, world_size, workers):
+def test_evaluation_sees_every_image_once_over_all_ranks(index, transform, world_size, workers):
     plan = evaluation_plan(
         index.shard_sizes, index.rows_per_shard, batch_size=4, world_size=world_size, workers=workers
     )
-    batches = [batch for rank in range(world_size) for batch in Loader(index, plan, rank, look)]
+    batches = [batch for rank in range(world_size) for batch in Loader(index, plan, rank, transform)]
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == index.ids().tolist()
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (100, 333), (64, 64), (3, 400)])
 def test_evaluation_views_equal_torchvisions_transforms(width, height):
     image = torch.from_numpy(np.array(picture(1, width, height))).permute(2, 0, 1)
-    square = EvaluationLook(size=48)(image, 0)
+    square = EvaluationTransform(size=48)(image, 0)
     assert torch.equal(square.pixels, V.resize(image, [48, 48], antialias=True))
     assert square.view == (0, 0, 1, 1, 0)
-    centre = EvaluationLook(size=48, resize="shorter", shorter=56)(image, 0)
+    centre = EvaluationTransform(size=48, resize="shorter", shorter=56)(image, 0)
     resized = V.resize(image, [56], antialias=True)
     assert torch.equal(centre.pixels, V.center_crop(resized, [48, 48]))
     left, top, box_width, box_height, _ = centre.view
@@ -264,7 +264,7 @@ def test_evaluation_views_equal_torchvisions_transforms(width, height):
 
 def test_a_centre_larger_than_the_image_is_refused():
     with pytest.raises(ValueError, match="shorter: 100, expected at least size 224"):
-        EvaluationLook(size=224, resize="shorter", shorter=100)
+        EvaluationTransform(size=224, resize="shorter", shorter=100)
 
 
 def test_normalising_gives_mean_zero_and_deviation_one():
@@ -323,7 +323,7 @@ def test_unreadable_images_are_skipped_counted_and_named_and_the_epoch_finishes(
     assert [problem.key for problem in problems] == ["empty"]
     plan = plan_for(index, workers=workers)
     bad = BadSamples(index, index.num_samples, max_share=0.5)
-    loader = Loader(index, plan, 0, LOOK, bad=bad)
+    loader = Loader(index, plan, 0, TRANSFORM, bad=bad)
     with caplog.at_level(logging.WARNING):
         batches = list(loader)
     assert len(batches) == plan.num_batches(0)
@@ -342,8 +342,8 @@ def test_a_batch_of_bad_images_is_empty_but_comes(tmp_path):
     members = [member for n in range(5) for member in ((f"k{n}.jpg", b"broken"), (f"k{n}.cls", b"0"))]
     index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
     bad = BadSamples(index, 5, max_share=1.0)
-    look = TrainingLook(size=16, seed=1, epoch=2, erase=RandomErasing())
-    batches = list(Loader(index, plan_for(index), 0, look, bad=bad))
+    transform = TrainingTransform(size=16, seed=1, epoch=2, erase=RandomErasing())
+    batches = list(Loader(index, plan_for(index), 0, transform, bad=bad))
     assert [len(batch) for batch in batches] == [0, 0]
     assert batches[0].erased.shape == (0, 4)
     assert batches[0].images.shape == (0, 3, 16, 16)
@@ -357,11 +357,11 @@ def test_too_many_bad_samples_stop_the_run_with_the_list(tmp_path):
     members += [("bad1.jpg", b"broken"), ("bad1.cls", b"0"), ("bad2.jpg", b""), ("bad2.cls", b"0")]
     index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
     with pytest.raises(TooManyBadSamples, match=r"(?s)2 of 12 samples.*x\.tar/bad[12].*x\.tar/bad[12]"):
-        list(Loader(index, plan_for(index), 0, LOOK, bad=BadSamples(index, 12, max_share=0.1)))
+        list(Loader(index, plan_for(index), 0, TRANSFORM, bad=BadSamples(index, 12, max_share=0.1)))
     reasons = {5: "read before the interruption"}
     bad = BadSamples(index, 12, max_share=0.1, reasons=reasons)
     with pytest.raises(TooManyBadSamples, match="read before the interruption"):
-        list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+        list(Loader(index, plan_for(index), 0, TRANSFORM, bad=bad))
 
 
 def test_a_resumed_epoch_does_not_try_bad_samples_again(tmp_path):
@@ -369,15 +369,15 @@ def test_a_resumed_epoch_does_not_try_bad_samples_again(tmp_path):
     for n in range(3):
         members += [(f"bad{n}.jpg", b"broken"), (f"bad{n}.cls", b"0")]
     index, _ = scan(str(write_tar(tmp_path / "x.tar", members)))
-    whole = list(Loader(index, plan_for(index), 0, LOOK, bad=BadSamples(index, 13, max_share=1.0)))
+    whole = list(Loader(index, plan_for(index), 0, TRANSFORM, bad=BadSamples(index, 13, max_share=1.0)))
     for steps in range(len(whole)):
         bad = BadSamples(index, 13, max_share=1.0)
         visited = np.zeros(13, dtype=bool)
         for batch in whole[:steps]:
-            bad.see(batch)
+            bad.record(batch)
             visited[batch.ids.numpy()] = True
         visited[bad.ids] = True
-        rest = list(Loader(index, plan_for(index, visited=visited), 0, LOOK, bad=bad))
+        rest = list(Loader(index, plan_for(index, visited=visited), 0, TRANSFORM, bad=bad))
         assert ids_of(rest) == ids_of(whole[steps:])
 
 
@@ -393,7 +393,7 @@ def test_a_tar_truncated_after_it_was_indexed_loses_only_its_rest(tmp_path, monk
         os.truncate(shard, cut)
     monkeypatch.setattr("bigscl.data.loader.check_shards", lambda index: None)
     bad = BadSamples(index, 10, max_share=0.5)
-    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    batches = list(Loader(index, plan_for(index), 0, TRANSFORM, bad=bad))
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2, 3, 4, 5]
     assert sorted(bad.reasons) == [6, 7, 8, 9]
 
@@ -403,10 +403,10 @@ def test_a_missing_shard_is_named_at_the_start_and_skipped_if_it_vanishes_later(
     index, _ = scan(shards)
     os.remove(shards[1])
     with pytest.raises(FileNotFoundError, match=r"train-000001\.tar"):
-        Loader(index, plan_for(index), 0, LOOK)
+        Loader(index, plan_for(index), 0, TRANSFORM)
     monkeypatch.setattr("bigscl.data.loader.check_shards", lambda index: None)
     bad = BadSamples(index, 7, max_share=0.9)
-    batches = list(Loader(index, plan_for(index), 0, LOOK, bad=bad))
+    batches = list(Loader(index, plan_for(index), 0, TRANSFORM, bad=bad))
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == [0, 1, 2]
     assert sorted(bad.reasons) == [4, 5, 6, 7]
     assert "cannot be opened" in bad.reasons[4]
@@ -417,7 +417,7 @@ def test_a_shard_replaced_by_another_of_the_same_length_is_not_taken_for_the_fir
     index, _ = scan(str(shard))
     write_tar(shard, [member for n in range(3) for member in classed(f"j{n}", n, 0)])
     bad = BadSamples(index, 3, max_share=1.0)
-    assert sum(len(batch) for batch in Loader(index, plan_for(index), 0, LOOK, bad=bad)) == 0
+    assert sum(len(batch) for batch in Loader(index, plan_for(index), 0, TRANSFORM, bad=bad)) == 0
     assert "changed since it was indexed" in bad.reasons[0]
 
 
@@ -438,7 +438,7 @@ def test_pickled_members_are_never_decoded(tmp_path):
     ]
     index, problems = scan(str(write_tar(tmp_path / "x.tar", members)))
     assert problems == []
-    assert sum(map(len, Loader(index, plan_for(index), 0, LOOK))) == 1
+    assert sum(map(len, Loader(index, plan_for(index), 0, TRANSFORM))) == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -484,9 +484,11 @@ def test_odd_images_become_upright_rgb(tmp_path):
 
 
 def test_erased_boxes_are_painted_and_named(index):
-    look = TrainingLook(size=32, seed=1, epoch=2, erase=RandomErasing(probability=0.7, color=(1, 2, 3)))
-    plain = TrainingLook(size=32, seed=1, epoch=2)
-    with_boxes = list(Loader(index, plan_for(index), 0, look))
+    transform = TrainingTransform(
+        size=32, seed=1, epoch=2, erase=RandomErasing(probability=0.7, color=(1, 2, 3))
+    )
+    plain = TrainingTransform(size=32, seed=1, epoch=2)
+    with_boxes = list(Loader(index, plan_for(index), 0, transform))
     without = list(Loader(index, plan_for(index), 0, plain))
     num_erased = 0
     for changed, original in zip(with_boxes, without, strict=True):
@@ -502,11 +504,11 @@ def test_erased_boxes_are_painted_and_named(index):
 
 def test_colours_change_the_same_way_in_every_topology_and_move_nothing(index):
     for color in (ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), RandomColors()):
-        look = TrainingLook(size=16, seed=1, epoch=2, color=color)
-        one = list(Loader(index, plan_for(index), 0, look))
-        two = list(Loader(index, plan_for(index, workers=2), 0, look))
+        transform = TrainingTransform(size=16, seed=1, epoch=2, color=color)
+        one = list(Loader(index, plan_for(index), 0, transform))
+        two = list(Loader(index, plan_for(index, workers=2), 0, transform))
         assert contents(one) == contents(two)
-        plain = list(Loader(index, plan_for(index), 0, LOOK))
+        plain = list(Loader(index, plan_for(index), 0, TRANSFORM))
         assert {n: view for n, view, _, _ in contents(one)} == {n: view for n, view, _, _ in contents(plain)}
         assert len(contents(one) & contents(plain)) < sum(SIZES) / 4
 
@@ -519,7 +521,7 @@ def test_public_imagenet_layout_by_webdatasets_own_writer(tmp_path):
         for n in range(12):
             writer.write({"__key__": f"n01440764_{10026 + n}", "jpg": jpeg(n), "cls": n % 3})
     index, _ = scan(str(tmp_path), num_classes=1000)
-    batches = list(Loader(index, plan_for(index, workers=2), 0, LOOK))
+    batches = list(Loader(index, plan_for(index, workers=2), 0, TRANSFORM))
     for batch in batches:
         for n, labels in zip(batch.ids.tolist(), batch.labels, strict=True):
             assert labels.eq(1).nonzero().item() == (int(index.key(n).split("_")[1]) - 10026) % 3
@@ -530,7 +532,7 @@ def test_public_imagenet_layout_by_webdatasets_own_writer(tmp_path):
 def test_real_shards_are_read_whole():
     index, _ = scan(str(VOC / "val-*.tar"))
     plan = plan_for(index, batch_size=64, workers=2, shuffle_buffer=300)
-    loader = Loader(index, plan, 0, TrainingLook(size=64, seed=1, epoch=0), labels="labels")
+    loader = Loader(index, plan, 0, TrainingTransform(size=64, seed=1, epoch=0), labels="labels")
     batches = list(loader)
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == index.ids().tolist()
     assert sum(int(batch.labels.sum()) for batch in batches) == len(index.labels.values)
@@ -540,7 +542,7 @@ def test_real_shards_are_read_whole():
 @real_data
 def test_compressed_real_shards_are_read_whole():
     index, _ = scan(str(WDS / "sample.tgz"))
-    batches = list(Loader(index, plan_for(index, shuffle_buffer=30), 0, LOOK))
+    batches = list(Loader(index, plan_for(index, shuffle_buffer=30), 0, TRANSFORM))
     assert sum(map(len, batches)) == 90
 
 

@@ -12,7 +12,7 @@ from sklearn import metrics as sklearn
 
 from bigscl.evaluation.metrics import best_classes
 from bigscl.evaluation.predictions import SavedPredictions
-from bigscl.evaluation.real_labels import match_real, read_real
+from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import (
     markdown_table,
@@ -178,7 +178,7 @@ REAL = [[0], [], [1, 2], [2], [0, 1, 2]]
 def test_real_labels_are_matched_by_number_in_key_or_path_never_by_order():
     names = [f"c{i}" for i in range(3)]
     keys = [f"val/n01440764/{image(3)}", f"n01440764_{image(1)}", f"{image(5)}.JPEG", image(2), image(4)]
-    found = match_real(REAL, keys, names)
+    found = match_real_labels(REAL, keys, names)
     assert found.labels.tolist() == [[0, 1, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 1]]
     assert found.missing == ()
     assert found.num_images == 5
@@ -189,15 +189,15 @@ def test_shuffled_images_give_the_same_real_report():
     logits, labels = random.normal(size=(5, 3)).astype(np.float16), np.eye(3, dtype=np.int8)[[0, 1, 2, 2, 0]]
     order = [3, 0, 4, 2, 1]
     keys = [image(n + 1) for n in range(5)]
-    one = make_report(saved(logits, labels, keys=keys), real=REAL)
-    other = make_report(saved(logits[order], labels[order], keys=[keys[n] for n in order]), real=REAL)
+    one = make_report(saved(logits, labels, keys=keys), real_labels=REAL)
+    other = make_report(saved(logits[order], labels[order], keys=[keys[n] for n in order]), real_labels=REAL)
     assert to_json(one) == to_json(other)
     assert one.num_images == 4
     assert one.original.num_images == 5
 
 
 def test_a_partial_validation_set_says_so_in_the_first_line_and_names_what_is_missing():
-    report = make_report(saved(np.eye(3)[:2], np.eye(3)[:2], keys=[image(1), image(4)]), real=REAL)
+    report = make_report(saved(np.eye(3)[:2], np.eye(3)[:2], keys=[image(1), image(4)]), real_labels=REAL)
     assert report.missing == (image(2), image(3), image(5))
     first = to_markdown(report).splitlines()[0]
     assert first.startswith("# PARTIAL, 2 of 5 images")
@@ -216,14 +216,14 @@ def test_a_partial_validation_set_says_so_in_the_first_line_and_names_what_is_mi
 )
 def test_images_that_cannot_be_matched_are_refused(keys, names, complaint):
     with pytest.raises(ValueError, match=complaint):
-        match_real(REAL, keys, names)
+        match_real_labels(REAL, keys, names)
 
 
 def test_predictions_without_labels_need_real(tmp_path):
     predictions = saved(np.eye(3), None, keys=[image(n) for n in (1, 3, 4)])
     with pytest.raises(ValueError, match="no labels to score against"):
         make_report(predictions)
-    report = make_report(predictions, real=REAL)
+    report = make_report(predictions, real_labels=REAL)
     assert report.original is None
     assert "| net | – | – | 100.00 |" in to_markdown(report)
 
@@ -232,7 +232,7 @@ def test_predictions_without_labels_need_real(tmp_path):
 def test_a_file_that_is_not_real_json_is_refused(tmp_path, text):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(ValueError, match=r"real\.json"):
-        read_real(tmp_path / "real.json")
+        read_real_labels(tmp_path / "real.json")
 
 
 def real_predictions(name):
@@ -251,7 +251,9 @@ def check_published(name):
     names = (TOP5 / "wnids.txt").read_text().split()
     order = np.random.default_rng(1).permutation(len(logits))
     predictions = saved(logits[order], labels[order], keys=[image(n + 1) for n in order])
-    report = make_report(replace(predictions, class_names=tuple(names)), real=read_real(DATA / "real.json"))
+    report = make_report(
+        replace(predictions, class_names=tuple(names)), real_labels=read_real_labels(DATA / "real.json")
+    )
     found = [report.original.top1, report.original.top5, report.top1, report.top5]
     assert [100 * value for value in found] == pytest.approx(
         [expected[key] for key in ("top1", "top5", "real_top1", "real_top5")], abs=0.01
