@@ -44,10 +44,10 @@ from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.files import explain
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.printing import printable
 from bigscl.processes.accelerator import rank_of_this_process
 from bigscl.processes.ranks import transport
 from bigscl.store import HeatmapStore, StoreError
+from bigscl.text import printable
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data
 

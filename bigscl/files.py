@@ -1,4 +1,4 @@
-"""The files of a run: written whole or not at all, appended line by line, and errors that name them."""
+"""Files of a run and files of others: atomic writing, JSON lines, and errors that name the file."""
 
 import errno
 import json
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bigscl.text import printable, reason_of
+
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -17,11 +19,33 @@ OUTSIDE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
     *(errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG),
 )
-"""What the storage or its owner can be the cause of; any other error is a bug and keeps its traceback."""
+"""Errors of the disk, of paths and of permissions. Any other error is a bug and keeps its traceback."""
+
+
+# Errors
+
+
+class BadFile(ValueError):
+    """A file cannot be used; the message names it and says what was found, what was expected, what to do."""
+
+
+@contextmanager
+def parsing(path: str | Path, what: str, remedy: str) -> Iterator[None]:
+    """Turn every exception of a library into BadFile: `<path>: not <what> (<reason>). <remedy>`.
+
+    Put only the library's call and the first check of its result inside: a bug of ours would be reported as a
+    bad file.
+    """
+    try:
+        yield
+    except BadFile:
+        raise
+    except Exception as error:  # A broken file can make a library raise anything.
+        raise BadFile(f"{printable(str(path))}: not {what} ({reason_of(error)}). {remedy}") from error
 
 
 def explain(error: OSError) -> str | None:
-    """One line for people if the storage or its owner caused the error, None otherwise."""
+    """Return one line for people if the disk, a path or a permission caused the error, None otherwise."""
     if isinstance(error, FileNotFoundError) and error.errno is None:
         return str(error)  # one of our own, with a message
     if error.errno not in OUTSIDE:
@@ -36,21 +60,30 @@ def explain(error: OSError) -> str | None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Make every OSError of the block name the file: a failed `write` does not know its own."""
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Make OSErrors of the block name the file: a failed `write` names none, others the temporary file.
+
+    An error that names another file, such as one that is read in the block, stays as it is.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is not None:
+        if error.errno is not None and error.filename in (None, temporary, str(temporary)):
             error.filename = str(path)
         raise
 
 
+# Writing
+
+
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary name to write to. The file gets its own name, synced, when the block ends well."""
-    partial = path.with_name(f".{path.name}.partial")
-    with naming(path):
+def atomic_write(path: Path, *, suffix: str = "partial") -> Iterator[Path]:
+    """Yield a temporary path to write to; it is synced and renamed to `path` if the block succeeds.
+
+    Processes that may write the same file at the same time need a `suffix` each.
+    """
+    partial = path.with_name(f".{path.name}.{suffix}")
+    with naming(path, partial):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
@@ -61,9 +94,9 @@ def written_whole(path: Path) -> Iterator[Path]:
         sync(path.parent)
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file; after a crash at any moment it holds the old text or the new one."""
-    with written_whole(path) as partial:
+def write_text(path: Path, content: str) -> None:
+    """Write a text file atomically: after a crash at any moment it holds the old text or the new one."""
+    with atomic_write(path) as partial:
         partial.write_text(content)
 
 
@@ -77,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
-    """Append lines to a file; where a crash left half a line, they start after it on a line of their own."""
+    """Append lines to a file. If a crash left an incomplete last line, start on a new line after it."""
     with naming(path), path.open("ab+") as file:
         torn = False
         if file.seek(0, os.SEEK_END):
@@ -87,8 +120,11 @@ def append_lines(path: Path, lines: list[str]) -> None:
         file.write((("\n" if torn else "") + text).encode())
 
 
+# Reading
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of one JSON object per line; lines that a crash left torn are skipped."""
+    """Return the objects of a file with one JSON object per line; skip lines that a crash left incomplete."""
     if not path.exists():
         return []
     found, torn = [], 0
@@ -103,14 +139,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if the file is empty, incomplete or holds something else."""
+    return _parse_object(path.read_bytes())
+
+
 def _parse_object(data: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where it is empty, torn or something else."""
-    return _parse_object(path.read_bytes())

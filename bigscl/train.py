@@ -27,12 +27,12 @@ from bigscl.evaluation.validation import validate
 from bigscl.files import append_lines, explain
 from bigscl.method.selection import Selection, expected_counts, select
 from bigscl.plots.epochs import picture_of_epoch
-from bigscl.printing import printable
 from bigscl.processes.accelerator import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.processes.ranks import Ranks, transport
 from bigscl.processes.signals import Interrupts
 from bigscl.store import Rows, StoreError
 from bigscl.store.transport import on_rank_zero
+from bigscl.text import printable
 from bigscl.training.checkpoint import write_folder, write_json, write_tensors
 from bigscl.training.log import Journal, Meter, start_logging
 from bigscl.training.memory import EpochMemory

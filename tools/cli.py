@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from bigscl.printing import printable
+from bigscl.text import printable
 from bigscl.tools.errors import explain
 
 # Click, or the part of it that comes with typer, raises it for a command line that cannot be parsed.

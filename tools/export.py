@@ -9,6 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
 from bigscl.store import HeatmapStore
 from bigscl.tools.expected import Expected, expected_at
@@ -30,7 +31,7 @@ from bigscl.tools.opening import (
 from bigscl.tools.passes import pass_over, scores_by_shard
 from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import find_samples
-from bigscl.tools.tables import Batch, table_writer, written_whole
+from bigscl.tools.tables import Batch, table_writer
 from bigscl.tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
@@ -191,7 +192,7 @@ def _scores(store: HeatmapStore, output: Path) -> int:
     shape = (store.spec.num_samples, store.spec.num_classes)
     head = {"descr": "<f2", "fortran_order": False, "shape": shape}
     # Written in one go: pages of a memory map would all stay in RAM until the disk has them.
-    with written_whole(output) as unfinished, unfinished.open("wb") as file:
+    with atomic_write(output) as unfinished, unfinished.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, head)
         for _, scores in scores_by_shard("exporting", store):
             file.write(np.ascontiguousarray(scores, "<f2").data)
@@ -227,7 +228,7 @@ def _npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) 
     arrays["ids"] = ids
     arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
     arrays["class_names"] = np.array(data.index.class_names)
-    with written_whole(output) as unfinished, unfinished.open("wb") as file:
+    with atomic_write(output) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 

@@ -12,7 +12,7 @@ from bigscl.data.index import Index, default_path, stored_fingerprint
 from bigscl.data.scan import LARGEST_CLASS, LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
-from bigscl.parsing import parsing
+from bigscl.files import parsing
 from bigscl.tools.progress import progress
 
 MOST_PROBLEMS = 100

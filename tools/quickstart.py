@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.files import write_whole
+from bigscl.files import write_text
 from bigscl.tools.running import CONFIGS, Runner, launcher
 
 DEFAULT_FOLDER = Path("quickstart")
@@ -48,7 +48,7 @@ def command(
             kitchen.train(name)
             kitchen.evaluate(name)
     results = {name: _figures(folder / name / "test" / "report.json") for name in chosen}
-    write_whole(folder / "results.json", json.dumps(results, indent=1))
+    write_text(folder / "results.json", json.dumps(results, indent=1))
     picture = folder / "heatmaps.png"
     _draw(folder, chosen, picture)
     typer.echo(f"\n{_table(results)}\n\nheatmaps of digits that no label named: {picture}")
@@ -121,7 +121,7 @@ class Kitchen:
 def _figures(report: Path) -> dict[str, float]:
     """What the table shows of a run."""
     from bigscl.evaluation.localization import STORED
-    from bigscl.parsing import parsing
+    from bigscl.files import parsing
 
     with parsing(report, "a report of bigscl.evaluate", MAKE_AGAIN):
         found = json.loads(report.read_bytes())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.files import read_json_object, write_whole
+from bigscl.files import read_json_object, write_text
 from bigscl.store import HeatmapStore, Snapshot, StorageOptions
 from bigscl.store.lease import read_holder
 from bigscl.store.verify import Problem, verify
@@ -176,7 +176,7 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
 def _name_snapshot(path: Path, snapshot: int) -> None:
     """Let a checkpoint resume from another snapshot; the file is replaced whole, or stays as it was."""
     values = {**(read_json_object(path) or {}), "snapshot": snapshot}
-    write_whole(path, json.dumps(values, indent=1))
+    write_text(path, json.dumps(values, indent=1))
 
 
 def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:

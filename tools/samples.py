@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.printing import printable
 from bigscl.store import StoreSpec
+from bigscl.text import printable
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigscl.files import read_json_lines, read_json_object, write_whole
+from bigscl.files import read_json_lines, read_json_object, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,12 +42,12 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
         {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
         for trial, found in figures.items()
     ]
-    write_whole(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
+    write_text(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
     table = to_table(runs, {(trial.row, trial.seed): _resampled_maps(trial) for trial in done})
     _draw_scores(done, out / "scores.png")
     _draw_heatmaps(done, out / "heatmaps.png")
     pictures = [f"![{name}]({name}.png)" for name in ("scores", "heatmaps") if (out / f"{name}.png").exists()]
-    write_whole(out / "results.md", "\n\n".join([_about(done), table, *pictures]) + "\n")
+    write_text(out / "results.md", "\n\n".join([_about(done), table, *pictures]) + "\n")
     return table
 
 
@@ -154,7 +154,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
 
 def _read_report(trial: "Trial") -> dict[str, Any]:
     """The evaluation of a run."""
-    from bigscl.parsing import parsing
+    from bigscl.files import parsing
 
     with parsing(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
@@ -168,7 +168,7 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
 
 def _minutes(file: Path) -> float:
     """Of all attempts at a run; a crash may have left half a line."""
-    from bigscl.parsing import parsing
+    from bigscl.files import parsing
 
     with parsing(file, "a list of seconds", "Delete the lines that are no numbers, then run it again."):
         return sum(map(float, file.read_text().split())) / 60
@@ -184,7 +184,7 @@ def _mined(trial: "Trial") -> dict[str, Any]:
     known = read_json_object(file) if file.exists() else None
     if known is None:
         known = _find_mined(trial)
-        write_whole(file, json.dumps(known))
+        write_text(file, json.dumps(known))
     return known
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.files import atomic_write
+
 Columns = Mapping[str, type]
 """Names and types: int, float, str or bool."""
 Batch = Mapping[str, NDArray[Any]]
@@ -22,24 +24,12 @@ ROWS_PER_GROUP = 2**17
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A name to write to: the file gets its own when the block ends well, and is removed when it does not."""
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
 def table_writer(path: Path, columns: Columns) -> Iterator[Write]:
     """Gives `write(batch)`, as often as there are batches; the suffix says which format."""
     writers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
         raise ValueError(f"{path}: tables are written as {', '.join(writers)}")
-    with written_whole(path) as partial, writers[path.suffix](partial, columns) as write:
+    with atomic_write(path) as partial, writers[path.suffix](partial, columns) as write:
         yield write
 
 

@@ -10,8 +10,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from bigscl.config.schema import Config, ObjectiveConfig
-from bigscl.parsing import reason_of
-from bigscl.printing import first_few, printable
+from bigscl.text import first_few, printable, reason_of
 
 # Values of a config, with their aliases written out; those in this folder have about a hundred.
 MOST_VALUES = 10_000

@@ -19,9 +19,9 @@ from bigscl.data import shards as tars
 from bigscl.data.observed import draw_negatives, draw_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
-from bigscl.parsing import BadFile, parsing
-from bigscl.printing import first_few, printable
+from bigscl.files import BadFile, atomic_write, parsing
 from bigscl.store.annotations import Annotations
+from bigscl.text import first_few, printable
 
 VERSION = 1
 UNKNOWN_BYTES = -1
@@ -143,13 +143,8 @@ class Index:
         for name in RAGGED:
             if (rows := getattr(self, name)) is not None:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:

@@ -22,7 +22,7 @@ from bigscl.data.plan import Plan, Stream
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import Transform, TransformedImage
-from bigscl.printing import first_few, printable
+from bigscl.text import first_few, printable
 
 logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error that there are too many.

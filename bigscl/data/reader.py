@@ -16,7 +16,7 @@ from bigscl.data.index import Index
 from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
-from bigscl.printing import printable
+from bigscl.text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.ragged import Ragged
 from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
-from bigscl.printing import printable
+from bigscl.text import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")

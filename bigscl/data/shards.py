@@ -13,8 +13,8 @@ from braceexpand import braceexpand
 
 from bigscl.data.remote import s3_bucket
 from bigscl.data.sources import Shard, Unreadable, scheme
-from bigscl.printing import first_few
 from bigscl.store.retries import Patience
+from bigscl.text import first_few
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512

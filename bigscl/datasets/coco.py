@@ -15,7 +15,8 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.parsing import BadFile, parsing, reason_of
+from bigscl.files import BadFile, parsing
+from bigscl.text import reason_of
 
 
 def coco(

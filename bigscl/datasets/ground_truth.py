@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from bigscl.datasets.image_files import key_of
-from bigscl.parsing import BadFile, parsing
+from bigscl.files import BadFile, parsing
 
 LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from bigscl.datasets.image_files import ImageFile, Resize, key_of
 from bigscl.datasets.protocol import observe, split
 from bigscl.datasets.writing import MultiLabel, Sample, Shards
-from bigscl.parsing import BadFile
-from bigscl.printing import printable
+from bigscl.files import BadFile
+from bigscl.text import printable
 
 Box = tuple[int, float, float, float, float]
 

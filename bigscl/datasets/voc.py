@@ -13,7 +13,7 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.parsing import BadFile, parsing
+from bigscl.files import BadFile, parsing
 
 # fmt: off
 CLASSES = (

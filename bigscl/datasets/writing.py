@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
-from bigscl.parsing import BadFile, parsing
-from bigscl.printing import first_few
+from bigscl.files import BadFile, atomic_write, parsing, write_text
+from bigscl.text import first_few
 
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"
@@ -144,18 +143,13 @@ def _write_all(todo: list[tuple[Path, Sequence[Sample]]], workers: int) -> Itera
 
 def write_tar(path: Path, samples: Sequence[Sample]) -> Written:
     """Write one shard under a temporary name, sync it, and only then give it its own."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                for sample in samples:
-                    for name, content in sample.members():
-                        _add(tar, name, content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with (
+        atomic_write(path) as partial,
+        tarfile.open(partial, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for sample in samples:
+            for name, content in sample.members():
+                _add(tar, name, content)
     return Written(name=path.name, num_samples=len(samples), skipped=False)
 
 
@@ -194,8 +188,8 @@ def _claim(shards: Shards, out: Path) -> None:
                 f"Use another folder, or delete this one to make them anew."
             )
         wanted["parts"] |= found["parts"]
-    _replace(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
-    _replace(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
+    write_text(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
+    write_text(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -242,9 +236,3 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         common = found["parts"].keys() & wanted["parts"].keys()
         pairs += [(f"part {part}", found["parts"][part], wanted["parts"][part]) for part in sorted(common)]
     return [f"{name} was {was}, is {now_is}" for name, was, now_is in pairs if was != now_is]
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

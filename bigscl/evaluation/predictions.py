@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index, Labels
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
-from bigscl.parsing import BadFile, parsing
+from bigscl.files import BadFile, parsing
 
 NUM_RANKED = 10
 NUMPY_FILE = "a numpy file of plain arrays"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.parsing import BadFile, parsing
+from bigscl.files import BadFile, parsing
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 WNID = re.compile(r"n\d{8}")

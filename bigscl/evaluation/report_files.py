@@ -9,8 +9,8 @@ from typing import Any
 
 from bigscl.evaluation.metrics import PrecisionRecall, Subset
 from bigscl.evaluation.report import Report
-from bigscl.files import write_whole
-from bigscl.printing import printable
+from bigscl.files import write_text
+from bigscl.text import printable
 
 DIGITS = 6
 NAMED_MISSING = 10
@@ -21,8 +21,8 @@ def write_report(report: Report, folder: Path) -> None:
     """Put report.json, report.md and scores.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_score_distribution(report.score_distribution, report.model, folder / "scores.png")
-    write_whole(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
-    write_whole(folder / "report.md", to_markdown(report))
+    write_text(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
+    write_text(folder / "report.md", to_markdown(report))
 
 
 def to_json(report: Report) -> dict[str, Any]:

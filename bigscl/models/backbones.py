@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bigscl.parsing import BadFile, parsing
-from bigscl.printing import printable
+from bigscl.files import BadFile, parsing
+from bigscl.text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bigscl.files import written_whole
+from bigscl.files import atomic_write
 from bigscl.store.spec import Rows
 
 Kind = Literal["annotated", "unannotated", "negative"]
@@ -155,7 +155,7 @@ def _heat_colors(values: NDArray[Any]) -> NDArray[np.float64]:
 
 def draw_samples(samples: Sequence[SamplePicture], path: Path, *, title: str = "", across: int = 1) -> None:
     """Write a picture of the samples, `across` of them side by side; the suffix says which format."""
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         figure = figure_of(samples, title=title, across=across)
         figure.savefig(partial, dpi=DPI, format=path.suffix.removeprefix(".") or None)
 

@@ -56,10 +56,10 @@ def write_folder(
     repair_folder(path)
     partial, old = _hidden(path, "partial"), _hidden(path, "old")
     try:
-        with naming(path):
+        with naming(path, partial):
             partial.mkdir(parents=True)
         for name, write in files.items():
-            with naming(path / name):
+            with naming(path / name, partial / name):
                 write(partial / name)
                 sync(partial / name)
         sync(partial)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from bigscl.files import append_lines, read_json_lines, write_whole
+from bigscl.files import append_lines, read_json_lines, write_text
 from bigscl.method.objective import Loss
 from bigscl.processes.ranks import Ranks
 from bigscl.training.progress import EpochBar, Pace, describe, working
@@ -72,7 +72,7 @@ class Journal:
         """Forget what was logged after this step: the run goes on from there and will log it again."""
         if self._speaks and self._path.exists():
             kept = (line for line in read_json_lines(self._path) if _step_of(line) <= step)
-            write_whole(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One line of metrics."""

@@ -13,17 +13,17 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
-from bigscl.files import append_lines, read_json_object, write_whole
+from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
 from bigscl.store import Annotations, HeatmapStore, Snapshot, StoreError
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import NotAStore
 from bigscl.store.opening import read_spec, spec_for
 from bigscl.store.transport import on_rank_zero
+from bigscl.text import size
 from bigscl.training.checkpoint import Checkpoints
 from bigscl.training.forecast import disk_needed, memory_phases, ram_needed
 from bigscl.training.log import environment
-from bigscl.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class RunFolder:
         """Write down the run's id, what it is started with, and what changed since it was last."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self.read_id() != self.id:
-            write_whole(self.path / "run.json", json.dumps({"id": self.id}))
+            write_text(self.path / "run.json", json.dumps({"id": self.id}))
         self._compare(config)
-        write_whole(self.path / "config.yaml", to_yaml(config))
+        write_text(self.path / "config.yaml", to_yaml(config))
         started = json.dumps({**environment(command), "world_size": world_size})
         append_lines(self.path / "environment.jsonl", [started])
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bigscl.units import size
+from bigscl.text import size
 from tests.integration.runs import run, write_config
 from tests.test_tools.conftest import bigscl
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from bigscl.files import append_lines, explain, read_json_lines, read_json_object, write_whole, written_whole
+from bigscl.files import append_lines, atomic_write, explain, read_json_lines, read_json_object, write_text
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def small_files():
 
 def test_a_failed_write_leaves_the_old_file_and_names_it(tmp_path, small_files):
     path = tmp_path / "config.yaml"
-    write_whole(path, "old")
+    write_text(path, "old")
     with pytest.raises(OSError, match=r"config\.yaml") as caught:
-        write_whole(path, "new" * 100)
+        write_text(path, "new" * 100)
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
     assert explain(caught.value).startswith(f"{path}: could not be written: File too large. Free some space")
@@ -34,7 +34,7 @@ def test_a_failed_append_names_the_file(tmp_path, small_files):
 
 def test_a_file_gets_its_name_only_when_the_block_ends_well(tmp_path):
     def draw():
-        with written_whole(tmp_path / "picture.png") as partial:
+        with atomic_write(tmp_path / "picture.png") as partial:
             partial.write_text("half")
             raise KeyError
 
@@ -43,10 +43,25 @@ def test_a_file_gets_its_name_only_when_the_block_ends_well(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_error_names_the_file_that_could_not_be_read_or_the_one_that_is_written(tmp_path):
+    def copy(source):
+        with atomic_write(tmp_path / "shard.tar") as partial:
+            partial.write_bytes(source.read_bytes())
+
+    with pytest.raises(FileNotFoundError) as caught:
+        copy(tmp_path / "image.jpg")
+    assert caught.value.filename == str(tmp_path / "image.jpg")
+    (tmp_path / ".shard.tar.partial").mkdir()
+    (tmp_path / "image.jpg").touch()
+    with pytest.raises(OSError, match="shard") as caught:
+        copy(tmp_path / "image.jpg")
+    assert caught.value.filename == str(tmp_path / "shard.tar")
+
+
 def test_new_files_have_the_mode_that_the_user_asks_for(tmp_path):
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "file", "text")
+        write_text(tmp_path / "file", "text")
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640

@@ -34,8 +34,8 @@ from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
+from bigscl.files import BadFile
 from bigscl.models.backbones import load_state, read_state
-from bigscl.parsing import BadFile
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 from tests.tars import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
