@@ -10,6 +10,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from bigscl.config.reading import load_config
 from bigscl.config.schema import Config
 from bigscl.processes.hardware import keep_freed_memory, usable_precision
+from bigscl.processes.network import choose_interface
 
 USAGE = """usage: accelerate launch -m bigscl.train CONFIG [--section.key value ...]
                          [--resume auto|never|CHECKPOINT] [--print-config]
@@ -58,6 +59,7 @@ def start_accelerator(config: Config) -> Accelerator:
     precision = usable_precision(config.hardware.precision, torch.device("cuda" if cuda else "cpu"))
     if not cuda:
         keep_freed_memory()
+    choose_interface()
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         log_with=list(config.log.trackers) or None,

@@ -1,0 +1,61 @@
+"""The network interface that the ranks of several nodes talk through on the host."""
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+
+logger = logging.getLogger(__name__)
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface."""
+
+
+def choose_interface() -> None:
+    """Make gloo use the interface that routes to the master, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself gloo binds to the address of the host name. Where that is 127.0.0.1 or 127.0.1.1, as Debian and
+    many container images have it, nodes cannot reach each other.
+    """
+    spans_nodes = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    master = os.environ.get("MASTER_ADDR")
+    if not spans_nodes or master is None or INTERFACE in os.environ:
+        return
+    name = interface_towards(master)
+    if name is not None:
+        os.environ[INTERFACE] = name
+        logger.info("ranks of other nodes are reached through %s (set %s to change it)", name, INTERFACE)
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface through which this machine reaches a host; None for the loopback, or if it cannot."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only looks up the route
+            ours = probe.getsockname()[0]
+    except OSError:
+        return None
+    if ipaddress.ip_address(ours.partition("%")[0]).is_loopback:
+        return None
+    return next((name for _, name in socket.if_nameindex() if ours in addresses_of(name)), None)
+
+
+def addresses_of(interface: str) -> set[str]:
+    """The IP addresses of a network interface, on Linux."""
+    found = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            found.add(socket.inet_ntoa(answer[20:24]))
+        except OSError:
+            pass  # it has no IPv4 address
+    try:
+        with open("/proc/net/if_inet6") as lines:
+            rows = [line.split() for line in lines]
+    except OSError:
+        return found
+    return found | {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[-1] == interface}

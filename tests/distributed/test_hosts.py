@@ -1,0 +1,122 @@
+"""Two nodes with networks of their own find each other; the loss of a link ends both and loses nothing.
+
+`pytest -m slow tests/distributed/test_hosts.py`; needs root and iproute2, and is skipped elsewhere.
+"""
+
+import subprocess
+import time
+
+import pytest
+
+from tests.distributed.hosts import can_make_hosts, hosts
+from tests.integration.runs import (
+    ENVIRONMENT,
+    ROOT,
+    TIMEOUT,
+    assert_same_runs,
+    command,
+    make_shards,
+    steps_of,
+    train,
+    write_config,
+)
+from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs network namespaces: root and iproute2"),
+]
+PORT = 29517
+SECONDS_TO_NOTICE = 12
+IDS = {"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"), 60, 8)
+
+
+class Cluster:
+    """One launcher on each host, with one rank each."""
+
+    def __init__(self, config, machines):
+        self._logs = [config.with_name(f"{config.stem}-{machine.name}.log") for machine in machines]
+        self.launchers = []
+        for rank, (machine, log) in enumerate(zip(machines, self._logs, strict=True)):
+            words = command(
+                [config],
+                processes=len(machines),
+                num_machines=len(machines),
+                machine_rank=rank,
+                main_process_ip=machines[0].address,
+                main_process_port=PORT,
+            )
+            with log.open("w") as file:
+                self.launchers.append(
+                    subprocess.Popen(
+                        machine.command(words), cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file
+                    )
+                )
+
+    @property
+    def outputs(self):
+        return [log.read_text() for log in self._logs]
+
+    def wait(self, seconds=TIMEOUT):
+        deadline = time.monotonic() + seconds
+        return [each.wait(max(0.1, deadline - time.monotonic())) for each in self.launchers]
+
+
+def config_of(path, shards, epochs, **sections):
+    return write_config(
+        path,
+        shards,
+        model={"backbone": "tests.integration.tiny:noisy_net"},
+        schedule={
+            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
+            "main": {"epochs": epochs, "learning_rate": 2e-3},
+        },
+        **sections,
+    )
+
+
+def test_nodes_whose_host_name_is_the_loopback_train_as_two_local_processes(tmp_path, shards):
+    """Here, as on many machines, the host name resolves to 127.0.0.1, to which gloo binds by itself."""
+    config = config_of(tmp_path / "run.yaml", shards, epochs=1)
+    with hosts(2) as machines:
+        cluster = Cluster(config, machines)
+        assert cluster.wait() == [0, 0], cluster.outputs
+    local = config_of(tmp_path / "local.yaml", shards, epochs=1)
+    train(local, processes=2)
+    assert_same_runs(tmp_path / "run", tmp_path / "local", shards)
+
+
+def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_path, shards):
+    config = config_of(
+        tmp_path / "run.yaml",
+        shards,
+        epochs=400,
+        hardware={"timeout_minutes": SECONDS_TO_NOTICE / 60},
+        checkpoint={"every_steps": 7},
+        log=IDS,
+    )
+    with hosts(2) as machines:
+        cluster = Cluster(config, machines)
+        deadline = time.monotonic() + TIMEOUT
+        while steps_of(tmp_path / "run") < 20:
+            assert time.monotonic() < deadline, cluster.outputs
+            time.sleep(0.02)
+        machines[1].cut()
+        cut = time.monotonic()
+        codes = cluster.wait()
+        assert 0 not in codes
+        assert time.monotonic() - cut < SECONDS_TO_NOTICE + 30
+        machines[1].restore()
+        epoch, had = visited_by_checkpoint(tmp_path / "run", shards)
+        for file in (tmp_path / "run").glob("ids-*.txt"):
+            file.unlink()
+        config_of(tmp_path / "run.yaml", shards, epochs=epoch + 1, log=IDS)
+        cluster = Cluster(config, machines)
+        assert cluster.wait() == [0, 0], cluster.outputs
+    assert_each_sample_once(tmp_path / "run", shards, epoch, had, epochs=epoch + 2)
