@@ -30,8 +30,7 @@ from bigscl.plots.epochs import picture_of_epoch
 from bigscl.processes.accelerator import first_on_this_machine, parse, rank_of_this_process, start_accelerator
 from bigscl.processes.ranks import Ranks, transport
 from bigscl.processes.signals import Interrupts
-from bigscl.store import Rows, StoreError
-from bigscl.store.transport import on_rank_zero
+from bigscl.store import Rows, StoreError, on_rank_zero
 from bigscl.text import printable
 from bigscl.training.checkpoint import write_folder, write_json, write_tensors
 from bigscl.training.log import Journal, Meter, start_logging

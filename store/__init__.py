@@ -1,29 +1,84 @@
-"""Per-sample scores and heatmaps on disk, read and updated at training speed. numpy in, numpy out."""
+"""Per-sample scores and heatmaps on disk, read and updated at training speed. numpy in, numpy out.
+
+These names are the public surface of the store. Modules outside this folder import nothing else from it.
+"""
 
 from bigscl.store.annotations import Annotations
-from bigscl.store.backends import StorageOptions
-from bigscl.store.errors import StoreError
+from bigscl.store.backends import Backend, LocalBackend, StorageOptions, open_backend
+from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.history import history_bytes
+from bigscl.store.layout import array_plans, initial_shard, shard_bytes
+from bigscl.store.lease import (
+    LEASE_PATIENCE_SECONDS,
+    Holder,
+    break_lease,
+    is_dead,
+    process_start,
+    read_holder,
+)
+from bigscl.store.opening import read_spec, spec_for
+from bigscl.store.passes import PASS_THREADS, in_order
 from bigscl.store.prefetch import Prefetcher
 from bigscl.store.residents import Residents, update
-from bigscl.store.snapshots import Snapshot
-from bigscl.store.spec import GroupSpec, Rows, StoreSpec
-from bigscl.store.transport import SingleProcess, Transport
+from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, Patience, cause_of, hint_for
+from bigscl.store.snapshots import Snapshot, SnapshotLog
+from bigscl.store.spec import FORMAT, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
+from bigscl.store.verification import Problem, verify
+from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_of
 from bigscl.store.writeback import Writeback
 
 __all__ = [
+    "CLIENT_OPTIONS",
+    "FORMAT",
+    "LEASE_PATIENCE_SECONDS",
+    "PASS_THREADS",
+    "RETRY_CONFIG",
     "Annotations",
+    "Array",
+    "Backend",
+    "BadFile",
+    "ChunkCorrupt",
+    "Codec",
     "GroupSpec",
     "HeatmapStore",
+    "Holder",
+    "IndexMismatch",
+    "LocalBackend",
+    "NotAStore",
+    "Patience",
     "Prefetcher",
+    "Problem",
     "Residents",
     "Rows",
     "SingleProcess",
     "Snapshot",
+    "SnapshotLog",
     "StorageOptions",
     "StoreError",
     "StoreSpec",
     "Transport",
+    "Version",
     "Writeback",
+    "array_plans",
+    "break_lease",
+    "by_version",
+    "cause_of",
+    "hint_for",
+    "history_bytes",
+    "in_order",
+    "initial_shard",
+    "is_dead",
+    "on_rank_zero",
+    "open_backend",
+    "process_start",
+    "read_holder",
+    "read_spec",
+    "shard_bytes",
+    "snapshot_bytes",
+    "spec_for",
     "update",
+    "verify",
+    "versions_of",
 ]

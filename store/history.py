@@ -46,6 +46,14 @@ def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
     )
 
 
+def history_bytes(spec: StoreSpec, num_tracked: int, *, heatmaps: bool) -> int:
+    """Bytes that one epoch of so many tracked samples takes on the storage."""
+    plans = _plans(spec)
+    values = sum(np.prod(plan.shape[2:], dtype=np.int64) * plan.dtype.itemsize for plan in plans)
+    scores = np.dtype(np.float16).itemsize * spec.num_classes
+    return num_tracked * int(values if heatmaps else scores)
+
+
 def describe_history(backend: Backend, spec: StoreSpec) -> None:
     """Make the metadata of empty arrays with room for every epoch."""
     if not spec.tracked:

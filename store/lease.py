@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KEY = "lease.json"
 BEAT_SECONDS = 20.0
 # A holder on another host is dead when its counter stood still for this long. No clocks are compared.
-PATIENCE_SECONDS = 3 * BEAT_SECONDS
+LEASE_PATIENCE_SECONDS = 3 * BEAT_SECONDS
 JOIN_SECONDS = 5.0
 FREE = b'{"free": '
 REMEDY = "Remove it with `bigscl unlock --force --apply` if no run uses this store."
@@ -178,7 +178,7 @@ class Lease:
         backend: Backend,
         run: str,
         *,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float = LEASE_PATIENCE_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
     ) -> Self:
         """The lease, taken over from a holder that is certainly dead; or LeaseHeld, naming the holder."""

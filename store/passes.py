@@ -10,11 +10,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Reading, checksums and most of numpy release the GIL. Each thread holds up to two shards in RAM.
-THREADS = min(4, os.cpu_count() or 1)
+PASS_THREADS = min(4, os.cpu_count() or 1)
 
 
 def in_order(
-    work: Callable[[Item], Result], items: Iterable[Item], threads: int = THREADS
+    work: Callable[[Item], Result], items: Iterable[Item], threads: int = PASS_THREADS
 ) -> Iterator[Result]:
     """`work(item)` of each item in its order, computed by threads a few items ahead of the caller.
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bigscl.store
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -39,6 +41,19 @@ def test_imports_point_from_tools_to_bigscl_to_store():
             assert ours == store, name
         elif not name.startswith("bigscl.tools"):
             assert not tools, name
+
+
+def test_store_is_used_through_its_public_names_only():
+    """Modules outside store/ import from `bigscl.store` itself, and only what it lists in `__all__`."""
+    for name, file in modules():
+        if name.startswith("bigscl.store"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                assert not [alias.name for alias in node.names if alias.name.startswith("bigscl.store")], name
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bigscl.store"):
+                assert node.module == "bigscl.store", f"{name} imports from {node.module}"
+                assert {alias.name for alias in node.names} <= set(bigscl.store.__all__), name
 
 
 def test_store_imports_no_torch():

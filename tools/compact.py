@@ -5,11 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.store import GroupSpec, HeatmapStore
-from bigscl.store.layout import shard_bytes
-from bigscl.store.lease import read_holder
-from bigscl.store.spec import Codec
-from bigscl.store.versions import by_version, versions_of
+from bigscl.store import (
+    Codec,
+    GroupSpec,
+    HeatmapStore,
+    by_version,
+    read_holder,
+    shard_bytes,
+    versions_of,
+)
 from bigscl.tools.opening import (
     Anonymous,
     Apply,

@@ -7,10 +7,15 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from bigscl.store import HeatmapStore, Rows, Snapshot, StoreSpec
-from bigscl.store.layout import initial_shard
-from bigscl.store.spec import Array
-from bigscl.store.verify import Problem
+from bigscl.store import (
+    Array,
+    HeatmapStore,
+    Problem,
+    Rows,
+    Snapshot,
+    StoreSpec,
+    initial_shard,
+)
 
 STAMPS = "visited"
 INITIAL = "their initial values"

@@ -10,9 +10,13 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.store import HeatmapStore, Rows, StorageOptions
-from bigscl.store.errors import IndexMismatch
-from bigscl.store.spec import Array
+from bigscl.store import (
+    Array,
+    HeatmapStore,
+    IndexMismatch,
+    Rows,
+    StorageOptions,
+)
 from bigscl.tools.expected import Expected, count_by_class, expected_at
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import (

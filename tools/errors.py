@@ -1,7 +1,7 @@
 """Which errors are a user's or the outside world's, and what is said of them; all others are bugs."""
 
 from bigscl import files
-from bigscl.store.errors import StoreError
+from bigscl.store import StoreError
 
 OURS = ("bigscl", "store", "tools")
 

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.method.ranking import rank
-from bigscl.store import HeatmapStore, SingleProcess, Snapshot
-from bigscl.store.spec import Array
+from bigscl.store import Array, HeatmapStore, SingleProcess, Snapshot
 from bigscl.tools.opening import has_selection
 from bigscl.tools.passes import scores_by_shard
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import Array
+from bigscl.store import Array
 
 _AS_FLOAT32 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 

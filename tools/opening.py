@@ -10,8 +10,13 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.files import read_json_object
-from bigscl.store import Annotations, HeatmapStore, Snapshot, StorageOptions
-from bigscl.store.errors import IndexMismatch
+from bigscl.store import (
+    Annotations,
+    HeatmapStore,
+    IndexMismatch,
+    Snapshot,
+    StorageOptions,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store import HeatmapStore
-from bigscl.store.passes import THREADS, in_order
-from bigscl.store.snapshots import SnapshotLog
-from bigscl.store.spec import Array
+from bigscl.store import (
+    PASS_THREADS,
+    Array,
+    HeatmapStore,
+    SnapshotLog,
+    in_order,
+)
 from bigscl.tools.progress import progress
 
 Result = TypeVar("Result")
@@ -20,7 +23,7 @@ def pass_over(
     shards: Sequence[int],
     work: Callable[[int], Result],
     stores: Sequence[HeatmapStore] = (),
-    threads: int = THREADS,
+    threads: int = PASS_THREADS,
 ) -> Iterator[tuple[int, Result]]:
     """(shard, `work(shard)`) of each shard, in order, from threads: see `in_order`.
 

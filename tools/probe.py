@@ -9,9 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, StorageOptions, StoreSpec
-from bigscl.store.backends import LocalBackend
-from bigscl.store.layout import array_plans, shard_bytes
+from bigscl.store import (
+    Annotations,
+    GroupSpec,
+    HeatmapStore,
+    LocalBackend,
+    Rows,
+    StorageOptions,
+    StoreSpec,
+    array_plans,
+    shard_bytes,
+)
 
 MAX_BYTES = 2**28
 MAX_SHARDS = 32

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bigscl.store import StorageOptions, StoreError
-from bigscl.store.backends import open_backend
-from bigscl.store.transport import Transport
+from bigscl.store import StorageOptions, StoreError, Transport, open_backend
 
 # A network file system may show a new file to other nodes only after a moment.
 PATIENCE_SECONDS = 10.0

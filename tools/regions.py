@@ -5,7 +5,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import Array
+from bigscl.store import Array
 
 
 def strongest_boxes(heatmaps: Array, share: float = 0.5) -> NDArray[np.float64]:

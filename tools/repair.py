@@ -11,9 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.files import read_json_object, write_text
-from bigscl.store import HeatmapStore, Snapshot, StorageOptions
-from bigscl.store.lease import read_holder
-from bigscl.store.verify import Problem, verify
+from bigscl.store import (
+    HeatmapStore,
+    Problem,
+    Snapshot,
+    StorageOptions,
+    read_holder,
+    verify,
+)
 from bigscl.tools.damage import Source, damaged_rows, repaired_shard
 from bigscl.tools.opening import (
     Anonymous,

@@ -9,10 +9,18 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.store import HeatmapStore, Rows, Snapshot
-from bigscl.store.lease import Holder, process_start, read_holder
-from bigscl.store.spec import FORMAT, Array
-from bigscl.store.versions import by_version, snapshot_bytes
+from bigscl.store import (
+    FORMAT,
+    Array,
+    HeatmapStore,
+    Holder,
+    Rows,
+    Snapshot,
+    by_version,
+    process_start,
+    read_holder,
+    snapshot_bytes,
+)
 from bigscl.tools.expected import Expected, expected_at, in_mid_epoch
 from bigscl.tools.opening import (
     Anonymous,

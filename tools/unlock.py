@@ -5,10 +5,17 @@ from typing import Annotated
 
 import typer
 
-from bigscl.store.backends import Backend, open_backend
-from bigscl.store.errors import BadFile
-from bigscl.store.lease import PATIENCE_SECONDS, Holder, break_lease, is_dead, read_holder
-from bigscl.store.opening import read_spec
+from bigscl.store import (
+    LEASE_PATIENCE_SECONDS,
+    Backend,
+    BadFile,
+    Holder,
+    break_lease,
+    is_dead,
+    open_backend,
+    read_holder,
+    read_spec,
+)
 from bigscl.tools.opening import Anonymous, Apply, AsJson, Endpoint, Region, Store, locate, options
 from bigscl.tools.text import tell
 
@@ -28,7 +35,7 @@ def command(
         typer.Option(
             min=0, max=86_400, help="Seconds without a sign of life after which another host is dead."
         ),
-    ] = PATIENCE_SECONDS,
+    ] = LEASE_PATIENCE_SECONDS,
     endpoint: Endpoint = None,
     region: Region = None,
     anonymous: Anonymous = False,

@@ -9,13 +9,19 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from bigscl.store import Annotations, HeatmapStore, StorageOptions
-from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch
-from bigscl.store.layout import shard_bytes
-from bigscl.store.passes import THREADS
-from bigscl.store.snapshots import SnapshotLog
-from bigscl.store.verify import verify
-from bigscl.store.versions import Version
+from bigscl.store import (
+    PASS_THREADS,
+    Annotations,
+    BadFile,
+    ChunkCorrupt,
+    HeatmapStore,
+    IndexMismatch,
+    SnapshotLog,
+    StorageOptions,
+    Version,
+    shard_bytes,
+    verify,
+)
 from bigscl.tools.opening import (
     Anonymous,
     AsJson,
@@ -58,7 +64,9 @@ def command(
     ] = False,
     shards: Shards = None,
     index: IndexFile = None,
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="Shards read at the same time.")] = THREADS,
+    threads: Annotated[
+        int, typer.Option(min=1, max=1024, help="Shards read at the same time.")
+    ] = PASS_THREADS,
     endpoint: Endpoint = None,
     region: Region = None,
     anonymous: Anonymous = False,

@@ -13,8 +13,7 @@ from bigscl.data.views import RandomCrop
 from bigscl.method.losses import Norm
 from bigscl.method.objective import Base, Consistency
 from bigscl.method.schedule import Phase, Ramp, Schedule
-from bigscl.store.backends import StorageOptions
-from bigscl.store.spec import Codec
+from bigscl.store import Codec, StorageOptions
 
 strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 # What numpy, torch and file formats take; a larger number is a mistake.

@@ -20,7 +20,7 @@ from bigscl.data.observed import draw_negatives, draw_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
 from bigscl.files import BadFile, atomic_write, parsing
-from bigscl.store.annotations import Annotations
+from bigscl.store import Annotations
 from bigscl.text import first_few, printable
 
 VERSION = 1

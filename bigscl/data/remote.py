@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlparse
 
-from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, cause_of, hint_for
+from bigscl.store import CLIENT_OPTIONS, RETRY_CONFIG, cause_of, hint_for
 
 # Tries in a row that bring not one byte. A server that has answered before is given more of them, about 20 s
 # in all. One that never has, or that was waited for in vain, fails soon: 1,000 shards would each wait for it.

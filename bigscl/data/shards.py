@@ -13,7 +13,7 @@ from braceexpand import braceexpand
 
 from bigscl.data.remote import s3_bucket
 from bigscl.data.sources import Shard, Unreadable, scheme
-from bigscl.store.retries import Patience
+from bigscl.store import Patience
 from bigscl.text import first_few
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bigscl.data.batch import Batch, normalize
-from bigscl.store.transport import Transport
+from bigscl.store import Transport
 
 NETWORK_BATCH = 32
 Arrays = dict[str, NDArray[Any]]

@@ -24,8 +24,7 @@ from bigscl.evaluation.inference import Arrays, gather_arrays, network_batches
 from bigscl.evaluation.metrics import energy_in_boxes, pointing_hits
 from bigscl.method.heatmaps import to_image
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.store import HeatmapStore, Rows
-from bigscl.store.transport import Transport
+from bigscl.store import HeatmapStore, Rows, Transport
 
 STORED = "stored heatmaps of training images"
 NETWORK = "network maps"

@@ -8,8 +8,7 @@ import torch
 
 from bigscl.data.index import Index
 from bigscl.method.selection import expected_counts, select
-from bigscl.store import HeatmapStore
-from bigscl.store.transport import SingleProcess
+from bigscl.store import HeatmapStore, SingleProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigscl.processes.ranks import Ranks
-from bigscl.store.annotations import Annotations
+from bigscl.store import Annotations
 
 # As published: observed positives start at 0.995, the rest between 0.4 and 0.6; ten times the network's rate.
 OBSERVED, LOW, HIGH = 0.995, 0.4, 0.6

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.transport import Transport
+from bigscl.store import Transport
 
 SCORE_BITS = 14
 ONE = int(np.float16(1).view(np.uint16))

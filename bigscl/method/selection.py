@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.method.ranking import rank
-from bigscl.store.transport import Transport
+from bigscl.store import Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bigscl.files import atomic_write
-from bigscl.store.spec import Rows
+from bigscl.store import Rows
 
 Kind = Literal["annotated", "unannotated", "negative"]
 Box = tuple[float, float, float, float]

@@ -8,8 +8,13 @@ from numpy.typing import NDArray
 
 from bigscl.config.schema import Config
 from bigscl.data.plan import Plan
-from bigscl.store import GroupSpec, StoreSpec, history
-from bigscl.store.layout import array_plans, class_dtype, shard_bytes
+from bigscl.store import (
+    GroupSpec,
+    StoreSpec,
+    array_plans,
+    history_bytes,
+    shard_bytes,
+)
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05
@@ -261,8 +266,7 @@ def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> in
 def _history_bytes(config: Config, spec: StoreSpec, epochs: int) -> int:
     """Of the tracked samples over so many epochs."""
     tracked = min(config.store.tracked, spec.num_samples)
-    top = min(history.TOP, spec.num_classes)
-    maps = top * (class_dtype(spec.num_classes).itemsize + 2 * spec.heatmap_size**2)
     without = epochs if config.compact_after is None else min(epochs, config.compact_after - 1)
     without = without if config.store.warmup_heatmaps == "scores" else 0
-    return tracked * (epochs * 2 * spec.num_classes + (epochs - without) * maps)
+    whole, scores = (history_bytes(spec, tracked, heatmaps=heatmaps) for heatmaps in (True, False))
+    return (epochs - without) * whole + without * scores

@@ -19,8 +19,7 @@ from bigscl.config.schema import Config
 from bigscl.files import explain
 from bigscl.method.selection import Selection
 from bigscl.processes.ranks import Ranks
-from bigscl.store import HeatmapStore, Snapshot, StoreError
-from bigscl.store.transport import on_rank_zero
+from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress, repair_folder
 from bigscl.training.log import Journal
 from bigscl.training.run import Data, RunFolder, check_store, open_store

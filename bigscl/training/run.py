@@ -15,11 +15,17 @@ from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
 from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
-from bigscl.store import Annotations, HeatmapStore, Snapshot, StoreError
-from bigscl.store.backends import open_backend
-from bigscl.store.errors import NotAStore
-from bigscl.store.opening import read_spec, spec_for
-from bigscl.store.transport import on_rank_zero
+from bigscl.store import (
+    Annotations,
+    HeatmapStore,
+    NotAStore,
+    Snapshot,
+    StoreError,
+    on_rank_zero,
+    open_backend,
+    read_spec,
+    spec_for,
+)
 from bigscl.text import size
 from bigscl.training.checkpoint import Checkpoints
 from bigscl.training.forecast import disk_needed, memory_phases, ram_needed

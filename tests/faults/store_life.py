@@ -16,7 +16,7 @@ from bigscl.store import HeatmapStore, StorageOptions, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import NotAStore
 from bigscl.store.lease import break_lease, read_holder
-from bigscl.store.verify import verify
+from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations
 
 NUM_CLASSES, SIZE, TOP, EPOCHS, KEPT = 5, 2, 3, 3, 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store.verify import verify
+from bigscl.store.verification import verify
 from tests.faults.children import ForkServer
 from tests.faults.training import SERVER_MODULES, Training
 from tests.integration.runs import losses_of, memory_of, store_of, weights_of

@@ -11,7 +11,7 @@ import pytest
 
 from bigscl.store import HeatmapStore, Residents, StoreError, update
 from bigscl.store.errors import ChunkCorrupt
-from bigscl.store.verify import verify
+from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 

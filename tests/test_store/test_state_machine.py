@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bigscl.store import HeatmapStore, update
 from bigscl.store.backends import forget_memory
 from bigscl.store.errors import NoFreeSlot, SnapshotMissing
-from bigscl.store.verify import verify
+from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 NUM_CLASSES, SIZE = 5, 2

@@ -10,7 +10,7 @@ from bigscl.store import HeatmapStore, StoreError, update
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from bigscl.store.layout import initial_shard
 from bigscl.store.lease import Lease, break_lease
-from bigscl.store.verify import verify
+from bigscl.store.verification import verify
 from bigscl.store.versions import version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
