@@ -1,9 +1,7 @@
-"""Tar shards from lists of samples: the same bytes every time, and resumed where a run stopped."""
+"""Write tar shards from lists of samples: the same bytes every time; an interrupted command is resumed."""
 
 import hashlib
-import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -58,15 +56,14 @@ class Sample:
     label: int | MultiLabel
 
     def members(self) -> list[tuple[str, bytes]]:
-        """(name, content) of the tar members of this sample."""
-        extension, content = self.image.encoded()
-        return [(f"{self.key}.{extension}", content), self.label_member()]
+        """(extension, content) of the tar members of this sample."""
+        return [self.image.encoded(), self.label_member()]
 
     def label_member(self) -> tuple[str, bytes]:
-        """(name, content) of the label alone."""
+        """(extension, content) of the label alone."""
         if isinstance(self.label, MultiLabel):
-            return f"{self.key}.json", self.label.encoded()
-        return f"{self.key}.cls", str(self.label).encode()
+            return "json", self.label.encoded()
+        return "cls", str(self.label).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,22 +139,18 @@ def _write_all(todo: list[tuple[Path, Sequence[Sample]]], workers: int) -> Itera
 
 
 def write_tar(path: Path, samples: Sequence[Sample]) -> Written:
-    """Write one shard under a temporary name, sync it, and only then give it its own."""
-    with (
-        atomic_write(path) as partial,
-        tarfile.open(partial, mode="w", format=tarfile.PAX_FORMAT) as tar,
-    ):
-        for sample in samples:
-            for name, content in sample.members():
-                _add(tar, name, content)
+    """Write one shard under a temporary name, sync it, and only then give it its own name."""
+    # Imported here: webdataset imports torch, which takes seconds, and only writing needs it.
+    from webdataset import TarWriter
+
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        # Fixed owner, mode and time: nothing of this machine or moment gets into the bytes.
+        with TarWriter(file, encoder=False, user="", group="", mode=0o644, mtime=0) as tar:
+            for sample in samples:
+                # One call per member keeps the image first; in one call they are sorted by extension.
+                for extension, content in sample.members():
+                    tar.write({"__key__": sample.key, extension: content})
     return Written(name=path.name, num_samples=len(samples), skipped=False)
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    # A fresh TarInfo has time, owner and group 0: nothing of this machine or moment gets in.
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    tar.addfile(info, io.BytesIO(content))
 
 
 def _check_keys(part: str, samples: Sequence[Sample]) -> None:

@@ -1,12 +1,16 @@
 """Writing shards: deterministic bytes, whole files only, resumed runs, changed settings refused."""
 
+import io
 import json
 import tarfile
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
+from tests.tars import encoded, picture
 
 
 @dataclass(frozen=True)
@@ -15,11 +19,12 @@ class Bytes:
 
     content: bytes
     broken: bool = False
+    extension: str = "jpg"
 
     def encoded(self):
         if self.broken:
             raise OSError("disk on fire")
-        return "jpg", self.content
+        return self.extension, self.content
 
 
 def samples(count, broken=()):
@@ -71,6 +76,28 @@ def test_shards_hold_all_samples_in_order_as_webdataset_reads_them(tmp_path):
     assert (tmp_path / "classes.txt").read_text() == "a\nb b\nc\n"
 
 
+def test_webdataset_decodes_what_was_written(tmp_path):
+    from webdataset.filters import decode
+
+    contents = [encoded(picture(i), ("JPEG", "PNG")[i % 2]) for i in range(7)]
+    labels = [MultiLabel(labels=(1, 4), observed=(4,)) if i % 3 else i for i in range(7)]
+    made = [
+        Sample(key=f"n{i}", image=Bytes(content, extension=("jpg", "png")[i % 2]), label=labels[i])
+        for i, content in enumerate(contents)
+    ]
+    list(write(shards(parts={"train": made}), tmp_path))
+    files = sorted(tmp_path.glob("*.tar"))
+    found = list(decode("rgb8")(sample for file in files for sample in read(file)))
+    assert [sample["__key__"] for sample in found] == [f"n{i}" for i in range(7)]
+    for i, sample in enumerate(found):
+        pixels = np.asarray(Image.open(io.BytesIO(contents[i])).convert("RGB"))
+        np.testing.assert_array_equal(sample[("jpg", "png")[i % 2]], pixels)
+        if i % 3:
+            assert sample["json"] == {"labels": [1, 4], "observed": [4]}
+        else:
+            assert sample["cls"] == i
+
+
 def test_class_numbers_go_to_cls_members_as_in_public_tars(tmp_path):
     single = [Sample(key="n01440764_10026", image=Bytes(b"x"), label=7)]
     list(write(shards(parts={"train": single}), tmp_path))
@@ -99,6 +126,24 @@ def test_bytes_depend_on_nothing_but_the_samples(tmp_path, workers):
         assert {(info.mtime, info.uid, info.gid, info.uname, info.gname) for info in tar} == {
             (0, 0, 0, "", "")
         }
+
+
+def test_bytes_are_those_of_a_plain_tar_without_owner_or_time(tmp_path):
+    keys = ["k" * 150, "größe 日本", "n1"]
+    list(
+        write(
+            shards(parts={"train": [Sample(key=key, image=Bytes(b"x"), label=3) for key in keys]}), tmp_path
+        )
+    )
+    expected = io.BytesIO()
+    with tarfile.open(fileobj=expected, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in [
+            (f"{key}.{end}", c) for key in keys for end, c in (("jpg", b"x"), ("cls", b"3"))
+        ]:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    assert (tmp_path / "train-000000.tar").read_bytes() == expected.getvalue()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
