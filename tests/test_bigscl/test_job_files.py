@@ -1,0 +1,129 @@
+"""Job files of Slurm, Kubernetes and SkyPilot start the launcher with options that it takes.
+
+The schedulers' own commands are small scripts here: `srun` runs its command once for each node, and
+`accelerate` prints what it was called with.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PROGRAMS = {
+    "accelerate": 'echo "called $*" >> "$CALLS"; [ -z "${SLOW:-}" ] || sleep 30',
+    "scontrol": '[ "$1" = show ] && echo "node-a" || echo "scontrol $*" >> "$CALLS"',
+    "srun": """
+        echo $$ > "$CALLS.srun"
+        while [ "${1#--}" != "$1" ]; do echo "srun $1" >> "$CALLS"; shift; done
+        for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" & done
+        trap 'kill -TERM $(jobs -p)' TERM
+        wait; wait
+    """,
+    "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
+}
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Runs a script with the stand-ins on its PATH; the launcher's arguments, and the other calls."""
+    programs, calls = tmp_path / "bin", tmp_path / "calls"
+    programs.mkdir()
+    for name, script in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(0o755)
+
+    def run(words, stop_with=None, **environment):
+        variables = {**os.environ, **environment, "CALLS": str(calls)}
+        variables["PATH"] = f"{programs}:{os.environ['PATH']}"
+        running = subprocess.Popen(words, env=variables, start_new_session=True)
+        if stop_with is not None:
+            while not calls.exists() or "called" not in calls.read_text():
+                time.sleep(0.01)
+            running.send_signal(stop_with)
+        assert running.wait(20) == 0
+        lines = calls.read_text().splitlines()
+        launched = [line.removeprefix("called launch ").split() for line in lines if "called" in line]
+        return launched, [line for line in lines if "called" not in line]
+
+    return run
+
+
+def parsed(words):
+    """What accelerate makes of the words."""
+    return launch_command_parser().parse_args(words)
+
+
+SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_CPUS_PER_TASK": "96"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "multi"), [(1, 1, False), (1, 8, True), (2, 8, True), (2, 1, True)]
+)
+def test_slurm_starts_one_launcher_per_node_with_all_its_cores(call, nodes, gpus, multi):
+    launched, others = call(
+        ["bash", CONFIGS / "slurm" / "train.sbatch", "config.yaml", "--data.batch_size", "32"],
+        SLURM_NNODES=str(nodes),
+        SLURM_GPUS_ON_NODE=str(gpus),
+        **SLURM,
+    )
+    options = sorted((parsed(words) for words in launched), key=lambda each: each.machine_rank)
+    assert [each.machine_rank for each in options] == list(range(nodes))
+    for each in options:
+        assert (each.num_machines, each.num_processes, each.multi_gpu) == (nodes, nodes * gpus, bool(multi))
+        assert (each.main_process_ip, each.main_process_port) == ("node-a", 20123)
+        assert each.module
+        assert [each.training_script, *each.training_script_args] == [
+            "bigscl.train", "config.yaml", "--data.batch_size", "32",
+        ]  # fmt: skip
+    assert "srun --cpus-per-task=96" in others
+
+
+@pytest.mark.parametrize("how", [signal.SIGUSR1, signal.SIGTERM])
+def test_slurm_job_that_is_asked_to_stop_stops_the_step_and_is_queued_again(call, how):
+    _, others = call(
+        ["bash", CONFIGS / "slurm" / "train.sbatch", "config.yaml"],
+        stop_with=how,
+        SLURM_NNODES="1",
+        SLURM_GPUS_ON_NODE="2",
+        SLOW="1",
+        **SLURM,
+    )
+    assert others[-2:] == ["scancel --signal=TERM 123.0", "scontrol requeue 123"]
+
+
+def test_kubernetes_pods_are_the_machines_of_one_launcher(call):
+    service, job = yaml.safe_load_all((CONFIGS / "kubernetes" / "train.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {each["name"]: each["value"] for each in container["env"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(given["NUM_MACHINES"])
+    assert int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    launched, _ = call([*container["command"], *container["args"]], JOB_COMPLETION_INDEX="1", **given)
+    options = parsed(launched[0])
+    assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 16, 1)
+    name = job["metadata"]["name"]
+    assert options.main_process_ip == f"{name}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert options.training_script == "bigscl.train"
+
+
+def test_skypilot_nodes_are_the_machines_of_one_launcher(call, tmp_path):
+    task = yaml.safe_load((CONFIGS / "skypilot" / "train.yaml").read_text())
+    launched, _ = call(
+        ["bash", "-c", task["run"].replace("/data", str(tmp_path))],
+        **task["envs"],
+        SKYPILOT_NUM_NODES=str(task["num_nodes"]),
+        SKYPILOT_NUM_GPUS_PER_NODE="8",
+        SKYPILOT_NODE_RANK="1",
+        SKYPILOT_NODE_IPS="10.0.0.4\n10.0.0.5",
+    )
+    options = parsed(launched[0])
+    assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 16, 1)
+    assert options.main_process_ip == "10.0.0.4"
+    assert options.training_script_args == [task["envs"]["CONFIG"]]
