@@ -20,6 +20,7 @@ from bigscl.method.estimator import LabelEstimator
 from bigscl.method.schedule import Schedule
 from bigscl.method.selection import Selection
 from bigscl.models.spatial import SpatialClassifier, build_model
+from bigscl.models.sync_batchnorm import synchronize_batchnorm
 from bigscl.processes.ranks import Ranks
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress, write_state, write_tensors
 from bigscl.training.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
@@ -193,7 +194,7 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
         config.model.backbone, num_classes, weights=config.model.weights, pooling=config.model.pooling
     )
     if config.hardware.sync_batchnorm:
-        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+        synchronize_batchnorm(network, config.data.size)
     network = network.to(device)
     if config.hardware.channels_last:
         network = network.to(memory_format=torch.channels_last)

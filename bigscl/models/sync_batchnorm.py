@@ -1,0 +1,46 @@
+"""Batch normalisation over the batches of all ranks."""
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 1e-5
+
+
+def synchronize_batchnorm(network: nn.Module, size: int) -> None:
+    """Replace the batch normalisation layers of a network by SyncBatchNorm, in place.
+
+    Raises ValueError if the network would compute something else then, as happens to layers of its own that
+    are derived from batch normalisation and do more.
+    """
+    images = torch.rand(1, 3, size, size, device=next(network.parameters()).device)
+    before = _evaluated(network, images)
+    _convert(network)
+    after = _evaluated(network, images)
+    if not torch.allclose(before, after, rtol=TOLERANCE, atol=TOLERANCE):
+        raise ValueError(
+            f"hardware.sync_batchnorm: this network's logits change by up to "
+            f"{(before - after).abs().max():.3g} when its layers are replaced by torch's SyncBatchNorm, so "
+            f"some of them do more than normalise. Train it with sync_batchnorm: false."
+        )
+
+
+def _convert(network: nn.Module) -> None:
+    """Timm's layers also apply an activation, which torch's converter would drop and timm's keeps."""
+    if any(type(module).__module__.startswith("timm.") for module in network.modules()):
+        from timm.layers import convert_sync_batchnorm
+
+        convert_sync_batchnorm(network)
+    else:
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _evaluated(network: nn.Module, images: Tensor) -> Tensor:
+    """The logits of some images in evaluation mode."""
+    modes = {module: module.training for module in network.modules()}
+    prediction = network.eval()(images)
+    for module, training in modes.items():
+        module.training = training
+    logits = getattr(prediction, "logits", prediction)
+    assert isinstance(logits, Tensor)
+    return logits
