@@ -32,7 +32,7 @@ from bigscl.processes.ranks import Ranks, transport
 from bigscl.processes.signals import Interrupts
 from bigscl.store import Rows, StoreError, on_rank_zero
 from bigscl.text import printable
-from bigscl.training.checkpoint import write_folder, write_json, write_tensors
+from bigscl.training.checkpoint import write_files, write_json, write_tensors
 from bigscl.training.log import Journal, Meter, start_logging
 from bigscl.training.memory import EpochMemory
 from bigscl.training.resume import Start
@@ -242,7 +242,7 @@ class Trainer:
             "model.safetensors": write_tensors(self.state.evaluated.network.state_dict()),
             "metrics.json": write_json(metrics),
         }
-        write_folder(self.run.path / "best", files, self._check_lease)
+        write_files(self.run.path / "best", files, self._check_lease)
 
     def _look(self, epoch: int) -> None:
         """Keep the rows of the tracked samples, and draw some of them."""

@@ -2,7 +2,6 @@
 
 # Shapes: n images, L classes, R best classes of an image.
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from bigscl.data.index import Index, Labels
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.files import BadFile, parsing
+from bigscl.folders import atomic_folder
 
 NUM_RANKED = 10
 NUMPY_FILE = "a numpy file of plain arrays"
@@ -45,20 +45,16 @@ class SavedPredictions:
 
     def save(self, path: Path) -> None:
         """Write them as a Zarr group; one that is there already is replaced when the new one is whole."""
-        partial = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        group = zarr.open_group(partial, mode="w")
-        arrays = {"ids": self.ids, "logits": self.logits, "ranked": self.ranked, "labels": self.labels}
-        for name, values in arrays.items():
-            if values is not None:
-                chunks = (max(1, min(CHUNK_IMAGES, len(values))), *values.shape[1:])
-                group.create_array(name, data=values, chunks=chunks)
-        keys = group.create_array("keys", shape=(len(self.keys),), dtype="str")
-        keys[:] = np.array(self.keys, dtype=object)
-        group.attrs.update({"class_names": list(self.class_names), "about": self.about})
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
+        with atomic_folder(path) as partial:
+            group = zarr.open_group(partial, mode="w")
+            arrays = {"ids": self.ids, "logits": self.logits, "ranked": self.ranked, "labels": self.labels}
+            for name, values in arrays.items():
+                if values is not None:
+                    chunks = (max(1, min(CHUNK_IMAGES, len(values))), *values.shape[1:])
+                    group.create_array(name, data=values, chunks=chunks)
+            keys = group.create_array("keys", shape=(len(self.keys),), dtype="str")
+            keys[:] = np.array(self.keys, dtype=object)
+            group.attrs.update({"class_names": list(self.class_names), "about": self.about})
 
 
 def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> SavedPredictions:

@@ -9,10 +9,10 @@ from typing import Any
 from bigscl.config.reading import load_config
 from bigscl.config.schema import Config, DataConfig
 from bigscl.data.transforms import EvaluationTransform
+from bigscl.folders import find_folder
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import find_head
 from bigscl.models.spatial import Pooling, SpatialClassifier
-from bigscl.training.checkpoint import find_folder
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
 CENTRE = EvaluationTransform(size=224, resize="shorter", shorter=256)

@@ -1,7 +1,6 @@
-"""Checkpoints: folders that appear whole and vanish whole, each naming its run and its store's snapshot."""
+"""Checkpoints: atomic folders, each of which names its run and a snapshot of its store."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from bigscl.files import naming, sync
+from bigscl.files import naming
+from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
 
 PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -41,89 +41,33 @@ class Progress:
     """Whether it was saved at the end of an epoch, not within one; earlier versions do not say."""
 
 
-# Folders that are replaced and removed whole
+# Files of a checkpoint
+
+Writer = Callable[[Path], object]
+"""Writes one file of a folder at the path it is given."""
 
 
-def write_folder(
-    path: Path,
-    files: Mapping[str, Callable[[Path], object]],
-    check: Callable[[], object] = lambda: None,
-) -> None:
-    """Make a folder of these files, all of them synced before it gets its name; an older one is replaced.
-
-    `check` is called right before the folder gets its name, and may raise: then everything stays as it was.
-    """
-    repair_folder(path)
-    partial, old = _hidden(path, "partial"), _hidden(path, "old")
-    try:
-        with naming(path, partial):
-            partial.mkdir(parents=True)
+def write_files(path: Path, files: Mapping[str, Writer], check: Callable[[], object] = lambda: None) -> None:
+    """Make a folder of these files atomically; `check` as in `atomic_folder`."""
+    with atomic_folder(path, check) as partial:
         for name, write in files.items():
             with naming(path / name, partial / name):
                 write(partial / name)
-                sync(partial / name)
-        sync(partial)
-        check()
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if path.exists():
-        _rename(path, old)
-    _rename(partial, path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
-def repair_folder(path: Path) -> None:
-    """Undo what a crash left of `write_folder` or `remove_folder`: the folder is there whole, or gone."""
-    old = _hidden(path, "old")
-    if old.exists() and not path.exists():
-        _rename(old, path)  # the crash fell between the two renames
-    for leftover in (_hidden(path, "partial"), old, _hidden(path, "removed")):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder: from one moment to the next it is gone, with all of its files."""
-    removed = _hidden(path, "removed")
-    shutil.rmtree(removed, ignore_errors=True)
-    with naming(path):
-        _rename(path, removed)
-        sync(path.parent)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def find_folder(path: Path) -> Path:
-    """Where the folder is to be read: under its name, or under the old one's while it is being replaced."""
-    old = _hidden(path, "old")
-    return old if old.is_dir() and not path.is_dir() else path
-
-
-def _rename(folder: Path, name: Path) -> None:
-    """Each step of what must look like one; tests kill before and after every one of them."""
-    folder.rename(name)
-
-
-def _hidden(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{what}")
-
-
-# Writers of files
-
-
-def write_json(values: Any) -> Callable[[Path], object]:
+def write_json(values: Any) -> Writer:
     """A writer of plain values."""
     return lambda path: path.write_text(json.dumps(values, indent=1))
 
 
-def write_tensors(tensors: Mapping[str, Tensor]) -> Callable[[Path], object]:
+def write_tensors(tensors: Mapping[str, Tensor]) -> Writer:
     """A writer of named tensors as safetensors."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
     return lambda path: path.write_bytes(save(plain))
 
 
-def write_state(state: Any) -> Callable[[Path], object]:
+def write_state(state: Any) -> Writer:
     """A writer of nested tensors and numbers, readable without running code."""
 
     def write(path: Path) -> None:
@@ -218,12 +162,12 @@ class Checkpoints:
     def save(
         self,
         progress: Progress,
-        files: Mapping[str, Callable[[Path], object]],
+        files: Mapping[str, Writer],
         check: Callable[[], object] = lambda: None,
     ) -> Path:
-        """Write a checkpoint, then remove those that are no longer kept; `check` as in `write_folder`."""
+        """Write a checkpoint, then remove those that are no longer kept; `check` as in `atomic_folder`."""
         path = self._folder / f"step-{progress.step:08d}"
-        write_folder(path, {**files, PROGRESS: write_json(asdict(progress))}, check)
+        write_files(path, {**files, PROGRESS: write_json(asdict(progress))}, check)
         self.prune()
         return path
 
@@ -249,9 +193,7 @@ class Checkpoints:
     def set_aside(self, paths: Iterable[Path]) -> None:
         """Rename unusable ones, so that they are neither resumed from nor lost."""
         for path in paths:
-            aside = path.with_name(f"unusable-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            _rename(path, aside)
+            rename_folder(path, path.with_name(f"unusable-{path.name}"))
 
     def snapshots(self) -> set[int]:
         """The snapshots that checkpoints name, and so must stay."""

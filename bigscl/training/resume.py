@@ -17,10 +17,11 @@ import numpy as np
 
 from bigscl.config.schema import Config
 from bigscl.files import explain
+from bigscl.folders import repair_folder
 from bigscl.method.selection import Selection
 from bigscl.processes.ranks import Ranks
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
-from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress, repair_folder
+from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
 from bigscl.training.log import Journal
 from bigscl.training.run import Data, RunFolder, check_store, open_store
 from bigscl.training.state import Memory, State

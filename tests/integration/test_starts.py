@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS = (
     "bigscl.store.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
-    "bigscl.training.checkpoint",
+    "bigscl.folders",
 )
 
 

@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigscl.files import explain
+from bigscl.folders import find_folder, remove_folder
 from bigscl.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
     Progress,
-    find_folder,
-    remove_folder,
-    write_folder,
+    write_files,
     write_json,
     write_state,
     write_tensors,
@@ -70,7 +69,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_half_of_the_new(t
 def test_a_folder_is_replaced_whole_and_found_again_after_a_crash_between(tmp_path):
     path = tmp_path / "best"
     for value in (1, 2):
-        write_folder(path, {"metrics.json": write_json({"value": value})})
+        write_files(path, {"metrics.json": write_json({"value": value})})
     assert json.loads((path / "metrics.json").read_text()) == {"value": 2}
     path.rename(tmp_path / ".best.old")
 
@@ -78,7 +77,7 @@ def test_a_folder_is_replaced_whole_and_found_again_after_a_crash_between(tmp_pa
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_folder(path, {"metrics.json": fail})
+        write_files(path, {"metrics.json": fail})
     assert json.loads((path / "metrics.json").read_text()) == {"value": 2}
 
 
@@ -161,12 +160,12 @@ def test_files_have_the_mode_that_the_user_asks_for(tmp_path):
     ],
 )
 def test_a_full_disk_names_the_file_and_leaves_the_older_folder(tmp_path, name, write):
-    write_folder(tmp_path / "best", {name: write_json("old")})
+    write_files(tmp_path / "best", {name: write_json("old")})
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            write_folder(tmp_path / "best", {name: write})
+            write_files(tmp_path / "best", {name: write})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert explain(caught.value).startswith(f"{tmp_path / 'best' / name}: could not be written")
