@@ -2,13 +2,10 @@
 
 # Shapes: B samples of the batch, S side of the views.
 
-import atexit
 import logging
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -22,6 +19,7 @@ from bigscl.data.plan import Plan, Stream
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import Transform, TransformedImage
+from bigscl.data.workers import obey_parent_only
 from bigscl.text import first_few, printable
 
 logger = logging.getLogger(__name__)
@@ -111,7 +109,7 @@ class Loader:
             pin_memory=pin_memory,
             # The seed that DataLoader draws for its workers is not taken from the generator of training.
             generator=torch.Generator(),
-            worker_init_fn=_outlive_a_signal,
+            worker_init_fn=obey_parent_only,
         )
 
     def __len__(self) -> int:
@@ -120,8 +118,6 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         # Here, not at the first batch: whoever asks for the iterator forks the workers.
         batches: Iterator[Batch] = iter(self._loader) if self._num_batches else iter(())
-        if hasattr(batches, "_shutdown_workers"):
-            _open_iterators.add(batches)
         return self._watched(batches)
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -131,30 +127,6 @@ class Loader:
             self.bad.record(batch)
             yield batch
             started = time.perf_counter()
-
-
-_open_iterators: WeakSet[Any] = WeakSet()
-
-
-@atexit.register
-def _end_workers() -> None:
-    """End the workers of iterators that an error kept alive.
-
-    Multiprocessing, which exits after this, sends them one SIGTERM and waits: they would outlive it for ever.
-    """
-    for iterator in list(_open_iterators):
-        iterator._shutdown_workers()
-
-
-def _outlive_a_signal(worker: int) -> None:
-    """A signal to every process of a run must leave it the batches of its last step.
-
-    Batch systems send SIGTERM to all, a terminal SIGINT. The trainer, asked to stop, finishes its step and
-    saves; torch's own handler would end the worker first. A second SIGTERM ends it: that is how a process
-    which fails gets rid of its workers.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class Batches(IterableDataset[Batch]):
