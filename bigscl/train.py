@@ -62,7 +62,7 @@ class Trainer:
         start_logging(self.ranks.rank)
         self.run = RunFolder(config)
         self.data = open_data(config)
-        self.schedule, self.gamma = config.phases(), config.gamma()
+        self.schedule = config.phases()
         self.state = State(config, self.data, self.accelerator, self.ranks)
         side = 2 * map_side(self.state.network, config.data.size)
         self.journal = Journal(self.run.path, self.accelerator)
@@ -100,7 +100,7 @@ class Trainer:
                 window = next(windows, [])
                 count, stop = self.ranks.sum([sum(len(batch) for batch, _ in window), self.stopping])
                 rate = self.schedule.learning_rate(epoch * total + place, total)
-                gamma = self.gamma.at(epoch + place / total)
+                gamma = self.config.objective.gamma.at(epoch + place / total)
                 self.optimize(window, memory, meter, int(count), rate, gamma)
                 self.state.advance(step=self.state.progress.step + 1)
                 self._log(epoch, meter, memory, {"learning_rate": rate, "gamma": gamma})
@@ -183,7 +183,7 @@ class Trainer:
 
     def _select(self, epoch: int) -> Selection:
         """The expected positives of the next epoch, by the scores of this one."""
-        if self.config.objective.base not in ("en", "ep") or epoch + 1 < self.config.selection.start_epoch:
+        if not self.config.objective.needs.expected or epoch + 1 < self.config.selection.start_epoch:
             return self.state.selection
         assert self.store is not None
         assert self.data.positives_per_image is not None

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from bigscl.config.schema import Config, ObjectiveConfig
+from bigscl.config.schema import Config
+from bigscl.method.objective import Objective
 from bigscl.text import first_few, printable, reason_of
 
 # Values of a config, with their aliases written out; those in this folder have about a hundred.
@@ -20,8 +21,6 @@ LONGEST_INPUT = 80
 # Values as they were found, in messages.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
-NEEDS_MEMORY = ("en", "ep")
-NEEDS_K = ("en", "ep", "epr", "role")
 
 
 class ConfigError(ValueError):
@@ -110,18 +109,18 @@ def to_yaml(config: Config) -> str:
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """(dotted path, what is wrong) for settings that contradict each other or would have no effect."""
     objective, store = config.objective, config.store
-    remembers = objective.base in NEEDS_MEMORY or objective.consistency != "none"
-    if store.kind == "none" and remembers:
+    needs = objective.needs
+    if store.kind == "none" and needs.memory:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
     if store.kind != "disk" and store.url is not None:
         yield "store.url", f"has no effect with store.kind {store.kind}"
     if objective.consistency == "none" and objective.norm != "mse":
         yield "objective.norm", "has no effect without consistency"
-    if objective.base != "an_ls" and objective.smoothing != ObjectiveConfig().smoothing:
+    if not needs.smoothing and objective.smoothing != Objective().smoothing:
         yield "objective.smoothing", f"has no effect with base {objective.base}"
-    if objective.base in NEEDS_K and config.selection.K == "auto" and config.data.val is None:
+    if needs.k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
-    if objective.base in ("epr", "role") and config.optimizer.accumulate > 1:
+    if needs.mean_counts and config.optimizer.accumulate > 1:
         yield "optimizer.accumulate", f"{objective.base} needs the whole batch at once, so 1"
     if store.top is None and store.compact_after is not None:
         yield "store.compact_after", "has no effect without store.top"

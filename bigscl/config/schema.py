@@ -7,22 +7,15 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.data.views import RandomCrop
-from bigscl.method.losses import Norm
-from bigscl.method.objective import Base, Consistency
-from bigscl.method.schedule import Phase, Ramp, Schedule
+from bigscl.method.objective import Objective
+from bigscl.method.schedule import Phase, Schedule
 from bigscl.store import Codec, StorageOptions
 
 strict = ConfigDict(extra="forbid", allow_inf_nan=False)
-# What numpy, torch and file formats take; a larger number is a mistake.
-LARGEST = 2**63 - 1
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-CountOrNone = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)
@@ -43,11 +36,11 @@ class CropConfig:
 class ObservedConfig:
     """Observed labels drawn anew from the full ones, instead of those in the shards."""
 
-    seed: CountOrNone
+    seed: CountOrZero
     """Another seed, another draw."""
     positives: Count = 1
     """Observed positives per image; images with fewer keep all."""
-    negatives: CountOrNone = 0
+    negatives: CountOrZero = 0
     """Observed negatives per image."""
 
 
@@ -99,7 +92,7 @@ class DataConfig:
     """Side of the network's input in evaluation; none: that of training."""
     batch_size: Count = 64
     """Images per process and step."""
-    workers: CountOrNone = 4
+    workers: CountOrZero = 4
     """Loader processes per training process."""
     shuffle_buffer: Count = 2000
     """Undecoded samples among which each loader process shuffles."""
@@ -154,34 +147,10 @@ class ModelConfig:
     """Published weights by name (IMAGENET1K_V2), or a .pt, .pth or .safetensors file."""
     pooling: Literal["logits", "probabilities"] = "logits"
     """What is averaged over cells; `probabilities` favours small objects and gives up the plain export."""
-    freeze_stages: CountOrNone = 0
+    freeze_stages: CountOrZero = 0
     """Stages of the backbone, from the image up, that are never trained."""
     freeze_statistics: bool = False
     """Batch normalisation uses the averages that came with the weights, where its own weights train too."""
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class GammaConfig:
-    """Weight of the consistency: 0 before `start_epoch`, then a line up to `peak` over `epochs`."""
-
-    peak: NonNegative = 1.0
-    epochs: NonNegative = 5.0
-    start_epoch: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class ObjectiveConfig:
-    """What is minimised: base + gamma * consistency."""
-
-    base: Base = "en"
-    """bce, an, an_ls, wan, en, ep, epr or role."""
-    consistency: Consistency = "scl"
-    """none, cl (scores) or scl (heatmaps)."""
-    norm: Norm = "mse"
-    """Reduction of the consistency: mse, rms, or the literal l2."""
-    gamma: GammaConfig = GammaConfig()
-    smoothing: Share = 0.1
-    """Label smoothing of an_ls."""
 
 
 @dataclass(frozen=True, kw_only=True, config=strict)
@@ -218,7 +187,7 @@ class StoreConfig:
     """none, blosc (lz4 with bitshuffle) or zstd."""
     checksum: bool = True
     """A CRC-32C with every chunk."""
-    tracked: CountOrNone = 64
+    tracked: CountOrZero = 64
     """Samples whose every epoch is kept for pictures."""
     prefetch_batches: Count = 4
     """Batches whose rows are read ahead of the training step."""
@@ -242,10 +211,10 @@ class StoreConfig:
 class PhaseConfig:
     """A stretch of epochs under one learning-rate curve."""
 
-    epochs: CountOrNone
+    epochs: CountOrZero
     learning_rate: Positive
     decay: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: CountOrNone = 0
+    warmup_steps: CountOrZero = 0
     final_learning_rate: NonNegative = 0.0
 
 
@@ -311,7 +280,7 @@ class LogConfig:
     every_steps: Count = 20
     trackers: tuple[str, ...] = ("tensorboard",)
     """Accelerate's trackers, by name."""
-    pictures_every: CountOrNone = 1
+    pictures_every: CountOrZero = 1
     """Epochs between pictures of tracked samples with their heatmaps; 0: none."""
     pictures: Count = 6
     """Samples per picture."""
@@ -325,10 +294,10 @@ class Config:
 
     run: Path
     """The run's folder: config, checkpoints, metrics, pictures, and the store unless it is elsewhere."""
-    seed: CountOrNone = 0
+    seed: CountOrZero = 0
     data: DataConfig
     model: ModelConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Objective = Objective()
     selection: SelectionConfig = SelectionConfig()
     store: StoreConfig = StoreConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -366,7 +335,3 @@ class Config:
         """The phases of the run."""
         warmup, main = dataclasses.asdict(self.schedule.warmup), dataclasses.asdict(self.schedule.main)
         return Schedule((Phase(name="warmup", trains="head", **warmup), Phase(name="main", **main)))
-
-    def gamma(self) -> Ramp:
-        """The consistency weight over the epochs."""
-        return Ramp(**dataclasses.asdict(self.objective.gamma))

@@ -1,22 +1,105 @@
-"""The losses, from logits: base losses on the pooled prediction, consistency with what was remembered.
+"""The losses, from logits, each with what it needs: base losses of the pooled prediction, and consistencies.
 
-Every function gives one value per sample, [B]; the caller sums them and divides by the number of samples of
-the global batch. Labels are int8 [B,L]: 1 positive, 0 known negative, -1 unknown. A known negative is always
-a negative and an annotated positive always a positive, whatever is expected of them. Arithmetic is in
-float32 (float64 for float64 logits), whatever autocast gave.
+Every function returns one value per sample, [B]; the caller sums them and divides by the number of samples of
+the global batch. Labels are int8 [B,L]: 1 positive, 0 negative, -1 unknown. A known label outranks what is
+expected of it. Arithmetic is in float32 (float64 for float64 logits), also under autocast.
+
+To add a loss: write its function, add its name to `Base` or `Consistency`, and its row to the table below it.
+The config reads the tables, so this module must not import torch.
 """
 
 # Shapes: B batch, L classes, G side of the score map, k classes with a heatmap; f is sigmoid(logits).
 
-from typing import Literal
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from bigscl.method.precision import at_least_float32
+from bigscl.method.precision import at_least_float32, probabilities
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bigscl.method.objective import Objective
+
+Base = Literal["bce", "an", "an_ls", "wan", "en", "ep", "epr", "role"]
+Consistency = Literal["none", "cl", "scl"]
 Norm = Literal["mse", "rms", "l2"]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a loss is computed from, in addition to the logits and the labels."""
+
+    scores: bool = False
+    """The scores that the memory keeps of each image."""
+    heatmaps: bool = False
+    """The heatmaps that the memory keeps of each image, and the network's score maps."""
+    expected: bool = False
+    """The expected positives, which are selected by the scores in the memory."""
+    positives_per_image: bool = False
+    """K, the expected number of positives per image, in the loss itself."""
+    mean_counts: bool = False
+    """Means over the whole global batch, so a step cannot be divided into smaller batches."""
+    estimates: bool = False
+    """Label estimates, which are trained together with the network."""
+    smoothing: bool = False
+    """The setting `objective.smoothing`."""
+
+    @property
+    def memory(self) -> bool:
+        """Whether it needs a store."""
+        return self.scores or self.heatmaps or self.expected
+
+    @property
+    def k(self) -> bool:
+        """Whether K must be known: for the loss itself, or to select the expected positives."""
+        return self.positives_per_image or self.expected
+
+    @property
+    def num_mean_counts(self) -> int:
+        """How many means are reduced over the ranks: the network's, and that of the label estimates."""
+        return int(self.mean_counts) * (1 + int(self.estimates))
+
+    def __or__(self, other: Needs) -> Needs:
+        """What two losses need together."""
+        return Needs(**{name: getattr(self, name) or getattr(other, name) for name in self.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What losses are computed from, for a batch of B samples; only what `Needs` asks for must be there."""
+
+    logits: Tensor
+    """[B,L], of the pooled prediction."""
+    labels: Tensor
+    """int8 [B,L]: 1 positive, 0 negative, -1 unknown."""
+    maps: Tensor | None = None
+    """Score maps [B,L,G,G] in the view frame: the sigmoid of the network's maps, in at least float32."""
+    scores: Tensor | None = None
+    """Scores [B,L] from the memory."""
+    target: Tensor | None = None
+    """Heatmaps from the memory as the view shows them: [B,L,G,G], or [B,k,G,G] of `classes`."""
+    classes: Tensor | None = None
+    """[B,k], distinct: the classes that have a heatmap, the others' is 0; None: all have one."""
+    expected: Tensor | None = None
+    """bool [B,L]: the expected positives."""
+    positives_per_image: float | None = None
+    """K."""
+    mean_counts: tuple[Tensor, ...] = ()
+    """Means of `predicted_count` over the global batch; none: this is the global batch."""
+    estimates: Tensor | None = None
+    """Logits [B,L] of the label estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """A loss as the objective uses it."""
+
+    compute: Callable[[LossInputs, Objective], Tensor]
+    needs: Needs = Needs()
 
 
 def bce(logits: Tensor, labels: Tensor) -> Tensor:
@@ -84,34 +167,91 @@ def role(
 
 def predicted_count(logits: Tensor) -> Tensor:
     """How many positives are predicted for each sample: the sum of f."""
-    return at_least_float32(logits).sigmoid().sum(1)
+    return probabilities(logits).sum(1)
 
 
 def cl(logits: Tensor, scores: Tensor, *, norm: Norm = "mse") -> Tensor:
     """Consistency of f with the remembered scores [B,L]."""
-    difference = at_least_float32(logits).sigmoid() - scores.detach()
+    difference = probabilities(logits) - scores.detach()
     return _reduce(difference.square().sum(1), logits.shape[1:].numel(), norm)
 
 
-def scl_dense(logit_map: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
-    """Spatial consistency of the score maps with the heatmaps of all classes [B,L,G,G], in the view frame."""
-    difference = at_least_float32(logit_map).sigmoid() - target.detach()
-    return _reduce(difference.square().sum((1, 2, 3)), logit_map.shape[1:].numel(), norm)
+def scl_dense(maps: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
+    """Spatial consistency of the score maps with the heatmaps of all classes, both [B,L,G,G]."""
+    difference = maps - target.detach()
+    return _reduce(difference.square().sum((1, 2, 3)), maps.shape[1:].numel(), norm)
 
 
-def scl_topk(logit_map: Tensor, classes: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
+def scl_topk(maps: Tensor, classes: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
     """Spatial consistency with the heatmaps [B,k,G,G] of `classes` [B,k], distinct; all others are 0."""
-    maps = at_least_float32(logit_map).sigmoid()
     index = classes.long()
     kept = maps.gather(1, index[:, :, None, None].expand(-1, -1, *maps.shape[2:]))
     # Squares of the kept classes are left out, not subtracted again: nothing cancels.
     others = maps.square().sum((2, 3)).scatter(1, index, 0.0).sum(1)
     squares = others + (kept - target.detach()).square().sum((1, 2, 3))
-    return _reduce(squares, logit_map.shape[1:].numel(), norm)
+    return _reduce(squares, maps.shape[1:].numel(), norm)
+
+
+BASES: Mapping[Base, LossTerm] = {
+    "bce": LossTerm(compute=lambda given, _: bce(given.logits, given.labels)),
+    "an": LossTerm(compute=lambda given, _: an(given.logits, given.labels)),
+    "an_ls": LossTerm(
+        compute=lambda given, objective: an_ls(given.logits, given.labels, smoothing=objective.smoothing),
+        needs=Needs(smoothing=True),
+    ),
+    "wan": LossTerm(compute=lambda given, _: wan(given.logits, given.labels)),
+    "en": LossTerm(
+        compute=lambda given, _: en(given.logits, given.labels, _needed("expected", given.expected)),
+        needs=Needs(expected=True),
+    ),
+    "ep": LossTerm(
+        compute=lambda given, _: ep(given.logits, given.labels, _needed("expected", given.expected)),
+        needs=Needs(expected=True),
+    ),
+    "epr": LossTerm(
+        compute=lambda given, _: epr(given.logits, given.labels, _k(given), *given.mean_counts),
+        needs=Needs(positives_per_image=True, mean_counts=True),
+    ),
+    "role": LossTerm(
+        compute=lambda given, _: role(
+            given.logits, _needed("estimates", given.estimates), given.labels, _k(given), given.mean_counts
+        ),
+        needs=Needs(positives_per_image=True, mean_counts=True, estimates=True),
+    ),
+}
+CONSISTENCIES: Mapping[Consistency, LossTerm] = {
+    "none": LossTerm(compute=lambda given, _: at_least_float32(given.logits).new_zeros(len(given.logits))),
+    "cl": LossTerm(
+        compute=lambda given, objective: cl(
+            given.logits, _needed("scores", given.scores), norm=objective.norm
+        ),
+        needs=Needs(scores=True),
+    ),
+    "scl": LossTerm(compute=lambda given, objective: _scl(given, objective.norm), needs=Needs(heatmaps=True)),
+}
+
+
+def _needed(name: str, value: Value | None) -> Value:
+    if value is None:
+        raise ValueError(f"{name}: missing, and this objective needs it")
+    return value
+
+
+def _k(given: LossInputs) -> float:
+    return _needed("positives_per_image", given.positives_per_image)
+
+
+def _scl(given: LossInputs, norm: Norm) -> Tensor:
+    maps, target = _needed("maps", given.maps), _needed("target", given.target)
+    if given.classes is None:
+        return scl_dense(maps, target, norm=norm)
+    return scl_topk(maps, given.classes, target, norm=norm)
 
 
 def _positives(logits: Tensor, weight: Tensor) -> Tensor:
     """-1/L sum of weight * log f, for a mask or weights [B,L]."""
+    import torch.nn.functional as F
+
     return -(weight * F.logsigmoid(at_least_float32(logits))).mean(1)
 
 
@@ -140,12 +280,16 @@ def _count_penalty(logits: Tensor, positives_per_image: float, mean_count: Tenso
 
 def _reduce(squares: Tensor, size: int, norm: Norm) -> Tensor:
     """Sums of squares [B] under a norm: their mean, its root, or the root of the sum."""
-    if norm == "mse":
-        return squares / size
-    if norm not in ("rms", "l2"):
-        raise ValueError(f"norm: found {norm!r}, expected mse, rms or l2")
-    if norm == "rms":
-        squares = squares / size
-    # The root's slope at 0 is infinite; a perfect match gets value 0 and gradient 0.
+    match norm:
+        case "mse":
+            return squares / size
+        case "rms":
+            return _root(squares / size)
+        case "l2":
+            return _root(squares)
+
+
+def _root(squares: Tensor) -> Tensor:
+    """The square root; its slope at 0 is infinite, so a perfect match gets value 0 and gradient 0."""
     positive = squares > 0
-    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+    return squares.where(positive, 1.0).sqrt().where(positive, 0.0)

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from bigscl.bounds import NonNegative
+
 
 def _at_least(least: float, **values: float) -> None:
     for name, value in values.items():
@@ -31,12 +33,12 @@ def learning_rate(
 class Ramp:
     """The consistency weight gamma: 0 before `start_epoch`, then a line up to `peak` over `epochs`."""
 
-    peak: float = 1.0
-    epochs: float = 5.0
-    start_epoch: float = 0.0
-
-    def __post_init__(self) -> None:
-        _at_least(0, peak=self.peak, epochs=self.epochs, start_epoch=self.start_epoch)
+    peak: NonNegative = 1.0
+    """Gamma after the ramp."""
+    epochs: NonNegative = 5.0
+    """Length of the ramp."""
+    start_epoch: NonNegative = 0.0
+    """Where the ramp starts; gamma is 0 before it."""
 
     def at(self, progress: float) -> float:
         """Gamma after `progress` epochs."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigscl.config.reading import NEEDS_K, ConfigError, changed_settings, to_yaml
+from bigscl.config.reading import ConfigError, changed_settings, to_yaml
 from bigscl.config.schema import Config
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
@@ -67,7 +67,7 @@ def open_data(config: Config) -> Data:
 
 
 def _positives_per_image(config: Config, val: Index | None) -> float | None:
-    if config.objective.base not in NEEDS_K:
+    if not config.objective.needs.k:
         return None
     if config.selection.K != "auto":
         return float(config.selection.K)

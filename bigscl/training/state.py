@@ -55,7 +55,7 @@ class State:
         self.optimizer: Any = None
         self.average = make_average(config, self.network)
         self.estimator = None
-        if config.objective.base == "role":
+        if config.objective.needs.estimates:
             self.estimator = LabelEstimator(data.annotations, config.seed)
         self.selection = Selection.none(data.train.num_classes).to(accelerator.device)
         self.visited: NDArray[np.bool_] = np.zeros(len(data.train.keys), bool)

@@ -9,8 +9,9 @@ from torch import Tensor
 from bigscl.config.schema import Config
 from bigscl.data.batch import Batch, normalize
 from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.method.losses import predicted_count
-from bigscl.method.objective import Loss, Objective
+from bigscl.method.losses import LossInputs, predicted_count
+from bigscl.method.objective import Loss
+from bigscl.method.precision import probabilities
 from bigscl.models.spatial import Prediction
 from bigscl.processes.ranks import Ranks
 from bigscl.store import HeatmapStore, Rows
@@ -32,13 +33,8 @@ class Step:
         ranks: Ranks,
     ) -> None:
         self._config = config
-        self._objective = Objective(
-            base=config.objective.base,
-            consistency=config.objective.consistency,
-            norm=config.objective.norm,
-            smoothing=config.objective.smoothing,
-            positives_per_image=data.positives_per_image,
-        )
+        self._objective = config.objective
+        self._positives_per_image = data.positives_per_image
         self._state = state
         self._store = store
         self._accelerator = accelerator
@@ -75,25 +71,25 @@ class Step:
         batch = batch.to(device, non_blocking=True)
         memory = None if rows is None else to_device(rows, device)
         prediction = state.model(self._normalized(batch.images), maps=self._needs_maps)
-        expected = None if memory is None else state.selection.expected(memory.scores, batch.ids)
         estimates = None if state.estimator is None else state.estimator.of(batch.ids, device)
-        loss = self._objective(
-            prediction.logit_map,
-            prediction.logits,
-            batch.labels,
-            gamma=gamma,
-            expected=expected,
+        inputs = LossInputs(
+            logits=prediction.logits,
+            labels=batch.labels,
+            maps=None if prediction.logit_map is None else probabilities(prediction.logit_map),
             scores=None if memory is None else memory.scores,
             target=self._target(batch, memory, prediction),
             classes=None if memory is None else memory.classes,
-            estimates=estimates,
+            expected=None if memory is None else state.selection.expected(memory.scores, batch.ids),
+            positives_per_image=self._positives_per_image,
             mean_counts=self._mean_counts(prediction.logits, estimates, count),
+            estimates=estimates,
         )
+        loss = self._objective(inputs, gamma=gamma)
         self._accelerator.backward(loss.total.sum() * scale)
         if state.estimator is not None and estimates is not None:
             assert estimates.grad is not None
             state.estimator.step(batch.ids, estimates.grad / self._gradient_factor, rate)
-        return loss, self._updates(batch, memory, prediction)
+        return loss, self._updates(batch, memory, inputs)
 
     def idle(self) -> None:
         """Take part in the others' step with nothing: the collectives match, no gradient, no statistics."""
@@ -105,9 +101,8 @@ class Step:
         side, device = self._config.data.size, self._accelerator.device
         self._state.model.train(training)
         prediction = self._state.model(torch.zeros(num_images, 3, side, side, device=device), maps=maps)
-        if self._objective.base in ("epr", "role"):
-            counts = torch.zeros(2 if self._objective.base == "role" else 1, device=device)
-            self._accelerator.reduce(counts, reduction="sum")
+        if num_counts := self._objective.needs.num_mean_counts:
+            self._accelerator.reduce(torch.zeros(num_counts, device=device), reduction="sum")
         used = prediction.logits if prediction.logit_map is None else prediction.logit_map
         self._accelerator.backward(used.sum() * 0.0)
         self._state.model.train()
@@ -119,7 +114,7 @@ class Step:
 
     def _target(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> Tensor | None:
         """What the maps should agree with: the heatmaps through the view, [B,L or k,G,G]."""
-        if memory is None or self._objective.consistency != "scl":
+        if memory is None or not self._objective.needs.heatmaps:
             return None
         assert prediction.logit_map is not None
         side = prediction.logit_map.shape[-1]
@@ -129,21 +124,20 @@ class Step:
         return to_view(memory.heatmaps, batch.views, side)
 
     @torch.no_grad()
-    def _updates(self, batch: Batch, memory: Memory | None, prediction: Prediction) -> dict[str, Tensor]:
+    def _updates(self, batch: Batch, memory: Memory | None, inputs: LossInputs) -> dict[str, Tensor]:
         """The running averages after this look."""
         if memory is None:
             return {}
         momentum = self._config.store.momentum
         visits = memory.visits if self._config.store.ema == "debiased" else None
-        pooled = prediction.logits.float().sigmoid()
+        pooled = inputs.logits.float().sigmoid()
         updates = {"scores": blend_scores(memory.scores, pooled, momentum, visits)}
         if memory.heatmaps is None:
             return updates
-        assert prediction.logit_map is not None
-        logit_map = prediction.logit_map
+        assert inputs.maps is not None
+        maps, views = inputs.maps, batch.views
         if memory.classes is not None:
-            logit_map = gather_classes(logit_map, memory.classes)
-        maps, views = logit_map.float().sigmoid(), batch.views
+            maps = gather_classes(maps, memory.classes)
         if memory.counts is None:
             updates["heatmaps"] = blend(memory.heatmaps, maps, views, momentum, erased=batch.erased)
         else:
@@ -153,8 +147,8 @@ class Step:
         return updates
 
     def _mean_counts(self, logits: Tensor, estimates: Tensor | None, count: int) -> tuple[Tensor, ...]:
-        """Mean numbers of predicted positives over the global batch, for epr and role."""
-        if self._objective.base not in ("epr", "role"):
+        """Mean numbers of predicted positives over the global batch, where the objective needs them."""
+        if not self._objective.needs.mean_counts:
             return ()
         counted = (logits,) if estimates is None else (logits, estimates)
         sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
@@ -169,4 +163,4 @@ class Step:
     @property
     def _needs_maps(self) -> bool:
         remembers = self._store is not None and self._store.group.layout != "scores"
-        return remembers or self._objective.needs_maps
+        return remembers or self._objective.needs.heatmaps

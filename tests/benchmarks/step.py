@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.method.losses import LossInputs
 from bigscl.method.objective import Objective
+from bigscl.method.precision import probabilities
 from bigscl.method.selection import Selection
 from bigscl.models.head import Tap
 from bigscl.models.spatial import SpatialClassifier, build_model, pool
@@ -114,13 +116,19 @@ class Steps:
         """The loss of each sample; with EN + SCL against the memory, which it updates."""
         inputs = self.inputs
         if name != "en + scl":
-            return Objective(base="an", consistency="none")(logit_map, logits, inputs.labels).total
+            given = LossInputs(logits=logits, labels=inputs.labels)
+            return Objective(base="an", consistency="none")(given).total
         target = to_view(inputs.heatmaps, inputs.views, logit_map.shape[-1])
-        expected = inputs.selection.expected(inputs.scores, inputs.ids)
-        loss = Objective()(
-            logit_map, logits, inputs.labels, expected=expected, target=target, classes=inputs.classes
+        given = LossInputs(
+            logits=logits,
+            labels=inputs.labels,
+            maps=probabilities(logit_map),
+            target=target,
+            classes=inputs.classes,
+            expected=inputs.selection.expected(inputs.scores, inputs.ids),
         )
-        kept = gather_classes(logit_map.detach(), inputs.classes).float().sigmoid()
+        loss = Objective()(given)
+        kept = gather_classes(given.maps, inputs.classes)
         blend(inputs.heatmaps, kept, inputs.views, MOMENTUM)
         blend_scores(inputs.scores, logits.detach().sigmoid(), MOMENTUM)
         return loss.total

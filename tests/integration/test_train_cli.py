@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from bigscl.config.reading import load_config
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
-from bigscl.method.objective import Base, Consistency
+from bigscl.method.losses import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
 from tests.integration.runs import (

@@ -85,6 +85,23 @@ def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
     assert [line.split(":")[0] for line in complaints(**sections)] == [path]
 
 
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"objective": {"base": "focal"}}, "objective.base"),
+        ({"objective": {"consistency": "spatial"}}, "objective.consistency"),
+        ({"objective": {"norm": "l1"}}, "objective.norm"),
+        ({"objective": {"smoothing": 1.5}}, "objective.smoothing"),
+        ({"objective": {"gamma": {"peak": -1}}}, "objective.gamma.peak"),
+        ({"objective": {"gamma": {"epochs": float("nan")}}}, "objective.gamma.epochs"),
+        ({"objective": {"gamma": {"start_epoch": float("inf")}}}, "objective.gamma.start_epoch"),
+        ({"objective": {"gamma": {"end": 3}}}, "objective.gamma.end"),
+    ],
+)
+def test_values_out_of_their_bounds_are_refused(sections, path):
+    assert [line.split(":")[0] for line in complaints(**sections)] == [path]
+
+
 def test_top_classes_without_warmup_must_say_when_they_are_chosen():
     without = {"warmup": {"epochs": 0, "learning_rate": 1}}
     found = complaints(store={"top": 10}, schedule=without)

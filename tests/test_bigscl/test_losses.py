@@ -1,6 +1,8 @@
 """Losses against the equations written naively in float64, one sample and one class at a time."""
 
 import math
+from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -8,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.method import losses
+from bigscl.method.losses import Base, Consistency, LossInputs, Needs
 from bigscl.method.objective import Objective
+from bigscl.method.precision import probabilities
 
 B, L, G, K = 4, 7, 3, 2.9
-BASES = ["bce", "an", "an_ls", "wan", "en", "ep", "epr", "role"]
+BASES = get_args(Base)
 
 
 def random_case(seed):
@@ -117,7 +121,14 @@ def test_a_batch_of_no_samples_has_no_values():
     labels, expected = torch.zeros(0, L, dtype=torch.int8), torch.zeros(0, L, dtype=torch.bool)
     target, classes = torch.zeros(0, 2, G, G), torch.zeros(0, 2, dtype=torch.int64)
     loss = Objective()(
-        logit_map, logit_map.mean((2, 3)), labels, expected=expected, target=target, classes=classes
+        LossInputs(
+            logits=logit_map.mean((2, 3)),
+            labels=labels,
+            maps=logit_map.sigmoid(),
+            target=target,
+            classes=classes,
+            expected=expected,
+        )
     )
     assert loss.total.shape == (0,)
     loss.total.sum().backward()
@@ -177,7 +188,7 @@ def test_consistency_losses_equal_the_norms_written_out(norm):
     generator = torch.Generator().manual_seed(5)
     logit_map = 2 * torch.randn(B, L, G, G, generator=generator, dtype=torch.float64)
     target = torch.rand(B, L, G, G, generator=generator, dtype=torch.float64)
-    spatial = losses.scl_dense(logit_map, target, norm=norm)
+    spatial = losses.scl_dense(logit_map.sigmoid(), target, norm=norm)
     pooled = losses.cl(logit_map[:, :, 0, 0], target[:, :, 0, 0], norm=norm)
     for n in range(B):
         differences = (logit_map[n].sigmoid() - target[n]).flatten().tolist()
@@ -199,8 +210,8 @@ def test_topk_consistency_equals_dense_consistency_with_zeros_elsewhere(norm, se
     for n in range(B):
         for j in range(k):
             dense[n, classes[n, j]] = target[n, j]
-    ours = losses.scl_topk(logit_map, classes.to(torch.uint16), target, norm=norm)
-    theirs = losses.scl_dense(logit_map, dense, norm=norm)
+    ours = losses.scl_topk(logit_map.sigmoid(), classes.to(torch.uint16), target, norm=norm)
+    theirs = losses.scl_dense(logit_map.sigmoid(), dense, norm=norm)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     weights = torch.rand(B, generator=generator, dtype=torch.float64)
     slopes = [torch.autograd.grad((weights * loss).sum(), logit_map)[0] for loss in (ours, theirs)]
@@ -213,8 +224,10 @@ def test_gradcheck_of_consistency_losses(norm):
     maps = torch.randn(2, 4, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
     target = torch.rand(2, 4, 2, 2, generator=generator, dtype=torch.float64)
     classes = torch.tensor([[2, 0], [1, 3]])
-    assert torch.autograd.gradcheck(lambda x: losses.scl_dense(x, target, norm=norm), [maps])
-    assert torch.autograd.gradcheck(lambda x: losses.scl_topk(x, classes, target[:, :2], norm=norm), [maps])
+    assert torch.autograd.gradcheck(lambda x: losses.scl_dense(x.sigmoid(), target, norm=norm), [maps])
+    assert torch.autograd.gradcheck(
+        lambda x: losses.scl_topk(x.sigmoid(), classes, target[:, :2], norm=norm), [maps]
+    )
     assert torch.autograd.gradcheck(lambda x: losses.cl(x[:, :, 0, 0], target[:, :, 0, 0], norm=norm), [maps])
 
 
@@ -231,7 +244,7 @@ def test_targets_carry_no_gradient():
     target = torch.rand(2, 3, 2, 2, requires_grad=True)
     maps = torch.randn(2, 3, 2, 2, requires_grad=True)
     classes = torch.tensor([[0, 1, 2], [2, 0, 1]])
-    total = losses.scl_dense(maps, target) + losses.scl_topk(maps, classes, target)
+    total = losses.scl_dense(maps.sigmoid(), target) + losses.scl_topk(maps.sigmoid(), classes, target)
     total += losses.cl(maps[:, :, 0, 0], target[:, :, 0, 0])
     total.sum().backward()
     assert target.grad is None
@@ -270,8 +283,8 @@ def test_consistency_is_computed_in_float32_for_large_logits(dtype):
     logit_map = logit_map.contiguous().requires_grad_()
     classes, target = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2, 2, 2), 0.3)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = losses.scl_topk(logit_map, classes, target)
-    exact = losses.scl_topk(logit_map.detach().double(), classes, target.double())
+        loss = losses.scl_topk(probabilities(logit_map), classes, target)
+    exact = losses.scl_topk(logit_map.detach().double().sigmoid(), classes, target.double())
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     assert torch.autograd.grad(loss.sum(), logit_map)[0].isfinite().all()
@@ -280,27 +293,28 @@ def test_consistency_is_computed_in_float32_for_large_logits(dtype):
 def objective_inputs(seed=8):
     logits, labels, expected, estimates = random_case(seed)
     generator = torch.Generator().manual_seed(seed)
-    logit_map = torch.randn(B, L, G, G, generator=generator, dtype=torch.float64)
-    memory = {
-        "expected": expected,
-        "estimates": estimates,
-        "scores": torch.rand(B, L, generator=generator, dtype=torch.float64),
-        "target": torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
-    }
-    return logit_map, logits, labels, memory
+    return LossInputs(
+        logits=logits,
+        labels=labels,
+        maps=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
+        scores=torch.rand(B, L, generator=generator, dtype=torch.float64),
+        target=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
+        expected=expected,
+        positives_per_image=K,
+        estimates=estimates,
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("consistency", ["none", "cl", "scl"])
+@pytest.mark.parametrize("consistency", get_args(Consistency))
 def test_objective_is_base_plus_gamma_times_consistency(base, consistency):
-    logit_map, logits, labels, memory = objective_inputs()
-    objective = Objective(base=base, consistency=consistency, norm="rms", positives_per_image=K)
-    loss = objective(logit_map, logits, labels, gamma=0.3, **memory)
-    expected_base = compute(base, logits, labels, memory["expected"], memory["estimates"])
+    inputs = objective_inputs()
+    loss = Objective(base=base, consistency=consistency, norm="rms")(inputs, gamma=0.3)
+    expected_base = compute(base, inputs.logits, inputs.labels, inputs.expected, inputs.estimates)
     expected_consistency = {
         "none": torch.zeros(B, dtype=torch.float64),
-        "cl": losses.cl(logits, memory["scores"], norm="rms"),
-        "scl": losses.scl_dense(logit_map, memory["target"], norm="rms"),
+        "cl": losses.cl(inputs.logits, inputs.scores, norm="rms"),
+        "scl": losses.scl_dense(inputs.maps, inputs.target, norm="rms"),
     }[consistency]
     torch.testing.assert_close(loss.base, expected_base)
     torch.testing.assert_close(loss.consistency, expected_consistency)
@@ -308,39 +322,57 @@ def test_objective_is_base_plus_gamma_times_consistency(base, consistency):
 
 
 def test_objective_takes_topk_targets_with_their_classes():
-    logit_map, logits, labels, memory = objective_inputs()
-    classes = torch.tensor([[0, 2]] * B)
-    target = memory["target"][:, :2]
-    loss = Objective(base="an")(logit_map, logits, labels, classes=classes, target=target)
-    torch.testing.assert_close(loss.consistency, losses.scl_topk(logit_map, classes, target))
+    inputs = objective_inputs()
+    classes, target = torch.tensor([[0, 2]] * B), inputs.target[:, :2]
+    loss = Objective(base="an")(replace(inputs, classes=classes, target=target))
+    torch.testing.assert_close(loss.consistency, losses.scl_topk(inputs.maps, classes, target))
+
+
+@pytest.mark.parametrize("base", ["epr", "role"])
+def test_objective_passes_on_the_mean_counts_of_the_global_batch(base):
+    inputs, zero = objective_inputs(), torch.zeros((), dtype=torch.float64)
+    objective = Objective(base=base, consistency="none")
+    counts = (zero,) * objective.needs.num_mean_counts
+    with_counts = objective(replace(inputs, mean_counts=counts)).base
+    assert not torch.allclose(with_counts, objective(inputs).base)
+    torch.testing.assert_close(
+        with_counts - objective(replace(inputs, mean_counts=counts, positives_per_image=0.0)).base,
+        torch.full((B,), K**2 / L**2, dtype=torch.float64),
+    )
+
+
+def test_every_name_of_a_loss_has_its_row_in_the_tables():
+    assert tuple(losses.BASES) == get_args(Base)
+    assert tuple(losses.CONSISTENCIES) == get_args(Consistency)
+
+
+INPUTS_OF = {"heatmaps": ("maps", "target"), "mean_counts": (), "smoothing": ()}
+"""Fields of LossInputs that stand for a need of another name, or of none."""
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("consistency", get_args(Consistency))
+def test_a_loss_is_computed_from_what_it_needs_and_names_what_is_missing(base, consistency):
+    everything, objective = objective_inputs(), Objective(base=base, consistency=consistency)
+    declared = [need.name for need in fields(Needs) if getattr(objective.needs, need.name)]
+    names = [name for need in declared for name in INPUTS_OF.get(need, (need,))]
+    given = {name: getattr(everything, name) for name in ("logits", "labels", *names)}
+    assert objective(LossInputs(**given)).total.isfinite().all()
+    for missing in names:
+        with pytest.raises(ValueError, match=f"^{missing}: missing"):
+            objective(LossInputs(**{**given, missing: None}))
 
 
 @pytest.mark.parametrize(
-    ("base", "consistency", "missing"),
+    ("base", "consistency", "memory", "k"),
     [
-        ("en", "none", "expected"),
-        ("role", "none", "estimates"),
-        ("an", "cl", "scores"),
-        ("an", "scl", "target"),
+        ("an", "none", False, False),
+        ("role", "none", False, True),
+        ("ep", "none", True, True),
+        ("an", "cl", True, False),
+        ("an", "scl", True, False),
     ],
 )
-def test_objective_names_the_input_it_misses(base, consistency, missing):
-    logit_map, logits, labels, memory = objective_inputs()
-    del memory[missing]
-    objective = Objective(base=base, consistency=consistency, positives_per_image=K)
-    with pytest.raises(ValueError, match=f"^{missing}: missing"):
-        objective(logit_map, logits, labels, **memory)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base": "focal"}, "base: found 'focal'"),
-        ({"consistency": "spatial"}, "consistency: found 'spatial'"),
-        ({"norm": "l1"}, "norm: found 'l1'"),
-        ({"base": "epr"}, "positives_per_image"),
-    ],
-)
-def test_objective_refuses_what_it_does_not_know(options, message):
-    with pytest.raises(ValueError, match=message):
-        Objective(**options)
+def test_needs_say_which_objectives_need_a_memory_and_k(base, consistency, memory, k):
+    needs = Objective(base=base, consistency=consistency).needs
+    assert (needs.memory, needs.k) == (memory, k)
