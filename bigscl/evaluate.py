@@ -1,17 +1,6 @@
-r"""Evaluation of a network on shards, over any number of processes: every image once, the same report.
+"""Evaluation of a network on shards, over any number of processes: every image once, the same report.
 
-A run (its best weights), a checkpoint or a weights file of it, on the run's validation shards or others:
-
-  accelerate launch -m bigscl.evaluate runs/mine
-  accelerate launch -m bigscl.evaluate runs/mine --shards 'test/test-*.tar' -o runs/mine/test
-
-The row of a network in the paper's ReaL table, here that of ResNet-50 with published weights:
-
-  accelerate launch -m bigscl.evaluate --backbone resnet50 --weights IMAGENET1K_V1 \
-      --shards 'imagenet/val-*.tar' --real real.json -o evaluation/resnet50
-
-It leaves report.md, report.json, scores.png and predictions.zarr in the output folder. `bigscl score` makes
-the same report of the latter without a network, `bigscl compare` sets several beside each other.
+`python -m bigscl.evaluate --help` shows the options and examples.
 """
 
 import json
@@ -19,7 +8,6 @@ import logging
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from bigscl.command_line import make_command, rank_of_this_process, run
 from bigscl.config.schema import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
@@ -36,18 +25,15 @@ from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
-from bigscl.evaluation.options import parse
+from bigscl.evaluation.options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
-from bigscl.files import explain
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.processes.accelerator import rank_of_this_process
 from bigscl.processes.ranks import transport
-from bigscl.store import HeatmapStore, StoreError
-from bigscl.text import printable
+from bigscl.store import HeatmapStore
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data
 
@@ -55,8 +41,17 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
 
 
-def evaluate(options: Namespace) -> None:
-    """Predict every image, and write down what that is worth."""
+def evaluate(options: EvaluationOptions) -> None:
+    """Predict every image and write the report."""
+    start_logging(rank_of_this_process())
+    try:
+        _evaluate(options)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _evaluate(options: EvaluationOptions) -> None:
     target = with_overrides(find_target(options.model, options.backbone, options.weights), options)
     index = _open_index(target, options)
     real_labels = None if options.real is None else read_real_labels(options.real)
@@ -90,7 +85,7 @@ def check_writable(folder: Path) -> None:
 class Evaluation:
     """A network before the images it is evaluated on, in every process."""
 
-    def __init__(self, target: EvaluationTarget, index: Index, options: Namespace) -> None:
+    def __init__(self, target: EvaluationTarget, index: Index, options: EvaluationOptions) -> None:
         self._target, self._index, self._options = target, index, options
         # What cannot be done is found out here, not after hours of predictions.
         self._objects = read_objects(index, index.ids()) if options.boxes else None
@@ -174,7 +169,7 @@ class Evaluation:
             yield batch
 
 
-def _open_index(target: EvaluationTarget, options: Namespace) -> Index:
+def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
     """The index of the shards that were named, or of the run's validation shards."""
     if options.shards:
         return load_index(options.shards, options.index)
@@ -199,23 +194,8 @@ def _names(index: Index) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 when the report is written, 2 after a mistake of the user's."""
-    rank = rank_of_this_process()
-    try:
-        options = parse(arguments, __doc__ or "")
-        start_logging(rank)
-        evaluate(options)
-    except (StoreError, ValueError, OSError) as error:
-        reason = explain(error) if isinstance(error, OSError) else str(error)
-        if reason is None:
-            raise
-        if rank == 0:
-            print(f"bigscl.evaluate: {printable(reason, keep=chr(10))}", file=sys.stderr)
-        return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    """Return the exit code: 0 when the report is written, 2 after the user's mistake."""
+    return run(make_command(evaluate, "evaluate", SEVERAL), arguments, "bigscl.evaluate")
 
 
 if __name__ == "__main__":

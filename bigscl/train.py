@@ -18,23 +18,30 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from torch import Tensor
 
-from bigscl.config.reading import ConfigError, to_yaml
+from bigscl.command_line import (
+    first_on_this_machine,
+    make_command,
+    rank_of_this_process,
+    run,
+    start_is_over,
+)
+from bigscl.config.reading import to_yaml
 from bigscl.config.schema import Config
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
 from bigscl.evaluation.validation import validate
-from bigscl.files import append_lines, explain
+from bigscl.files import append_lines
 from bigscl.method.selection import Selection, expected_counts, select
 from bigscl.plots.epochs import picture_of_epoch
-from bigscl.processes.accelerator import first_on_this_machine, parse, rank_of_this_process, start_accelerator
+from bigscl.processes.accelerator import start_accelerator
 from bigscl.processes.ranks import Ranks, transport
 from bigscl.processes.signals import Interrupts
-from bigscl.store import Rows, StoreError, on_rank_zero
-from bigscl.text import printable
+from bigscl.store import Rows, on_rank_zero
 from bigscl.training.checkpoint import write_files, write_json, write_tensors
 from bigscl.training.log import Journal, Meter, start_logging
 from bigscl.training.memory import EpochMemory
+from bigscl.training.options import TrainingOptions
 from bigscl.training.resume import Start
 from bigscl.training.run import RunFolder, open_data, summary
 from bigscl.training.state import State, map_side
@@ -371,30 +378,26 @@ def counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Ch
         yield chunk
 
 
-def main(arguments: list[str]) -> int:
-    """Exit code of a run: 0 when it is done, or saved after a signal; 2 after a mistake of the user's."""
-    trainer = None
+def train(options: TrainingOptions) -> None:
+    """Train to the end, or until a signal: then the run is saved."""
+    config = options.load()
+    if options.print_config:
+        print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
+        return
+    listening = Interrupts(speaks=first_on_this_machine())
     try:
-        config, resume, show = parse(arguments)
-        if show:
-            print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
-            return 0
-        listening = Interrupts(speaks=first_on_this_machine())
-        with listening as interrupts, Trainer(config, resume, sys.argv) as trainer:
+        with listening as interrupts, Trainer(config, options.resume, sys.argv) as trainer:
+            start_is_over()
             interrupts.save_first(trainer.stop_soon)
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:
             print(f"stopped by a signal; {config.run} is saved. Resume with the same command.")
-    except (ConfigError, StoreError, ValueError, OSError) as error:
-        reason = explain(error) if isinstance(error, OSError) else str(error)
-        if reason is None:
-            raise
-        # What stops a run from starting is met by every rank: one of each machine says it.
-        if trainer is not None or first_on_this_machine():
-            print(f"bigscl.train: {printable(reason, keep=chr(10))}", file=sys.stderr)
-        return 2
-    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code of a run: 0 when done, or saved after a signal; 2 after the user's mistake."""
+    return run(make_command(train, "train"), arguments, "bigscl.train")
 
 
 if __name__ == "__main__":

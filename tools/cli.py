@@ -1,29 +1,26 @@
-"""The `bigscl` command: finds the verb, imports its file, and turns users' mistakes into one line."""
+"""The `bigscl` command: finds the verb and imports its file."""
 
 import importlib
-import sys
 from typing import Any
 
 import typer
 
-from bigscl.text import printable
-from bigscl.tools.errors import explain
-
-# Click, or the part of it that comes with typer, raises it for a command line that cannot be parsed.
-UsageError: Any = typer.BadParameter.__mro__[1]
+from bigscl.command_line import HELP, make_command, run
 
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
 # `bigscl show` answers at once.
 VERBS: tuple[str, ...] = (
     "quickstart",
-    "study",
-    "index",
     "shards",
+    "index",
     "plan",
     "doctor",
+    "train",
+    "evaluate",
     "score",
     "compare",
+    "study",
     "show",
     "render",
     "export",
@@ -39,18 +36,19 @@ class Verbs(typer.core.TyperGroup):
     """A group whose commands are files, imported when they are asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs, in the order in which a project uses them."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the verb, imported now; None if there is no such verb."""
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"tools.{cmd_name}")
+        module = importlib.import_module(f"bigscl.tools.{cmd_name}")
         if hasattr(module, "app"):
-            return typer.main.get_command(module.app)
-        verb = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        settings = getattr(module, "context_settings", None)
-        verb.command(name=cmd_name, context_settings=settings)(module.command)
-        return typer.main.get_command(verb)
+            group = typer.main.get_command(module.app)
+            group.name = cmd_name
+            return group
+        return make_command(module.command, cmd_name, getattr(module, "several", ()))
 
 
 app = typer.Typer(
@@ -58,7 +56,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP)},
 )
 
 
@@ -76,34 +74,12 @@ def bigscl(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Train multi-label classifiers from single-label datasets; look after their heatmap store."""
+    """Train multi-label classifiers from single-label datasets, and manage their heatmap stores."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one verb and exit: 2 and one line on stderr after a user's or the outside world's error."""
-    try:
-        code = app(args=arguments, prog_name="bigscl", standalone_mode=False)
-    except UsageError as error:
-        code = _report_usage(error)
-    except Exception as error:
-        message = explain(error)
-        if message is None:  # a bug keeps its traceback
-            raise
-        print(f"bigscl: {printable(message, keep=chr(10))}", file=sys.stderr)
-        code = 2
-    raise SystemExit(code or 0)
-
-
-def _report_usage(error: Any) -> int:
-    """Print what is wrong with the command line; a call without any argument gets the help."""
-    message = error.format_message()
-    if "\n" in message:
-        error.show()
-    elif message:  # without one, the help has been printed
-        command = "bigscl" if error.ctx is None else error.ctx.command_path
-        told = printable(message.rstrip("."))
-        print(f"{command}: {told}. See `{command} --help`.", file=sys.stderr)
-    return int(error.exit_code)
+    """Run one verb and exit: 0 fine, 1 problems found, 2 wrong usage or an error of the outside world."""
+    raise SystemExit(run(typer.main.get_command(app), arguments, "bigscl"))
 
 
 if __name__ == "__main__":

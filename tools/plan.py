@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from bigscl.command_line import Settings
 from bigscl.store import StoreSpec
 from bigscl.tools.opening import AsJson
 from bigscl.tools.text import counted, size, table, tell
@@ -18,15 +19,10 @@ if TYPE_CHECKING:
     from bigscl.data.plan import Plan
     from bigscl.training.forecast import MemoryPhase
 
-# `--section.key value` overrides the config, as for training.
-context_settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 
 def command(
-    context: typer.Context,
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A run's YAML; --section.key value overrides it.")
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    settings: Settings = None,
     processes: Annotated[
         int, typer.Option(min=1, max=100_000, help="Training processes of all nodes: GPUs.")
     ] = 1,
@@ -55,11 +51,11 @@ def command(
     """
     from bigscl.config.reading import load_config
 
-    settings = load_config(config, context.args)
-    spec, mean_bytes = _data(settings, samples, classes, per_shard)
-    facts = _facts(settings, spec, processes, images_per_second, mean_bytes)
+    run = load_config(config, settings or [])
+    spec, mean_bytes = _data(run, samples, classes, per_shard)
+    facts = _facts(run, spec, processes, images_per_second, mean_bytes)
     if probe is not None:
-        facts["probe"] = _probe(settings, spec, facts, probe)
+        facts["probe"] = _probe(run, spec, facts, probe)
     tell(facts, _text(facts), as_json)
     if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
         raise typer.Exit(1)

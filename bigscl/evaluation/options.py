@@ -1,81 +1,137 @@
-"""The command line of `bigscl.evaluate`."""
+"""The options of an evaluation, for `bigscl evaluate` and `python -m bigscl.evaluate`."""
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal
 
-import numpy as np
+import typer
 
-LIMITS = {
-    "batch-size": (1, 100_000),
-    "workers": (0, 1024),
-    "size": (1, 10_000),
-    "shorter": (1, 10_000),
-    "mean": (0, 1),
-    "std": (1e-6, 100),
-    "max-bad-share": (0, 1),
-}
-"""The least and the largest value of an option."""
+Triple = tuple[float, float, float]
+SEVERAL = ("--shards",)
+"""Options that take several values: `--shards val-*.tar`, as the shell expands it."""
+_MODEL, _IMAGES, _REPORT = "The network, where no run names it", "Images", "Report"
+_LIMITS = {"mean": (0.0, 1.0), "std": (1e-6, 100.0), "max_bad_share": (0.0, 1.0)}
 
 
-class Parser(ArgumentParser):
-    """A parser whose complaints are mistakes like any other: one line, on one rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions:
+    """Evaluate a network on shards, with any number of processes: each image once, and the same report.
 
-    def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
-        raise ValueError(f"{message}. See --help.")
+    MODEL is a run (its best weights), a checkpoint or a weights file. Images are the run's validation shards,
+    or others:
 
+    bigscl evaluate runs/mine
 
-def parse(arguments: list[str], description: str) -> Namespace:
-    """The options of an evaluation."""
-    parser = Parser(
-        prog="bigscl.evaluate",
-        description=description,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", nargs="?", type=Path, help="a run, a checkpoint, or a weights file")
-    _add_model(parser)
-    _add_images(parser)
-    _add_report(parser)
-    options = parser.parse_args(arguments)
-    for name, (least, most) in LIMITS.items():
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None and not all(least <= one <= most for one in np.atleast_1d(value)):
-            raise ValueError(f"--{name} {value}: expected {least:g} to {most:g}")
-    return options
+    accelerate launch -m bigscl.evaluate runs/mine --shards 'test/test-*.tar' -o runs/mine/test
 
+    The row of a network in the paper's ReaL table, here that of ResNet-50 with published weights:
 
-def _add_model(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("the network, where no run says it")
-    group.add_argument("--backbone", help="resnet50, timm:<name>, or package.module:callable")
-    group.add_argument("--weights", help="published weights by name, as IMAGENET1K_V1")
-    group.add_argument("--pooling", choices=("logits", "probabilities"), help="of a weights file")
-    group.add_argument("--name", help="what the report calls it")
+    accelerate launch -m bigscl.evaluate --backbone resnet50 --weights IMAGENET1K_V1
+    --shards 'imagenet/val-*.tar' --real real.json -o evaluation/resnet50
 
+    It writes report.md, report.json, scores.png and predictions.zarr. From the latter `bigscl score` makes
+    the same report without the network, and `bigscl compare` compares several networks.
+    """
 
-def _add_images(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("images")
-    group.add_argument("--shards", nargs="+", help="tars; the run's data.val unless told")
-    group.add_argument("--index", type=Path, help="index of the shards, if it is not beside them")
-    group.add_argument("--size", type=int, help="side of the network's input")
-    group.add_argument("--resize", choices=("square", "shorter"), help="the whole image, or its centre")
-    group.add_argument("--shorter", type=int, help="the shorter side before the centre is cut out")
-    group.add_argument("--mean", nargs=3, type=float, help="of red, green and blue, in 0 to 1")
-    group.add_argument("--std", nargs=3, type=float, help="of red, green and blue, in 0 to 1")
-    group.add_argument("--batch-size", type=int, default=64, help="images a loader worker sends at once (64)")
-    group.add_argument("--workers", type=int, default=4, help="loader workers of each process (4)")
-    group.add_argument("--max-bad-share", type=float, default=0.01, help="unreadable images to bear (0.01)")
-    group.add_argument("--allow-pipe", action="store_true", help="run the commands of `pipe:` shards")
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a weights file.")
+    ] = None
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="resnet50, timm:<name>, or package.module:callable.", rich_help_panel=_MODEL),
+    ] = None
+    weights: Annotated[
+        str | None, typer.Option(help="Name of published weights, as IMAGENET1K_V1.", rich_help_panel=_MODEL)
+    ] = None
+    pooling: Annotated[
+        Literal["logits", "probabilities"] | None,
+        typer.Option(help="Pooling of a weights file.", rich_help_panel=_MODEL),
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="Name of the network in the report.", rich_help_panel=_MODEL)
+    ] = None
+    shards: Annotated[
+        list[str] | None,
+        typer.Option(help="Tar shards. Default: the run's validation shards.", rich_help_panel=_IMAGES),
+    ] = None
+    index: Annotated[
+        Path | None,
+        typer.Option(help="Index of the shards, if it is not in their folder.", rich_help_panel=_IMAGES),
+    ] = None
+    size: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Side of the network's input.", rich_help_panel=_IMAGES),
+    ] = None
+    resize: Annotated[
+        Literal["square", "shorter"] | None,
+        typer.Option(help="Use the whole image, or its centre.", rich_help_panel=_IMAGES),
+    ] = None
+    shorter: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=10_000, help="Shorter side before the centre is cropped.", rich_help_panel=_IMAGES
+        ),
+    ] = None
+    mean: Annotated[
+        Triple | None, typer.Option(help="Mean of red, green and blue, in 0 to 1.", rich_help_panel=_IMAGES)
+    ] = None
+    std: Annotated[
+        Triple | None,
+        typer.Option(help="Standard deviation of red, green and blue, in 0 to 1.", rich_help_panel=_IMAGES),
+    ] = None
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100_000, help="Images that a loader worker sends at once.", rich_help_panel=_IMAGES
+        ),
+    ] = 64
+    workers: Annotated[
+        int,
+        typer.Option(min=0, max=1024, help="Loader workers of each process.", rich_help_panel=_IMAGES),
+    ] = 4
+    max_bad_share: Annotated[
+        float, typer.Option(help="Tolerated fraction of unreadable images.", rich_help_panel=_IMAGES)
+    ] = 0.01
+    allow_pipe: Annotated[
+        bool,
+        typer.Option("--allow-pipe", help="Run the commands of `pipe:` shards.", rich_help_panel=_IMAGES),
+    ] = False
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the report. Default: `evaluation` in the run's folder.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
+    real: Annotated[
+        Path | None,
+        typer.Option(help="real.json: score ImageNet-val by the ReaL labels.", rich_help_panel=_REPORT),
+    ] = None
+    activation: Annotated[
+        Literal["sigmoid", "softmax"],
+        typer.Option(help="How logits become scores.", rich_help_panel=_REPORT),
+    ] = "sigmoid"
+    boxes: Annotated[
+        bool,
+        typer.Option("--boxes", help="Add the pointing game of the network's maps.", rich_help_panel=_REPORT),
+    ] = False
+    heatmaps: Annotated[
+        bool,
+        typer.Option(
+            "--heatmaps", help="Add the pointing game of the run's stored heatmaps.", rich_help_panel=_REPORT
+        ),
+    ] = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object.", rich_help_panel=_REPORT)
+    ] = False
 
-
-def _add_report(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("report")
-    group.add_argument("-o", "--output", type=Path, help="its folder; `evaluation` in the run unless told")
-    group.add_argument("--real", type=Path, help="real.json: score ImageNet-val by the ReaL labels")
-    group.add_argument(
-        "--activation", choices=("sigmoid", "softmax"), default="sigmoid", help="scores from logits (sigmoid)"
-    )
-    group.add_argument("--boxes", action="store_true", help="pointing game of the network's maps")
-    group.add_argument("--heatmaps", action="store_true", help="pointing game of the run's stored heatmaps")
-    group.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    def __post_init__(self) -> None:
+        # Typer checks no ranges of tuples, and lets NaN pass.
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            if not all(least <= one <= most for one in values):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} {value}: expected {least:g} to {most:g}")

@@ -1,6 +1,5 @@
 """What is to be evaluated: a run, a checkpoint, a weights file, published weights; and how it sees."""
 
-from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from bigscl.config.reading import load_config
 from bigscl.config.schema import Config, DataConfig
 from bigscl.data.transforms import EvaluationTransform
+from bigscl.evaluation.options import EvaluationOptions
 from bigscl.folders import find_folder
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import find_head
@@ -49,21 +49,19 @@ def find_target(model: Path | None, backbone: str | None, weights: str | None) -
     return _of_run(file) if backbone is None else _bare(backbone, str(file))
 
 
-def with_overrides(target: EvaluationTarget, options: Namespace) -> EvaluationTarget:
+def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> EvaluationTarget:
     """The target with the name, pooling and preprocessing that a command line gives it."""
-    transform = {"size": options.size, "resize": options.resize, "shorter": options.shorter}
-    own = {"name": options.name, "pooling": options.pooling}
-    own |= {"mean": options.mean and tuple(options.mean), "std": options.std and tuple(options.std)}
-    changed = replace(
-        target.transform, **{name: value for name, value in transform.items() if value is not None}
-    )
+    changed = replace(target.transform, **_given(options, "size", "resize", "shorter"))
     if options.pooling is not None and target.config is not None:
         raise ValueError("--pooling: has no effect on a run, which has its own")
     if options.shorter is not None and changed.resize == "square":
         raise ValueError("--shorter: has no effect with --resize square")
-    return replace(
-        target, transform=changed, **{name: value for name, value in own.items() if value is not None}
-    )
+    return replace(target, transform=changed, **_given(options, "name", "pooling", "mean", "std"))
+
+
+def _given(options: EvaluationOptions, *names: str) -> dict[str, Any]:
+    """The options of these names that the command line has."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def find_weights(path: Path) -> Path:

@@ -4,16 +4,17 @@ python -m tests.integration.keep_memory ROWS.npz CONFIG [--section.key value ...
 """
 
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from bigscl.processes.accelerator import parse
+from bigscl.config.reading import load_config
 from bigscl.train import Trainer
 
 
 def main(path: str, arguments: list[str]) -> None:
-    config, resume, _ = parse(arguments)
-    with Trainer(config, resume, sys.argv) as trainer:
+    config = load_config(Path(arguments[0]), arguments[1:])
+    with Trainer(config, "auto", sys.argv) as trainer:
         trainer.train()
         rows = trainer.store.read(trainer.data.train.ids())
         np.savez(path, **dict(rows.arrays()))

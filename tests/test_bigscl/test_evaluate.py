@@ -226,15 +226,15 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
         ([], "nothing to evaluate"),
         (["--backbone", "resnet18"], "nothing to evaluate"),
         (["{run}", "--weights", "DEFAULT"], "--weights: has no effect beside"),
-        (["{run}", "--batch-size", "0"], "--batch-size 0: expected 1 to 100000"),
-        (["{run}", "--size", "-3"], "--size -3: expected 1 to 10000"),
-        (["{run}", "--std", "0.2", "0", "0.2"], "--std [0.2, 0.0, 0.2]: expected 1e-06 to 100"),
-        (["{run}", "--mean", "nan", "0", "0"], "--mean [nan, 0.0, 0.0]: expected 0 to 1"),
+        (["{run}", "--batch-size", "0"], "Invalid value for '--batch-size'"),
+        (["{run}", "--size", "-3"], "Invalid value for '--size'"),
+        (["{run}", "--std", "0.2", "0", "0.2"], "--std (0.2, 0.0, 0.2): expected 1e-06 to 100"),
+        (["{run}", "--mean", "nan", "0", "0"], "--mean (nan, 0.0, 0.0): expected 0 to 1"),
         (["{run}", "--max-bad-share", "2"], "--max-bad-share 2.0: expected 0 to 1"),
         (["{run}", "-o", "{val}"], "val-0.tar is a file. Choose a folder that can be written to"),
         (["{run}", "-o", "{val}/deep/down"], "val-0.tar is a file. Choose a folder that can be written to"),
         (["{val}/deep"], "val-0.tar/deep: neither a weights file"),
-        (["{run}", "--bogus"], "unrecognized arguments: --bogus"),
+        (["{run}", "--bogus"], "No such option: --bogus"),
         (["{run}/nowhere"], "neither a weights file, nor a run or a checkpoint"),
         (["{run}", "--shorter", "99"], "--shorter: has no effect with --resize square"),
         (["{run}", "--pooling", "logits"], "--pooling: has no effect on a run"),
@@ -263,6 +263,5 @@ def test_a_mistake_is_one_line_and_exit_code_2(made, tmp_path, capsys, arguments
 
 
 def test_help_shows_the_command_of_the_real_table(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--backbone resnet50 --weights IMAGENET1K_V1" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert "--backbone resnet50 --weights IMAGENET1K_V1" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,34 @@
+"""Which errors end a command in one line: those of the user and of the outside world. All others are bugs."""
+
+from bigscl import files
+
+
+def explain(error: Exception) -> str | None:
+    """Return what the user is told about an error, or None for a bug, which keeps its traceback.
+
+    Our own code raises a plain ValueError, or a subclass of its own, for the user's mistakes. The subclasses
+    of libraries (a JSON or Unicode error) mean that one of our parsers did not check its file: a bug.
+    """
+    if isinstance(error, OSError):
+        return _explain_os_error(error)
+    if type(error).__module__.startswith("obstore"):
+        reason = str(error).splitlines()[0]
+        return f"the object store: {reason}. Check bucket, endpoint, region and credentials."
+    is_ours = type(error) is ValueError or type(error).__module__.split(".")[0] == "bigscl"
+    return str(error) if is_ours and isinstance(error, _kinds()) else None
+
+
+def _kinds() -> tuple[type[Exception], ...]:
+    # Imported after an error, not before: zarr costs `bigscl --help` half of its time.
+    from bigscl.store import StoreError
+
+    return ValueError, StoreError
+
+
+def _explain_os_error(error: OSError) -> str | None:
+    told = files.explain(error)
+    if told is None and error.errno is not None and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Check the path."
+    if told is None and (error.errno is None or isinstance(error, ConnectionError | TimeoutError)):
+        return str(error)
+    return told

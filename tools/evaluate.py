@@ -1,0 +1,12 @@
+"""`bigscl evaluate`: `python -m bigscl.evaluate` as a verb."""
+
+from bigscl.evaluation.options import SEVERAL, EvaluationOptions
+
+several = SEVERAL
+
+
+def command(options: EvaluationOptions) -> None:
+    """Import the evaluation, and with it torch, only when it starts."""
+    from bigscl.evaluate import evaluate
+
+    evaluate(options)

@@ -1,0 +1,10 @@
+"""`bigscl train`: `python -m bigscl.train` as a verb."""
+
+from bigscl.training.options import TrainingOptions
+
+
+def command(options: TrainingOptions) -> None:
+    """Import the trainer, and with it torch, only when training starts."""
+    from bigscl.train import train
+
+    train(options)
