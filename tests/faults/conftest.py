@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import kills
-from tests.faults.children import CREDENTIALS, ForkServer
+from tests.forks import CREDENTIALS, ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.few_operations import BYTES, NAMES
 from tests.faults.injector import Plan, read_log
-from tests.faults.server import OS_ERROR
+from tests.fork_server import OS_ERROR
 
 FEW = "tests.faults.few_operations:perform"
 

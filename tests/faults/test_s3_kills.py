@@ -5,11 +5,10 @@ import itertools
 import pytest
 
 from tests.faults import kills
-from tests.faults.children import ForkServer
 from tests.faults.injector import read_log
 from tests.faults.life import Life
 from tests.faults.store_life import check_end
-from tests.faults.training import SERVER_MODULES, Training, small_config
+from tests.faults.training import Training, small_config
 from tests.integration.runs import assert_same_runs, make_shards
 
 pytestmark = pytest.mark.timeout(400)
@@ -65,30 +64,29 @@ def test_an_object_store_killed_at_every_few_requests_loses_nothing(lives, reque
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_with_its_store_on_s3_killed_at_a_request_of_each_kind_ends_identical(
-    quick_folder, s3_endpoint, processes
+    trainer_server, quick_folder, s3_endpoint, processes
 ):
     """Identical to a run whose store is on disk."""
     shards = make_shards(quick_folder / "shards", 22, 6)
     names = (f"run-{processes}-{number}" for number in itertools.count())
 
-    def make(server):
+    def make():
         name = next(names)
         url = f"s3://bucket/{name}"
         store = {"url": url, "endpoint": s3_endpoint, "region": "us-east-1"}
         return Training(
-            server, small_config(quick_folder / f"{name}.yaml", shards, store=store), places=(url,)
+            trainer_server, small_config(quick_folder / f"{name}.yaml", shards, store=store), places=(url,)
         )
 
-    with ForkServer(*SERVER_MODULES) as server:
-        counted = make(server)
-        assert {each.code for each in counted.run(processes=processes, at=None)} == {0}, counted.last_words()
+    counted = make()
+    assert {each.code for each in counted.run(processes=processes, at=None)} == {0}, counted.last_words()
 
-        def kill(number, how):
-            run = make(server)
-            run.run(processes=processes, at=number, how=how)
-            kills.count(f"training on S3, {processes} processes", run.hit)
-            run.run_to_the_end(processes=processes)
-            assert_same_runs(run.folder, counted.folder, shards)
+    def kill(number, how):
+        run = make()
+        run.run(processes=processes, at=number, how=how)
+        kills.count(f"training on S3, {processes} processes", run.hit)
+        run.run_to_the_end(processes=processes)
+        assert_same_runs(run.folder, counted.folder, shards)
 
-        wanted = kills.one_of_each_kind(counted.hit)
-        kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")], kill)
+    wanted = kills.one_of_each_kind(counted.hit)
+    kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")], kill)

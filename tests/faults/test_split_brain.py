@@ -13,8 +13,8 @@ import pytest
 from tests.faults import kills
 from tests.faults.injector import read_log
 from tests.faults.life import Life
-from tests.faults.server import STORE_ERROR
 from tests.faults.store_life import check_committed, check_end, check_snapshots
+from tests.fork_server import STORE_ERROR
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -11,8 +11,8 @@ import pytest
 from tests.faults import kills
 from tests.faults.injector import read_log
 from tests.faults.life import Life
-from tests.faults.server import OS_ERROR, STORE_ERROR
 from tests.faults.store_life import check_end
+from tests.fork_server import OS_ERROR, STORE_ERROR
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -11,8 +11,7 @@ import pytest
 
 from bigscl.training.checkpoint import Checkpoints
 from tests.faults import kills
-from tests.faults.children import ForkServer
-from tests.faults.training import SERVER_MODULES, Training, small_config
+from tests.faults.training import Training, small_config
 from tests.integration.runs import assert_same_runs, make_shards
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
@@ -22,36 +21,29 @@ ALTERNATING = ("before", "after", "torn")
 
 
 @pytest.fixture(scope="module")
-def server():
-    """A process that has imported the trainer."""
-    with ForkServer(*SERVER_MODULES) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def shards(quick_folders):
     """Four shards, the last one shorter: 22 images."""
     return make_shards(quick_folders / "shards", 22, 6)
 
 
 @pytest.fixture
-def trainings(server, shards, quick_folder):
+def trainings(trainer_server, shards, quick_folder):
     """Makes runs, each in a folder of its own; sections of the config may differ."""
     numbers = itertools.count()
     return lambda **sections: Training(
-        server, small_config(quick_folder / f"run-{next(numbers)}.yaml", shards, **sections)
+        trainer_server, small_config(quick_folder / f"run-{next(numbers)}.yaml", shards, **sections)
     )
 
 
 @pytest.fixture(scope="module")
-def whole(server, shards, quick_folders):
+def whole(trainer_server, shards, quick_folders):
     """(folder, operations of one rank) of an uninterrupted run, by number of processes and rank."""
     made = {}
 
     def make(processes, rank=0):
         if (processes, rank) not in made:
             config = small_config(quick_folders / f"whole-{processes}-{rank}.yaml", shards)
-            run = Training(server, config)
+            run = Training(trainer_server, config)
             codes = [each.code for each in run.run(processes=processes, rank=rank, at=None)]
             assert codes == [0] * processes, run.output.read_text()
             made[processes, rank] = run.folder, run.hit

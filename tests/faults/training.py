@@ -1,23 +1,11 @@
 """Small training runs in forked processes, on one to four ranks, to be killed and resumed."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.children import Ended, ForkServer
 from tests.faults.injector import Operation, Plan, read_log
-
-SERVER_MODULES = ("bigscl.train", "tests.integration.tiny", "tests.faults.training")
-PATIENCE_SECONDS = 150.0
-
-
-def train(*arguments: str) -> int:
-    """What a rank does; runs in a child of the server."""
-    from bigscl.train import main
-
-    sys.argv = ["bigscl.train", *arguments]
-    return main(list(arguments))
+from tests.forks import PATIENCE_SECONDS, Ended, ForkServer
 
 
 class Training:
@@ -35,17 +23,15 @@ class Training:
     ) -> list[Ended]:
         """Train on to the end, or until the plan strikes on one rank; how each rank ended."""
         given = Plan(places=self._places, log=str(self._log), **plan) if plan else None
-        pids = [
-            self._server.start(
-                "tests.faults.training:train",
-                self._config,
-                *arguments,
-                output=self.output,
-                plan=given if number == rank else None,
-                environment=environment,
-            )
-            for number, environment in enumerate(environments(processes))
-        ]
+        pids = self._server.start_ranks(
+            "tests.fork_server:run_module",
+            "bigscl.train",
+            self._config,
+            *arguments,
+            processes=processes,
+            output=self.output,
+            plans={} if given is None else {rank: given},
+        )
         ended = self._server.wait_all(pids, PATIENCE_SECONDS, patience)
         return [ended[pid] for pid in pids]
 
@@ -75,20 +61,3 @@ def small_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:
     return write_config(
         path, shards, **{name: ours.get(name, {}) | sections.get(name, {}) for name in ours | sections}
     )
-
-
-def environments(processes: int) -> list[dict[str, str]]:
-    """What a launcher on one machine tells each rank."""
-    if processes == 1:
-        return [{}]
-    from tests.integration.runs import free_port
-
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "ACCELERATE_DYNAMO_BACKEND": "no",
-    }
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]

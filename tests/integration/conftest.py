@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import make_shards, train, write_config
+from tests.integration.runs import launch, make_shards, train, write_config
 
 NUM_SCENES = 150
 
@@ -23,21 +23,26 @@ def few_shards(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory, shards) -> Path:
-    """The folder of a run on one process, with one worker and the store on disk."""
+    """The folder of a run on one process, with one worker and the store on disk, in an interpreter."""
     config = write_config(tmp_path_factory.mktemp("plain") / "run.yaml", shards)
-    train(config)
+    done = launch(config)
+    assert done.returncode == 0, done.stderr
     return config.with_suffix("")
 
 
 @pytest.fixture(scope="session")
 def noisy(tmp_path_factory, shards) -> dict[int, Path]:
-    """Uninterrupted runs of a network with batch statistics and dropout, by their number of processes."""
+    """Uninterrupted runs of a network with batch statistics and dropout, by their number of processes.
+
+    The two processes are started by accelerate's launcher.
+    """
     folder = tmp_path_factory.mktemp("noisy")
     runs = {}
-    for processes in (1, 2):
+    for processes, start in ((1, train), (2, launch)):
         config = write_config(
             folder / f"run{processes}.yaml", shards, model={"backbone": "tests.integration.tiny:noisy_net"}
         )
-        train(config, processes=processes)
+        done = start(config, processes=processes)
+        assert done.returncode == 0, done.stderr
         runs[processes] = config.with_suffix("")
     return runs

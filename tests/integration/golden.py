@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.faults.children import ForkServer
-from tests.faults.training import SERVER_MODULES, Training, small_config
+from tests.faults.training import Training, small_config
+from tests.forks import TRAINER_MODULES, ForkServer
 from tests.integration.runs import losses_of, make_shards, memory_of, weights_of
 
 RECORDED = Path(__file__).parent / "golden.json"
@@ -95,7 +95,7 @@ def main() -> int:
     )
     parser.add_argument("--exact", type=Path, metavar="FILE")
     exact = parser.parse_args().exact
-    with tempfile.TemporaryDirectory() as place, ForkServer(*SERVER_MODULES) as server:
+    with tempfile.TemporaryDirectory() as place, ForkServer(*TRAINER_MODULES) as server:
         shards = make_golden_shards(Path(place) / "shards")
         folders = train_all(server, shards, Path(place))
         measure = figures if exact is None else digest

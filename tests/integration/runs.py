@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,11 +25,11 @@ from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.store import HeatmapStore, Rows
 from bigscl.training.checkpoint import Checkpoints
+from tests import forks
+from tests.forks import ROOT, Child, free_port, trainer_server
 
-ROOT = Path(__file__).parent.parent.parent
 TIMEOUT = 150
-# One thread for each process: sums come out in one order, and ranks do not fight for two cores.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+ENVIRONMENT = {**os.environ, **forks.ENVIRONMENT}
 
 
 def make_shards(folder: Path, train: int, samples_per_shard: int, val: int = 1) -> Path:
@@ -101,23 +100,23 @@ def command(arguments: Sequence[object], processes: int = 1, **launcher: object)
     return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *flags, *call]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def train(*arguments: object, processes: int = 1) -> "subprocess.CompletedProcess[str]":
-    """A whole run, which must end well."""
-    done = run(command(arguments, processes))
+    """A whole run, which must end well: in forked processes, which find each other as a launcher's do."""
+    done = trainer_server().run_module("bigscl.train", *arguments, processes=processes)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
+def launch(*arguments: object, processes: int = 1) -> "subprocess.CompletedProcess[str]":
+    """A run as a user starts it: with an interpreter, or with accelerate's launcher for more processes."""
     return subprocess.run(
-        words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        command(arguments, processes),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
     )
 
 
@@ -127,16 +126,9 @@ class Running:
     def __init__(self, folder: Path, *arguments: object, processes: int = 1) -> None:
         self._folder, self._processes = folder, processes
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
-        with self._log.open("w") as log:
-            self.launcher = subprocess.Popen(
-                command(arguments, processes),
-                cwd=ROOT,
-                env=ENVIRONMENT,
-                stdout=log,
-                stderr=log,
-                # A process group of its own, as a shell gives each command: Ctrl-C goes to all in it.
-                start_new_session=True,
-            )
+        # The launcher is forked; the ranks that it starts are interpreters of their own.
+        _, _, module, *words = command(arguments, processes)
+        self.launcher = Child(trainer_server(), module, *words, output=self._log)
 
     def __enter__(self) -> "Running":
         return self
@@ -250,10 +242,10 @@ def copy_run(source: Path, target: Path) -> Path:
     return target
 
 
-def call_all(folder: Path, calls: dict[str, Sequence[object]]) -> dict[str, dict[str, Any]]:
-    """How calls of the trainer ended (`code`, `output`, `errors`), one after the other in one process."""
-    given, found = folder / "calls.json", folder / "results.json"
-    given.write_text(json.dumps([[str(word) for word in words] for words in calls.values()]))
-    done = run([sys.executable, "-m", "tests.integration.many_runs", str(given), str(found)])
-    assert done.returncode == 0, done.stderr
-    return dict(zip(calls, json.loads(found.read_text()), strict=True))
+def call_all(calls: dict[str, Sequence[object]]) -> dict[str, dict[str, Any]]:
+    """How calls of the trainer ended: `code`, `output` and `errors` of each."""
+    ended = {name: trainer_server().run_module("bigscl.train", *words) for name, words in calls.items()}
+    return {
+        name: {"code": done.returncode, "output": done.stdout, "errors": done.stderr}
+        for name, done in ended.items()
+    }

@@ -12,17 +12,10 @@ import numpy as np
 import pytest
 
 from bigscl.store.verification import verify
-from tests.faults.children import ForkServer
-from tests.faults.training import SERVER_MODULES, Training
+from tests.faults.training import Training
 from tests.integration.runs import losses_of, memory_of, store_of, weights_of
 
 ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("run-*.tar.xz"))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer(*SERVER_MODULES) as running:
-        yield running
 
 
 @pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.split(".")[0])
@@ -39,11 +32,11 @@ def config(request, tmp_path):
     return path
 
 
-def test_run_of_an_earlier_revision_resumes_and_ends_as_if_begun_now(config, server):
+def test_run_of_an_earlier_revision_resumes_and_ends_as_if_begun_now(config, trainer_server):
     shards = config.parent / "shards"
     found = verify(store_of(config.with_suffix(""), shards))
     assert [problems for _, problems in found] == [[], [], [], []]
-    run = Training(server, config)
+    run = Training(trainer_server, config)
     run.run_to_the_end()
     resumed = {"losses": losses_of(run.folder), "weights": weights_of(run.folder)}
     memory = dict(memory_of(run.folder, shards).arrays())

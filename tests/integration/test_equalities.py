@@ -1,7 +1,6 @@
 """What must not matter does not: where the memory is kept, and how many processes read the images."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +17,16 @@ from tests.integration.runs import (
     index_of,
     losses_of,
     memory_of,
-    run,
     train,
     weights_of,
     write_config,
 )
 
 
-def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, plain, shards):
+def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, trainer_server, plain, shards):
     config = write_config(tmp_path / "run.yaml", shards, store={"kind": "memory"})
     kept = tmp_path / "rows.npz"
-    done = run([sys.executable, "-m", "tests.integration.keep_memory", str(kept), str(config)])
+    done = trainer_server.run_module("tests.integration.keep_memory", kept, config)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "run" / "store").exists()
     assert_same_weights(weights_of(tmp_path / "run"), weights_of(plain))

@@ -1,12 +1,12 @@
 """What is foretold of a run's disk, next to what real runs take."""
 
 import json
-import sys
 
 import pytest
 
 from bigscl.text import size
-from tests.integration.runs import run, write_config
+from tests.forks import trainer_server
+from tests.integration.runs import write_config
 from tests.test_tools.conftest import bigscl
 
 WARMUP = {"epochs": 3, "learning_rate": 1e-2, "decay": "constant"}
@@ -32,7 +32,7 @@ def train_watched(folder, shards, sections):
     config = write_config(folder / "run.yaml", shards, data={"workers": 0, "batch_size": 32}, **sections)
     given, found = folder / "calls.json", folder / "results.json"
     given.write_text(json.dumps([[str(config)]]))
-    done = run([sys.executable, "-m", "tests.integration.watch_disk", str(given), str(found)])
+    done = trainer_server().run_module("tests.integration.watch_disk", given, found)
     assert done.returncode == 0, done.stderr
     (seen,) = json.loads(found.read_text())
     assert seen["code"] == 0

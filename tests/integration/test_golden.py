@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from tests.faults.children import ForkServer
-from tests.faults.training import SERVER_MODULES
 from tests.integration.golden import PROCESSES, RECORDED, RUNS, figures, make_golden_shards, train_all
 
 # Another CPU adds in another order: losses differ in the seventh digit at first, and a little more with
@@ -16,11 +14,10 @@ SUMS = {"rtol": 1e-3, "atol": 5e-3}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, trainer_server):
     folder = tmp_path_factory.mktemp("golden")
     shards = make_golden_shards(folder / "shards")
-    with ForkServer(*SERVER_MODULES) as server:
-        folders = train_all(server, shards, folder)
+    folders = train_all(trainer_server, shards, folder)
     return {name: figures(run, shards) for name, run in folders.items()}
 
 

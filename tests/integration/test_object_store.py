@@ -1,5 +1,6 @@
 """Whole runs whose memory is in an object store: behind a bad connection, and where there is none."""
 
+import socket
 import subprocess
 
 import boto3
@@ -81,7 +82,7 @@ def test_a_run_behind_a_bad_connection_ends_as_one_on_disk(
 
 def test_an_object_store_that_cannot_be_used_ends_the_run_in_one_line(server, credentials, tmp_path):
     config = write_config(tmp_path / "run.yaml", make_shards(tmp_path / "shards", 24, 12))
-    with faulty_proxy(server, lambda *request: "refuse") as proxy, runs.socket.socket() as silent:
+    with faulty_proxy(server, lambda *request: "refuse") as proxy, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
         places = {
@@ -102,7 +103,7 @@ def test_an_object_store_that_cannot_be_used_ends_the_run_in_one_line(server, cr
             ]
             for number, (reason, (url, endpoint)) in enumerate(places.items())
         }
-        ended = call_all(tmp_path, calls)
+        ended = call_all(calls)
     for reason, end in ended.items():
         assert end["code"] == 2, end
         assert end["errors"].count("bigscl.train: ") == 1

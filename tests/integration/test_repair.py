@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.integration.runs import command, run, store_of, train, write_config
+from tests.integration.runs import store_of, train, write_config
 from tests.test_tools.conftest import bigscl
 
 
@@ -17,12 +17,12 @@ def corrupt_everywhere(folder, shards, shard, array):
         path.write_bytes(data)
 
 
-def test_run_whose_checkpoints_are_all_damaged_is_repaired_and_resumed(tmp_path, shards):
+def test_run_whose_checkpoints_are_all_damaged_is_repaired_and_resumed(tmp_path, shards, trainer_server):
     config = write_config(tmp_path / "run.yaml", shards)
     folder = config.with_suffix("")
     train(config, "--schedule.main.epochs", 1)
     corrupt_everywhere(folder, shards, 3, "heatmaps")
-    refused = run(command([config]))
+    refused = trainer_server.run_module("bigscl.train", config)
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "shard 3" in refused.stderr

@@ -4,7 +4,6 @@ Whatever happened before, the same command resumes the run, and it ends as if it
 a start that is refused changes nothing on disk.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ import pytest
 
 from bigscl.evaluation.target import find_weights
 from bigscl.store import HeatmapStore
-from tests.integration.forks import Forks
+from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -33,11 +32,9 @@ def shards(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """Runs the trainer; its imports are paid for once."""
-    forks = Forks(tmp_path_factory.mktemp("forks"))
-    with contextlib.closing(forks):
-        yield forks
+def train(trainer_server):
+    """Runs the trainer, interrupted if asked."""
+    return InterruptedTrainer(trainer_server)
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,11 @@ from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
     call_all,
-    command,
     copy_run,
     index_of,
+    launch,
     losses_of,
     make_shards,
-    run,
     weights_of,
     write_config,
 )
@@ -107,7 +106,7 @@ def ended(base):
     """How the run of each variant ended; its folder is `base.parent / name`."""
     variants = {**OBJECTIVES, **OPTIONS}
     calls = {name: [base, "--run", base.parent / name, *dotted(**variants[name])] for name in variants}
-    return call_all(base.parent, calls)
+    return call_all(calls)
 
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, *OPTIONS])
@@ -180,7 +179,7 @@ def test_variants_resume_in_mid_epoch_bit_for_bit(base, ended, small):
         _, middle, _ = sorted((folder / "checkpoints").iterdir())
         changes = {**OBJECTIVES, **OPTIONS}[name]
         calls[name] = [base, "--run", folder, *dotted(**changes), "--resume", middle]
-    for name, end in call_all(base.parent, calls).items():
+    for name, end in call_all(calls).items():
         once, again = base.parent / name, base.parent / f"{name} resumed"
         assert end["code"] == 0, end["errors"]
         assert "going on from" in end["errors"]
@@ -210,7 +209,6 @@ def mistakes(tmp_path_factory, base, ended, small):
     copied = copy_run(finished, folder / "copied")
     memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "memory"})]
     return call_all(
-        folder,
         {
             "wrong values": [base, *another, *dotted(**wrong)],
             "conflicts": [base, *another, *dotted(**conflict)],
@@ -278,7 +276,7 @@ def test_printed_config_says_the_same_when_it_is_loaded(tmp_path, mistakes, base
 
 
 def test_ranks_make_one_mistake_together(base):
-    done = run(command([base, "--data.train", "/nowhere/train-*.tar"], processes=2))
+    done = launch(base, "--data.train", "/nowhere/train-*.tar", processes=2)
     assert done.returncode != 0
     assert done.stderr.count("bigscl.train: ") == 1, done.stderr
 
@@ -317,7 +315,7 @@ def skipping(base, damaged):
     """How runs over damaged pictures ended: one that allows a few, and one that does not."""
     usual = [base, "--data.train", damaged[0] / "train-*.tar"]
     few = [*usual, *ALLOWED, "--run", base.parent / "few"]
-    return call_all(base.parent, {"few": few, "many": [*usual, "--run", base.parent / "many"]})
+    return call_all({"few": few, "many": [*usual, "--run", base.parent / "many"]})
 
 
 def test_damaged_pictures_are_skipped_until_they_are_too_many(base, damaged, skipping):
@@ -340,7 +338,7 @@ def test_run_that_skipped_pictures_resumes_in_mid_epoch_bit_for_bit(tmp_path, ba
     again = copy_run(once, tmp_path / "again")
     _, middle, _ = sorted((again / "checkpoints").iterdir())
     call = [base, "--data.train", folder / "train-*.tar", *ALLOWED, "--run", again, "--resume", middle]
-    resumed = call_all(tmp_path, {"again": call})["again"]
+    resumed = call_all({"again": call})["again"]
     assert resumed["code"] == 0, resumed["errors"]
     counts = [resumed["errors"].count(f"skipped {index_of(folder).name(sample)}") for sample in bad]
     assert counts == [0, 1, 1]

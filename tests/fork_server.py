@@ -1,9 +1,9 @@
-"""A process that has done the imports, and forks a child for each call asked of it.
+"""A process that has done the imports, and forks a child for each call it is asked for.
 
-python -m tests.faults.server MODULE ...
+python -m tests.fork_server MODULE ...
 
-It reads a request a line and answers each with a line, all in JSON. It never starts a thread, so its children
-are as good as new processes; a child leads a process group, which is killed when the child ends.
+It reads one request per line and answers each with one line, all in JSON. It never starts a thread, so its
+children are as good as new processes. Each child leads a process group.
 """
 
 import contextlib
@@ -11,23 +11,32 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import traceback
 from typing import Any
 
-from tests.faults.hooks import arm
-from tests.faults.injector import Plan
-
 STORE_ERROR, OS_ERROR = 3, 4
 """Exit codes of a child that ended with an error of the store's own, or with one of the system's."""
 
 
+def run_module(name: str, *arguments: str) -> None:
+    """Do what `python -m name arguments` does."""
+    sys.argv = [name, *arguments]
+    # What was imported before would be the same module twice, which runpy warns of.
+    sys.modules.pop(name, None)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
 def call(request: dict[str, Any]) -> int:
-    """The exit code of what a child was asked to do."""
+    """Return the exit code of the call that a child was asked for."""
     module, function = request["target"].split(":")
     target = getattr(importlib.import_module(module), function)
     if request["plan"] is not None:
+        from tests.faults.hooks import arm
+        from tests.faults.injector import Plan
+
         arm(Plan.from_json(request["plan"]))
     from bigscl.store import StoreError
 
@@ -40,18 +49,23 @@ def call(request: dict[str, Any]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return OS_ERROR
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1
 
 
 def become_child(request: dict[str, Any]) -> None:
-    """Never returns."""
+    """Carry out the request and end the process with its exit code; never returns."""
     os.setpgid(0, 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+    output, errors = (
+        os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")
+    )
+    for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
     os.environ.update(request["environment"])
     code = call(request)
@@ -64,15 +78,17 @@ class Server:
     """The children by their process ids."""
 
     def __init__(self) -> None:
-        self._alive: set[int] = set()
+        self._alive: dict[int, bool] = {}
+        """Whether the process group of a child is killed when the child ends."""
 
     def start(self, request: dict[str, Any]) -> int:
+        """Return the process id of a new child."""
         pid = os.fork()
         if pid == 0:
             become_child(request)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
-        self._alive.add(pid)
+        self._alive[pid] = request["kill_group"]
         return pid
 
     def look(self, request: dict[str, Any]) -> list[tuple[int, str, int]]:
@@ -85,22 +101,24 @@ class Server:
             return None
         if os.WIFSTOPPED(status):
             return pid, "stopped", os.WSTOPSIG(status)
-        self.kill_group(pid)
-        self._alive.discard(pid)
+        if self._alive.pop(pid):
+            kill_group(pid)
         return (
             (pid, "signal", os.WTERMSIG(status))
             if os.WIFSIGNALED(status)
             else (pid, "exit", os.WEXITSTATUS(status))
         )
 
-    @staticmethod
-    def kill_group(pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
     def kill_all(self) -> None:
+        """End all children and their groups."""
         for pid in self._alive:
-            self.kill_group(pid)
+            kill_group(pid)
+
+
+def kill_group(pid: int) -> None:
+    """End all processes of a child's group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def main(modules: list[str]) -> None:
