@@ -4,6 +4,7 @@ These names are the public surface of the store. Modules outside this folder imp
 """
 
 from bigscl.store.annotations import Annotations
+from bigscl.store.array_table import MAX_COUNT
 from bigscl.store.backends import Backend, LocalBackend, StorageOptions, open_backend
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
@@ -20,10 +21,10 @@ from bigscl.store.lease import (
 from bigscl.store.opening import read_spec, spec_for
 from bigscl.store.passes import PASS_THREADS, in_order
 from bigscl.store.prefetch import Prefetcher
-from bigscl.store.residents import Residents, update
 from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, Patience, cause_of, hint_for
+from bigscl.store.shard_cache import ShardCache, update
 from bigscl.store.snapshots import Snapshot, SnapshotLog
-from bigscl.store.spec import FORMAT, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.spec import FORMAT, Array, Codec, GroupSpec, Rows, StoreSpec, Update
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.verification import Problem, verify
 from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_of
@@ -33,6 +34,7 @@ __all__ = [
     "CLIENT_OPTIONS",
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
+    "MAX_COUNT",
     "PASS_THREADS",
     "RETRY_CONFIG",
     "Annotations",
@@ -50,8 +52,8 @@ __all__ = [
     "Patience",
     "Prefetcher",
     "Problem",
-    "Residents",
     "Rows",
+    "ShardCache",
     "SingleProcess",
     "Snapshot",
     "SnapshotLog",
@@ -59,6 +61,7 @@ __all__ = [
     "StoreError",
     "StoreSpec",
     "Transport",
+    "Update",
     "Version",
     "Writeback",
     "array_plans",

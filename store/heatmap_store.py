@@ -465,7 +465,7 @@ class HeatmapStore:
         slot = new.spec.slots_of(self._snapshot.generation)[0]
 
         def rewrite(shard: int) -> tuple[int, Written]:
-            return shard, Written(slot, new.write(shard, slot, self._compacted(new, shard, top)))
+            return shard, Written(slot, new.write(shard, slot, self._compacted(new, shard)))
 
         try:
             for done, (shard, written) in enumerate(in_order(rewrite, share), 1):
@@ -493,13 +493,12 @@ class HeatmapStore:
         on_rank_zero(self._transport, make)
         return ArrayGroup.open(self.backend, self.spec, group.name, read_only=False)
 
-    def _compacted(self, new: ArrayGroup, shard: int, top: int) -> Rows:
+    def _compacted(self, new: ArrayGroup, shard: int) -> Rows:
         assert self.annotations is not None
         digests = self._snapshot.digests_of(shard)
         rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
-        compacted = compact_rows(rows, annotated, top, self.spec.heatmap_size)
-        return compacted if new.spec.counts else replace(compacted, counts=None)
+        return compact_rows(rows, annotated, self.spec, new.spec)
 
     # Tracked samples
 

@@ -6,16 +6,18 @@ import numpy as np
 import zarr
 from numpy.typing import NDArray
 
+from bigscl.store.array_table import ARRAYS
 from bigscl.store.arrays import create_array
 from bigscl.store.backends import Backend
 from bigscl.store.errors import storage_errors
-from bigscl.store.layout import ArrayPlan, choose_classes, class_dtype
-from bigscl.store.spec import Rows, StoreSpec
+from bigscl.store.layout import ArrayPlan, choose_classes
+from bigscl.store.spec import GroupSpec, Rows, StoreSpec
 
 FOLDER = "history"
 # Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.
 MAX_EPOCHS = 100_000
 TOP = 10
+RECORDED = ("scores", "classes", "heatmaps")
 
 
 def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
@@ -25,33 +27,33 @@ def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
     return tuple(ids[places].tolist())
 
 
+def _group(spec: StoreSpec) -> GroupSpec:
+    """The layout of one epoch's values."""
+    return GroupSpec(name=FOLDER, layout="topk", top=min(TOP, spec.num_classes))
+
+
 def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
-    top = min(TOP, spec.num_classes)
-    classes = class_dtype(spec.num_classes)
-    tails: dict[str, tuple[tuple[int, ...], Any, float]] = {
-        "scores": ((spec.num_classes,), np.float16, float("nan")),
-        "classes": ((top,), classes, int(np.iinfo(classes).max)),
-        "heatmaps": ((top, spec.heatmap_size, spec.heatmap_size), np.float16, float("nan")),
-    }
-    count = len(spec.tracked)
+    count, group = len(spec.tracked), _group(spec)
+    tails = {name: ARRAYS[name].shape(spec, group) for name in RECORDED}
     return tuple(
         ArrayPlan(
             name=name,
             shape=(MAX_EPOCHS, count, *tail),
             chunks=(1, count, *tail),
-            dtype=np.dtype(dtype),
-            fill=fill,
+            dtype=ARRAYS[name].dtype(spec),
         )
-        for name, (tail, dtype, fill) in tails.items()
+        for name, tail in tails.items()
     )
 
 
 def history_bytes(spec: StoreSpec, num_tracked: int, *, heatmaps: bool) -> int:
     """Bytes that one epoch of so many tracked samples takes on the storage."""
-    plans = _plans(spec)
-    values = sum(np.prod(plan.shape[2:], dtype=np.int64) * plan.dtype.itemsize for plan in plans)
-    scores = np.dtype(np.float16).itemsize * spec.num_classes
-    return num_tracked * int(values if heatmaps else scores)
+    values = sum(
+        int(np.prod(plan.shape[2:], dtype=np.int64)) * plan.dtype.itemsize
+        for plan in _plans(spec)
+        if heatmaps or plan.name == "scores"
+    )
+    return num_tracked * values
 
 
 def describe_history(backend: Backend, spec: StoreSpec) -> None:
@@ -70,24 +72,12 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
     store = backend.zarr_store(read_only=False)
     values: dict[str, NDArray[Any]] = {"scores": rows.scores}
     if rows.heatmaps is not None:
-        values["classes"], values["heatmaps"] = _strongest(rows, rows.heatmaps, annotated)
+        classes = choose_classes(rows.scores, annotated, TOP)
+        places = np.arange(len(rows))[:, None]
+        values |= {"classes": classes, "heatmaps": rows.heatmaps_of(places, classes)}
     with storage_errors(f"{backend.url}/{FOLDER}"):
         for name, value in values.items():
             zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
-
-
-def _strongest(
-    rows: Rows, heatmaps: NDArray[Any], annotated: NDArray[np.bool_]
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The strongest classes of each row and their heatmaps; classes that have no heatmap get zeros."""
-    chosen = choose_classes(rows.scores, annotated, TOP)
-    if rows.classes is None:
-        places, found = chosen, np.ones_like(chosen, dtype=bool)
-    else:
-        equal = rows.classes[:, None, :] == chosen[:, :, None]
-        places, found = equal.argmax(axis=2), equal.any(axis=2)
-    maps = np.take_along_axis(heatmaps, places[:, :, None, None], axis=1)
-    return chosen, np.where(found[:, :, None, None], maps, np.float16(0))
 
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:

@@ -7,15 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.annotations import Annotations
+from bigscl.store.array_table import ARRAYS, ONE_BITS, Domain, Start, StoredArray, fill_value
 from bigscl.store.errors import BadValues, NoFreeSlot
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
-
-# 16 rows measured best for dense chunks (2,400 images/s; 260 with 1 row, 800 with 64).
-DENSE_CHUNK_ROWS = 16
-NEVER = -1
-MAX_COUNT = 254
-# float16 1.0: bits of non-negative halves order like their values; NaN and negatives lie above.
-ONE_BITS = np.float16(1).view(np.uint16)
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +20,11 @@ class ArrayPlan:
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: np.dtype[np.generic]
-    fill: float | int
+
+    @property
+    def fill(self) -> float | int:
+        """The value of chunks that were never written."""
+        return fill_value(self.dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -34,41 +32,19 @@ class ArrayPlan:
         return int(np.prod(self.shape[3:], dtype=np.int64)) * self.dtype.itemsize
 
 
-def class_dtype(num_classes: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The smallest type of class ids whose largest value is free to mean "missing"."""
-    return np.dtype(np.uint16) if num_classes <= np.iinfo(np.uint16).max else np.dtype(np.uint32)
-
-
 def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
-    """Every array of a group, in the order they are written."""
-    rows, side = spec.rows_per_shard, spec.heatmap_size
-    classes = class_dtype(spec.num_classes)
-    maps = spec.num_classes if group.layout == "dense" else group.top
-    map_rows = min(rows, DENSE_CHUNK_ROWS) if group.layout == "dense" else rows
-
-    def plan(
-        name: str,
-        tail: tuple[int, ...],
-        dtype: type | np.dtype[np.generic],
-        fill: float,
-        chunk_rows: int = rows,
-    ) -> ArrayPlan:
-        shape = (group.num_slots, spec.num_shards, rows, *tail)
-        return ArrayPlan(
-            name=name, shape=shape, chunks=(1, 1, chunk_rows, *tail), dtype=np.dtype(dtype), fill=fill
+    """Every array of a group, in the order in which they are written."""
+    outer = (group.num_slots, spec.num_shards, spec.rows_per_shard)
+    return tuple(
+        ArrayPlan(
+            name=array.name,
+            shape=(*outer, *array.shape(spec, group)),
+            chunks=(1, 1, array.chunk_rows(spec, group), *array.shape(spec, group)),
+            dtype=array.dtype(spec),
         )
-
-    plans = [plan("scores", (spec.num_classes,), np.float16, float("nan"))]
-    if group.layout != "scores":
-        assert maps is not None
-        plans.append(plan("heatmaps", (maps, side, side), np.float16, float("nan"), map_rows))
-        if group.counts:
-            plans.append(plan("counts", (side, side), np.uint8, MAX_COUNT + 1))
-    if group.layout == "topk":
-        assert group.top is not None
-        plans.append(plan("classes", (group.top,), classes, int(np.iinfo(classes).max)))
-    plans.append(plan("visited", (), np.int32, int(np.iinfo(np.int32).min)))
-    return tuple(plans)
+        for array in ARRAYS.values()
+        if array.exists(group)
+    )
 
 
 def shard_bytes(spec: StoreSpec, group: GroupSpec) -> int:
@@ -124,32 +100,38 @@ def choose_classes(scores: Array, annotated: NDArray[np.bool_], top: int) -> NDA
 
 def initial_shard(spec: StoreSpec, group: GroupSpec, annotations: Annotations, shard: int) -> Rows:
     """A shard that was never written: 1 for annotated positives, 0 for the rest, never visited."""
-    positions, positives = annotations.of_shard(shard)
-    arrays = {plan.name: np.zeros(plan.shape[2:], plan.dtype) for plan in array_plans(spec, group)}
-    arrays["visited"][:] = NEVER
-    arrays["scores"][positions, positives] = 1
-    if group.layout == "dense":
-        arrays["heatmaps"][positions, positives] = 1
-    if group.layout == "topk":
-        assert group.top is not None
-        chosen = choose_classes(arrays["scores"], arrays["scores"] == 1, group.top)
-        arrays["classes"][:] = chosen
-        arrays["heatmaps"][np.take_along_axis(arrays["scores"], chosen, axis=1) == 1] = 1
-    return Rows(**arrays)
+    plans = array_plans(spec, group)
+    annotated = annotated_mask((spec.rows_per_shard, spec.num_classes), *annotations.of_shard(shard))
+    chosen = None if group.top is None else choose_classes(annotated.astype(np.float16), annotated, group.top)
+    values: dict[str, Array] = {plan.name: np.zeros(plan.shape[2:], plan.dtype) for plan in plans}
+    for name, array in values.items():
+        ARRAYS[name].initialize(array, Start(annotated=annotated, classes=chosen))
+    return Rows(**values)
 
 
-def check_values(ids: NDArray[np.int64], name: str, values: Array, shape: tuple[int, ...]) -> None:
-    """Refuses anything but float16 in [0, 1] of the right shape, naming the first bad sample."""
-    expected = (len(ids), *shape)
-    if values.dtype != np.float16 or values.shape != expected:
-        raise BadValues(f"{name}: got {values.dtype} {values.shape}, expected float16 {expected}")
-    bits = values.view(np.uint16)
-    if bits.size and bits.max() > ONE_BITS:
-        bad = (bits > ONE_BITS).reshape(len(ids), -1)
+def check_update(spec: StoreSpec, group: GroupSpec, ids: NDArray[np.int64], update: Update) -> None:
+    """Refuse values of wrong arrays, types or shapes, or outside their domain; names the first bad sample."""
+    found = dict(update.arrays())
+    wanted = {plan.name: plan for plan in array_plans(spec, group) if ARRAYS[plan.name].updated}
+    if found.keys() != wanted.keys():
+        raise BadValues(f"update of a {group.layout} store: expected {sorted(wanted)}, found {sorted(found)}")
+    for name, plan in wanted.items():
+        expected = (len(ids), *plan.shape[3:])
+        if found[name].dtype != plan.dtype or found[name].shape != expected:
+            raise BadValues(
+                f"{name}: got {found[name].dtype} {found[name].shape}, expected {plan.dtype} {expected}"
+            )
+        _check_domain(ids, ARRAYS[name], found[name], Domain(num_classes=spec.num_classes, last_epoch=-1))
+
+
+def _check_domain(ids: NDArray[np.int64], array: StoredArray, values: Array, domain: Domain) -> None:
+    bad = array.invalid(values, domain)
+    if bad.any():
+        bad = bad.reshape(len(ids), -1)
         first = int(bad.any(axis=1).argmax())
         value = values.reshape(len(ids), -1)[first, bad[first].argmax()]
         raise BadValues(
-            f"{name} of sample {ids[first]}: found {value}, expected values in [0, 1]. "
+            f"{array.name} of sample {ids[first]}: found {value}, expected {array.expected(domain)}. "
             f"{int(bad.any(axis=1).sum())} of {len(ids)} samples of this batch are bad; nothing was stored. "
             f"Look for a diverging loss."
         )

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.residents import Allocate, Residents
+from bigscl.store.shard_cache import Allocate, ShardCache
 from bigscl.store.spec import Rows
 from bigscl.store.waiting import Channel, join
 
@@ -40,9 +40,9 @@ class _Item(Generic[Batch]):
 class Prefetcher:
     """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
 
-    def __init__(self, residents: Residents, *, depth: int = 4, allocate: Allocate = np.empty) -> None:
+    def __init__(self, cache: ShardCache, *, depth: int = 4, allocate: Allocate = np.empty) -> None:
         self.waits = Waits()
-        self._residents = residents
+        self._cache = cache
         self._allocate = allocate
         self._items: Channel[_Item[Any]] = Channel(depth)
         self._stop = threading.Event()
@@ -68,8 +68,8 @@ class Prefetcher:
             yield item.batch, item.rows
 
     def _next(self) -> _Item[Any] | None:
-        item = self._items.get(self._residents.check)
-        self._residents.check()
+        item = self._items.get(self._cache.check)
+        self._cache.check()
         return item
 
     def _account(self, asked: float, item: _Item[Any]) -> None:
@@ -82,13 +82,13 @@ class Prefetcher:
         try:
             for batch in batches:
                 data_ready = time.perf_counter()
-                rows = self._residents.gather(ids(batch), self._allocate)
+                rows = self._cache.gather(ids(batch), self._allocate)
                 self._items.put(_Item(batch, rows, data_ready), self._check_wanted)
             self._items.end()
         except _Stop:
             pass
         except BaseException as error:
-            self._residents.fail(error)
+            self._cache.fail(error)
 
     def _check_wanted(self) -> None:
         if self._stop.is_set():

@@ -1,7 +1,7 @@
 """What a store is made of: values that are written once and never change."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
@@ -135,9 +135,44 @@ class GroupSpec:
             raise fields.bad(str(error)) from None
 
 
+class _Arrays:
+    """Arrays of some samples, in the same order; those that a layout lacks are None."""
+
+    __slots__ = ()
+    scores: Array
+    heatmaps: Array | None
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """(name, array) of what is present."""
+        for field in fields(self):  # type: ignore[arg-type]
+            if (array := getattr(self, field.name)) is not None:
+                yield field.name, array
+
+    def take(self, positions: Array | slice) -> Self:
+        """Copies of the rows at these positions."""
+        return type(self)(**{name: np.ascontiguousarray(array[positions]) for name, array in self.arrays()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays together."""
+        return sum(array.nbytes for _, array in self.arrays())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """The memory of some samples, in the order they were asked for; arrays a layout lacks are None."""
+class Update(_Arrays):
+    """New values of some samples: the arrays that training changes."""
+
+    scores: Array
+    heatmaps: Array | None = None
+    counts: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows(_Arrays):
+    """The memory of some samples."""
 
     scores: Array
     visited: Array
@@ -145,20 +180,24 @@ class Rows:
     classes: Array | None = None
     counts: Array | None = None
 
-    def __len__(self) -> int:
-        return len(self.scores)
+    def kept_classes(self) -> Array:
+        """The classes of each row that have a heatmap: [N, L or k], ascending."""
+        if self.heatmaps is None:
+            return np.empty((len(self), 0), np.int64)
+        if self.classes is None:
+            return np.broadcast_to(np.arange(self.scores.shape[1]), self.scores.shape)
+        return self.classes
 
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """(name, array) of what is present."""
-        for name in self.__slots__:
-            if (array := getattr(self, name)) is not None:
-                yield name, array
+    def heatmaps_of(self, places: Array, classes: Array) -> Array:
+        """The heatmaps [..., W, W] of these classes of the rows at these places; zeros where none is kept.
 
-    def take(self, positions: Array | slice) -> "Rows":
-        """Copies of the rows at these positions."""
-        return Rows(**{name: np.ascontiguousarray(array[positions]) for name, array in self.arrays()})
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays together."""
-        return sum(array.nbytes for _, array in self.arrays())
+        `places` and `classes` have one axis or more, and are broadcast against each other.
+        """
+        if self.heatmaps is None:
+            raise ValueError("heatmaps: this store holds scores only so far, no heatmaps")
+        if self.classes is None:
+            return np.asarray(self.heatmaps[places, classes])
+        equal = self.classes[places] == np.asarray(classes)[..., None]
+        found: Array = self.heatmaps[places, equal.argmax(axis=-1)]
+        found[~equal.any(axis=-1)] = 0
+        return found

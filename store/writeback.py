@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.residents import Residents
-from bigscl.store.spec import Array
+from bigscl.store.shard_cache import ShardCache
+from bigscl.store.spec import Update
 from bigscl.store.waiting import Channel, join, take
 
 
@@ -27,35 +27,27 @@ class Writeback:
 
     # Always: written <= scattered <= put. drain() returns when all three are equal.
 
-    def __init__(self, residents: Residents, *, depth: int = 4) -> None:
+    def __init__(self, cache: ShardCache, *, depth: int = 4) -> None:
         self.wait_seconds = 0.0
-        self._residents = residents
+        self._cache = cache
         self._actions: Channel[Callable[[], None]] = Channel(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)
         self._thread.start()
 
-    def put(
-        self,
-        ids: NDArray[np.int64],
-        *,
-        scores: Array,
-        heatmaps: Array | None = None,
-        counts: Array | None = None,
-        ready: Callable[[], object] = _already,
-    ) -> None:
-        """Hand rows back. `ready` blocks until their bytes are valid, such as a CUDA event's synchronize."""
+    def put(self, ids: NDArray[np.int64], update: Update, *, ready: Callable[[], object] = _already) -> None:
+        """Hand new values back. `ready` blocks until they are valid, like the synchronize of a CUDA event."""
 
         def scatter() -> None:
             ready()
-            self._residents.scatter(ids, scores=scores, heatmaps=heatmaps, counts=counts)
+            self._cache.scatter(ids, update)
 
         self._enqueue(scatter)
 
     def skip(self, ids: NDArray[np.int64]) -> None:
         """These samples get no update this epoch."""
         if len(ids):
-            self._enqueue(lambda: self._residents.skip(ids))
+            self._enqueue(lambda: self._cache.skip(ids))
 
     def _enqueue(self, action: Callable[[], None]) -> None:
         asked = time.perf_counter()
@@ -63,7 +55,7 @@ class Writeback:
         self.wait_seconds += time.perf_counter() - asked
 
     def _check(self) -> None:
-        self._residents.check()
+        self._cache.check()
         if not self._thread.is_alive():
             raise RuntimeError("writeback: its thread has ended; open a new one to write more.")
 
@@ -72,8 +64,8 @@ class Writeback:
         scattered: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._actions.put(lambda: scattered.put(None), self._check)
         take(scattered, self._check)
-        self._residents.check()
-        self._residents.flush()
+        self._cache.check()
+        self._cache.flush()
 
     def _run(self) -> None:
         failed = False
@@ -84,7 +76,7 @@ class Writeback:
                     action()
             except BaseException as error:
                 failed = True
-                self._residents.fail(error)
+                self._cache.fail(error)
 
     def close(self) -> None:
         """End the thread; what was not drained is lost."""

@@ -166,22 +166,14 @@ def _heatmaps_differ(mine: Rows, its: Rows) -> NDArray[np.bool_]:
     """Which rows have different heatmaps of a class that both sides keep."""
     assert mine.heatmaps is not None
     assert its.heatmaps is not None
-    if mine.classes is None and its.classes is None:
+    kept = [mine.kept_classes(), its.kept_classes()]
+    if np.array_equal(kept[0], kept[1]):
         return _unequal(mine.heatmaps, its.heatmaps)
-    if mine.classes is not None and its.classes is not None and np.array_equal(mine.classes, its.classes):
-        return _unequal(mine.heatmaps, its.heatmaps)
-    kept = [
-        np.broadcast_to(np.arange(rows.scores.shape[1]), rows.scores.shape)
-        if rows.classes is None
-        else rows.classes
-        for rows in (mine, its)
-    ]
     differs = np.zeros(len(mine), bool)
     for column in range(kept[0].shape[1]):
-        equal = kept[1] == kept[0][:, column, None]
-        rows = np.flatnonzero(equal.any(axis=1))
-        places = equal[rows].argmax(axis=1)
-        differs[rows] |= _unequal(mine.heatmaps[rows, column], its.heatmaps[rows, places])
+        classes = kept[0][:, column]
+        rows = np.flatnonzero((kept[1] == classes[:, None]).any(axis=1))
+        differs[rows] |= _unequal(mine.heatmaps[rows, column], its.heatmaps_of(rows, classes[rows]))
     return differs
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import (
     Anonymous,
@@ -156,7 +156,7 @@ def _labels_of_shard(
         "annotated": annotated[places, classes],
         "expected": chosen[places, classes],
     }
-    boxes = _boxes(rows.heatmaps, rows.classes, places, classes).round(4)
+    boxes = _boxes(rows, places, classes).round(4)
     return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
 
 
@@ -164,22 +164,11 @@ def _texts(values: Sequence[str]) -> NDArray[Any]:
     return np.array(values, dtype=object)
 
 
-def _boxes(
-    heatmaps: NDArray[Any] | None,
-    kept: NDArray[Any] | None,
-    places: NDArray[np.int64],
-    classes: NDArray[np.int64],
-) -> NDArray[np.float64]:
+def _boxes(rows: Rows, places: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.float64]:
     """`[n,4]`: the box of the strongest region of each (row, class); NaN where there is none."""
-    boxes = np.full((len(places), 4), np.nan)
-    if heatmaps is None:
-        return boxes
-    columns, there = classes, np.ones(len(places), bool)
-    if kept is not None:
-        equal = kept[places] == classes[:, None]
-        columns, there = equal.argmax(axis=1), equal.any(axis=1)
-    boxes[there] = strongest_boxes(heatmaps[places[there], columns[there]])
-    return boxes
+    if rows.heatmaps is None:
+        return np.full((len(places), 4), np.nan)
+    return strongest_boxes(rows.heatmaps_of(places, classes))
 
 
 # Scores
@@ -223,8 +212,7 @@ def _heatmaps(store: HeatmapStore, data: Data, output: Path, wanted: list[str]) 
 def _npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:
     rows = store.read(ids)
     arrays: dict[str, Any] = dict(rows.arrays())
-    if rows.classes is None:
-        arrays["classes"] = np.broadcast_to(np.arange(store.spec.num_classes), rows.scores.shape)
+    arrays["classes"] = rows.kept_classes()
     arrays["ids"] = ids
     arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
     arrays["class_names"] = np.array(data.index.class_names)

@@ -178,14 +178,8 @@ def _trials(heat: Tensor, objects: Objects) -> Arrays:
 
 def _stored_heatmaps(rows: Rows, ids: NDArray[np.int64], objects: Objects) -> Tensor:
     """The heatmap [p,W,W] of each pair, from the rows of some images."""
-    if rows.heatmaps is None:
-        raise ValueError("heatmaps: this store holds scores only so far, no heatmaps to point with")
     places = _rows_of(objects.ids, ids).numpy()
-    if rows.classes is None:
-        return torch.from_numpy(rows.heatmaps[places, objects.classes])
-    same = rows.classes[places] == objects.classes[:, None]
-    heat = rows.heatmaps[places, same.argmax(1)]
-    return torch.from_numpy(heat * same.any(1)[:, None, None])
+    return torch.from_numpy(rows.heatmaps_of(places, objects.classes))
 
 
 def _rows_of(wanted: NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor:

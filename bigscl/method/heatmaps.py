@@ -14,6 +14,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from bigscl.store import MAX_COUNT
+
 
 @torch.no_grad()
 def to_view(heatmaps: Tensor, views: Tensor, size: int) -> Tensor:
@@ -83,7 +85,7 @@ def blend(
 
     With `counts`, the uint8 [B,W,W] looks each cell has had so far, the average is debiased: its momentum is
     min(n / (n + 1), momentum), so the first look replaces the initial value. The counts after this look come
-    back too; they stop at 255.
+    back too; they stop at MAX_COUNT.
     """
     seen, mask = to_image(maps, views, heatmaps.shape[-1])
     if erased is not None:
@@ -91,7 +93,7 @@ def blend(
     kept = momentum if counts is None else _debiased(counts, momentum)[:, None]
     updated = (kept * heatmaps.float() + (1 - kept) * seen).to(heatmaps.dtype)
     blended = torch.where(mask[:, None], updated, heatmaps)
-    return blended if counts is None else (blended, counts + (mask & (counts < 255)))
+    return blended if counts is None else (blended, counts + (mask & (counts < MAX_COUNT)))
 
 
 @torch.no_grad()

@@ -84,11 +84,8 @@ def classes_to_show(
 
     The last place is left for a negative.
     """
-    if rows.heatmaps is None:
-        return []
     scores = rows.scores[0]
-    kept = np.arange(len(scores)) if rows.classes is None else rows.classes[0]
-    classes = sorted(kept.tolist(), key=lambda number: -scores[number])
+    classes = sorted(rows.kept_classes()[0].tolist(), key=lambda number: -scores[number])
     kinds = {number: kind_of(number, annotated, present) for number in classes}
     positives = [
         number for kind in ("annotated", "unannotated") for number in classes if kinds[number] == kind
@@ -119,12 +116,9 @@ def panel_of(
 
 def heatmap_of(rows: Rows, number: int) -> NDArray[Any] | None:
     """The heatmap `[W,W]` of a class of the one sample in `rows`; None if it is not kept."""
-    if rows.heatmaps is None:
+    if number not in rows.kept_classes()[0]:
         return None
-    if rows.classes is None:
-        return np.asarray(rows.heatmaps[0, number])
-    places = np.flatnonzero(rows.classes[0] == number)
-    return np.asarray(rows.heatmaps[0, places[0]]) if len(places) else None
+    return np.asarray(rows.heatmaps_of(np.array([0]), np.array([number]))[0])
 
 
 def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_]) -> Kind:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bigscl.config.schema import StoreConfig
 from bigscl.data.batch import Batch
-from bigscl.store import HeatmapStore, Prefetcher, Residents, Rows, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 from bigscl.training.transfer import allocate_pinned, to_host
 
 
@@ -30,12 +30,12 @@ class EpochMemory:
         limit = None if config.resident_gb is None else int(config.resident_gb * 2**30)
         allocate = allocate_pinned if device.type == "cuda" else np.empty
         # Closed in reverse: first nothing new comes in, then nothing more goes out, then the shards go.
-        self.residents = self._stack.enter_context(
-            Residents(store, epoch, limit_bytes=limit, io_threads=config.io_threads)
+        self.cache = self._stack.enter_context(
+            ShardCache(store, epoch, limit_bytes=limit, io_threads=config.io_threads)
         )
-        self._writeback = self._stack.enter_context(Writeback(self.residents, depth=config.writeback_batches))
+        self._writeback = self._stack.enter_context(Writeback(self.cache, depth=config.writeback_batches))
         self._prefetcher = self._stack.enter_context(
-            Prefetcher(self.residents, depth=config.prefetch_batches, allocate=allocate)
+            Prefetcher(self.cache, depth=config.prefetch_batches, allocate=allocate)
         )
 
     def pair(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Rows | None]]:
@@ -55,7 +55,7 @@ class EpochMemory:
             return
         if len(batch):
             arrays, ready = to_host(updates)
-            self._writeback.put(batch.ids.numpy(), **arrays, ready=ready)
+            self._writeback.put(batch.ids.numpy(), Update(**arrays), ready=ready)
         self._writeback.skip(batch.skipped.numpy())
 
     def drain(self) -> None:

@@ -28,7 +28,7 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from bigscl.store import Annotations, HeatmapStore, Prefetcher, Residents, Writeback
+from bigscl.store import Annotations, HeatmapStore, Prefetcher, ShardCache, Update, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
 SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "visited": ()}
@@ -195,13 +195,13 @@ def epoch_of_store(store: HeatmapStore, epoch: int, shards: int) -> None:
             yield from np.split(shard * ROWS + rng.permutation(ROWS), ROWS // BATCH)
 
     with (
-        Residents(store, epoch) as residents,
-        Prefetcher(residents) as prefetcher,
-        Writeback(residents) as writeback,
+        ShardCache(store, epoch) as cache,
+        Prefetcher(cache) as prefetcher,
+        Writeback(cache) as writeback,
     ):
         for ids, rows in prefetcher.pair(batches(), lambda ids: ids):
             after = blend({"scores": rows.scores, "heatmaps": rows.heatmaps})
-            writeback.put(ids, scores=after["scores"], heatmaps=after["heatmaps"])
+            writeback.put(ids, Update(scores=after["scores"], heatmaps=after["heatmaps"]))
         writeback.drain()
 
 
@@ -299,9 +299,9 @@ def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, fl
                 nonlocal done
                 for epoch in range(1, 10_000):
                     with (
-                        Residents(store, epoch) as residents,
-                        Prefetcher(residents) as prefetcher,
-                        Writeback(residents) as writeback,
+                        ShardCache(store, epoch) as cache,
+                        Prefetcher(cache) as prefetcher,
+                        Writeback(cache) as writeback,
                     ):
                         ids = (np.arange(n, n + BATCH) for n in range(0, shards * ROWS, BATCH))
                         for batch, rows in prefetcher.pair(ids, lambda ids: ids):
@@ -309,7 +309,7 @@ def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, fl
                             if stop.is_set():
                                 return
                             begun = time.perf_counter()
-                            writeback.put(batch, scores=rows.scores, heatmaps=rows.heatmaps)
+                            writeback.put(batch, Update(scores=rows.scores, heatmaps=rows.heatmaps))
                             done += len(batch)
                             time.sleep(max(0.0, BATCH / rate - (time.perf_counter() - begun)))
                         writeback.drain()

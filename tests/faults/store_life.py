@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import HeatmapStore, StorageOptions, update
+from bigscl.store import HeatmapStore, StorageOptions, Update, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import NotAStore
 from bigscl.store.lease import break_lease, read_holder
@@ -114,7 +114,7 @@ def live_epoch(store, ledger, epoch):
 def learn(store, ids, epoch):
     classes = store.read(ids).classes
     scores, heatmaps = values_of(ids, epoch, classes)
-    update(store, epoch, ids, scores=scores, heatmaps=heatmaps)
+    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps))
 
 
 def commit(store, ledger, epoch, next_epoch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bigscl.evaluation.mining import mined_positives
-from bigscl.store import HeatmapStore, update
+from bigscl.store import HeatmapStore, Update, update
 from tests.test_tools.quickstart import make_shards
 
 
@@ -18,7 +18,7 @@ def remember(folder, index, scores):
     """A store with these scores."""
     HeatmapStore.create(folder, index.annotations(), heatmap_size=4, layout="scores")
     with HeatmapStore.open(folder, annotations=index.annotations(), mode="w") as store:
-        update(store, 0, index.ids(), scores=scores.astype(np.float16))
+        update(store, 0, index.ids(), Update(scores=scores.astype(np.float16)))
         store.commit(epoch=0)
     return HeatmapStore.open(folder, annotations=index.annotations())
 

@@ -6,7 +6,7 @@ import uuid
 import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore, StorageOptions
+from bigscl.store import Annotations, HeatmapStore, StorageOptions, Update
 from bigscl.store.backends import forget_memory
 
 
@@ -47,7 +47,7 @@ def random_update(store, count, seed):
         update["heatmaps"] = rng.random((count, maps, size, size)).astype(np.float16)
         if group.counts:
             update["counts"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
-    return update
+    return Update(**update)
 
 
 def assert_same_rows(found, expected):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import HeatmapStore, Prefetcher, Residents, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, ShardCache, Update, Writeback
 from bigscl.store.errors import NotAStore
 from tests.test_store.conftest import all_ids, make_annotations
 
@@ -49,13 +49,13 @@ def train(store, epoch, acknowledged):
     order = np.random.default_rng(epoch).permutation(left)
     batches = np.array_split(order, max(1, len(order) // 8))
     with (
-        Residents(store, epoch, limit_bytes=0) as residents,
-        Prefetcher(residents) as prefetcher,
-        Writeback(residents) as writeback,
+        ShardCache(store, epoch, limit_bytes=0) as cache,
+        Prefetcher(cache) as prefetcher,
+        Writeback(cache) as writeback,
     ):
         for step, (ids, rows) in enumerate(prefetcher.pair(batches, lambda ids: ids)):
             scores, heatmaps = values_of(ids, epoch, rows.classes)
-            writeback.put(ids, scores=scores, heatmaps=heatmaps)
+            writeback.put(ids, Update(scores=scores, heatmaps=heatmaps))
             if step % 5 == 4:
                 commit(store, writeback, acknowledged, epoch, next_epoch=epoch)
         commit(store, writeback, acknowledged, epoch, next_epoch=epoch + 1)

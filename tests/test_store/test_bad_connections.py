@@ -48,7 +48,7 @@ def test_a_commit_whose_answer_got_lost_is_a_commit(s3_options, url, annotations
     with faulty_proxy(s3_options.endpoint, first("PUT", "/00000001.json", "lose", times)) as proxy:
         options = options_for(proxy)
         with HeatmapStore.open(url, annotations=annotations, mode="w", options=options) as store:
-            update(store, 0, np.arange(2), **random_update(store, 2, seed=0))
+            update(store, 0, np.arange(2), random_update(store, 2, seed=0))
             while store.snapshot.id < 3:
                 snapshot = store.commit(epoch=0)
     assert proxy.faults == {"lose": times}
@@ -130,7 +130,7 @@ def test_chunks_that_break_off_are_read_again(s3_options, url, annotations):
     ids = all_ids(annotations)
     HeatmapStore.create(url, annotations, heatmap_size=4, options=s3_options)
     with HeatmapStore.open(url, annotations=annotations, mode="w", options=s3_options) as store:
-        update(store, 0, ids, **random_update(store, len(ids), seed=0))
+        update(store, 0, ids, random_update(store, len(ids), seed=0))
         store.commit(epoch=0)
         expected = store.read(ids)
     with faulty_proxy(s3_options.endpoint, lambda method, path, count: "cut" if count < 4 else None) as proxy:
@@ -145,14 +145,14 @@ def epochs(place, annotations, options=None):
     HeatmapStore.create(place, annotations, heatmap_size=4, counts=True, options=options)
     with HeatmapStore.open(place, annotations=annotations, mode="w", options=options) as store:
         for epoch in range(3):
-            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            update(store, epoch, ids, random_update(store, len(ids), seed=epoch))
             store.commit(epoch=epoch, step=epoch)
             store.record_history(epoch)
             store.drop_snapshots(keep=[store.snapshot.parent])
             seen.append(store.read(ids))
         store.compact(top=3)
         store.drop_snapshots()
-        update(store, 3, ids, **random_update(store, len(ids), seed=3))
+        update(store, 3, ids, random_update(store, len(ids), seed=3))
         store.commit(epoch=3)
         seen.append(store.read(ids))
     reader = HeatmapStore.open(place, options=options)
@@ -209,7 +209,7 @@ def test_a_server_that_goes_away_is_one_line_for_chunks_too(s3_options, url, ann
         store = HeatmapStore.open(url, annotations=annotations, mode="w", options=options_for(proxy))
         away.append(True)
         with pytest.raises(StoreError, match="closed before the answer") as caught:
-            update(store, 0, np.array([0]), **random_update(store, 1, seed=0))
+            update(store, 0, np.array([0]), random_update(store, 1, seed=0))
         away.clear()
         store.close()
     one_line(caught)

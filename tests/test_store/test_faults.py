@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, Residents, StoreError, update
+from bigscl.store import HeatmapStore, ShardCache, StoreError, update
 from bigscl.store.errors import ChunkCorrupt
 from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
@@ -19,7 +19,7 @@ from tests.test_store.conftest import all_ids, assert_same_rows, make_annotation
 def committed(store, annotations):
     """A store with one commit, and what it holds."""
     ids = all_ids(annotations)
-    update(store, 0, ids, **random_update(store, len(ids), seed=0))
+    update(store, 0, ids, random_update(store, len(ids), seed=0))
     store.commit(epoch=0)
     return store, store.read(ids)
 
@@ -40,8 +40,8 @@ def test_a_flipped_bit_is_found_and_its_samples_named(committed, array):
     path.write_bytes(data)
     with pytest.raises(ChunkCorrupt, match=rf"{array}: shard 1, slot 3 \(samples 5 to 7\).*bigscl repair"):
         store.read([5])
-    with Residents(store, 1) as residents, pytest.raises(ChunkCorrupt):
-        residents.gather(np.array([6]))
+    with ShardCache(store, 1) as cache, pytest.raises(ChunkCorrupt):
+        cache.gather(np.array([6]))
     problems = [problem for _, found in verify(store) for problem in found]
     assert [(p.shard, p.array, p.samples) for p in problems] == [(1, array, (5, 6, 7))]
 
@@ -63,7 +63,7 @@ def test_verify_names_only_the_samples_of_the_bad_dense_chunk(tmp_path):
     annotations = make_annotations((40,), 3)
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=2)
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
-        update(store, 0, np.arange(40), **random_update(store, 40, seed=0))
+        update(store, 0, np.arange(40), random_update(store, 40, seed=0))
         store.commit(epoch=0)
         keys = [key for key in store.arrays.keys(0, store.snapshot.slots[0]) if "/heatmaps/" in key]
         Path(store.backend.url, keys[1]).unlink()
@@ -80,7 +80,7 @@ def test_verify_finds_values_that_cannot_be(committed):
     store.commit(epoch=1)
     ((_, found), *_) = verify(store)
     assert [(p.array, p.samples) for p in found] == [("scores", (2,)), ("visited", (3,))]
-    assert "outside [0, 1]" in found[0].reason
+    assert "expected values in [0, 1]" in found[0].reason
 
 
 def test_a_full_disk_is_a_clear_error_and_the_last_commit_stays(committed, annotations):
@@ -92,14 +92,14 @@ def test_a_full_disk_is_a_clear_error_and_the_last_commit_stays(committed, annot
         with pytest.raises(
             StoreError, match=r"could not be written: .*Free some space.*last commit is intact"
         ):
-            update(store, 1, ids, **random_update(store, len(ids), seed=1))
+            update(store, 1, ids, random_update(store, len(ids), seed=1))
         with pytest.raises(StoreError, match="could not be written"):
             store.commit(epoch=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert_same_rows(HeatmapStore.open(store.backend.url).read(ids), before)
     store.rollback(store.snapshot.id)
-    update(store, 1, ids, **random_update(store, len(ids), seed=1))
+    update(store, 1, ids, random_update(store, len(ids), seed=1))
     assert store.commit(epoch=1).epoch == 1
 
 
@@ -131,13 +131,13 @@ def test_a_really_full_file_system(annotations, tmp_path):
         with HeatmapStore.open(small / "store", annotations=annotations, mode="w") as store:
             ids = np.arange(8)
             values = random_update(store, 8, seed=0)
-            update(store, 0, ids, **values)
+            update(store, 0, ids, values)
             kept = store.commit(epoch=0)
             with pytest.raises(StoreError, match=r"No space left on device.*Free some space"):
-                update(store, 1, ids, **values)
+                update(store, 1, ids, values)
         reader = HeatmapStore.open(small / "store")
         assert reader.snapshot == kept
-        np.testing.assert_array_equal(reader.read(ids).heatmaps, values["heatmaps"])
+        np.testing.assert_array_equal(reader.read(ids).heatmaps, values.heatmaps)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -160,7 +160,7 @@ def test_a_read_only_folder_can_be_read_and_says_so_when_written(annotations, re
         path = Path(folder, "store")
         HeatmapStore.create(path, annotations, heatmap_size=2)
         with HeatmapStore.open(path, annotations=annotations, mode="w") as store:
-            update(store, 0, np.arange(5), **random_update(store, 5, seed=0))
+            update(store, 0, np.arange(5), random_update(store, 5, seed=0))
             store.commit(epoch=0)
         folders = [Path(folder), path, *(p for p in path.rglob("*") if p.is_dir())]
         for each in folders:

@@ -54,13 +54,13 @@ def test_updates_come_back_bit_for_bit_after_a_commit(place, annotations, settin
     with open_for_writing(place, annotations) as store:
         before = store.read(ids)
         values = random_update(store, len(ids), seed=1)
-        update(store, 0, ids[::2], **{name: array[::2] for name, array in values.items()})
+        update(store, 0, ids[::2], values.take(slice(0, None, 2)))
         store.commit(epoch=0, step=7, attributes={"cut": [1, 2]})
     url, options = place
     store = HeatmapStore.open(url, annotations=annotations, options=options)
     assert (store.snapshot.epoch, store.snapshot.step, store.snapshot.attributes) == (0, 7, {"cut": [1, 2]})
     after = store.read(ids)
-    for name, array in values.items():
+    for name, array in values.arrays():
         np.testing.assert_array_equal(getattr(after, name)[::2], array[::2])
         np.testing.assert_array_equal(getattr(after, name)[1::2], getattr(before, name)[1::2])
     assert after.visited.tolist() == [0, -1] * (len(ids) // 2)
@@ -92,10 +92,10 @@ def test_what_was_not_committed_is_gone_and_the_last_commit_stays(place, annotat
     make(place, annotations)
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        update(store, 0, ids, random_update(store, len(ids), seed=1))
         store.commit(epoch=0)
         kept = store.read(ids)
-        update(store, 1, ids, **random_update(store, len(ids), seed=2))
+        update(store, 1, ids, random_update(store, len(ids), seed=2))
         assert (store.read(ids).scores != kept.scores).any()
     with open_for_writing(place, annotations) as store:
         assert_same_rows(store.read(ids), kept)
@@ -108,7 +108,7 @@ def test_every_retained_snapshot_can_be_opened_and_rolled_back_to(place, annotat
     states = {}
     with open_for_writing(place, annotations) as store:
         for epoch in range(3):
-            update(store, epoch, ids[epoch:], **random_update(store, len(ids) - epoch, seed=epoch))
+            update(store, epoch, ids[epoch:], random_update(store, len(ids) - epoch, seed=epoch))
             states[store.commit(epoch=epoch).id] = store.read(ids)
         for number, state in states.items():
             old = HeatmapStore.open(url, annotations=annotations, snapshot=number, options=options)
@@ -116,7 +116,7 @@ def test_every_retained_snapshot_can_be_opened_and_rolled_back_to(place, annotat
         store.rollback(2)
         assert_same_rows(store.read(ids), states[2])
         assert [kept.id for kept in store.snapshots()] == [0, 1, 2, 5]
-        update(store, 1, ids, **random_update(store, len(ids), seed=9))
+        update(store, 1, ids, random_update(store, len(ids), seed=9))
         assert store.commit(epoch=1).id == 6
     with open_for_writing(place, annotations, snapshot=2) as store:
         assert_same_rows(store.read(ids), states[2])
@@ -129,7 +129,7 @@ def test_dropped_snapshots_free_their_slots(place, annotations):
     with open_for_writing(place, annotations) as store:
         sizes = []
         for epoch in range(4):
-            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            update(store, epoch, ids, random_update(store, len(ids), seed=epoch))
             store.commit(epoch=epoch)
             store.drop_snapshots()
             sizes.append(sum(size for name, size in store.sizes().items() if name.startswith("arrays")))
@@ -145,10 +145,10 @@ def test_a_shard_without_a_free_slot_says_what_to_do(place, annotations):
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
         for epoch in range(2):
-            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            update(store, epoch, ids, random_update(store, len(ids), seed=epoch))
             store.commit(epoch=epoch)
         with pytest.raises(NoFreeSlot, match="Drop a snapshot"):
-            update(store, 2, ids, **random_update(store, len(ids), seed=2))
+            update(store, 2, ids, random_update(store, len(ids), seed=2))
 
 
 def test_reader_notices_that_its_snapshot_was_dropped(place, annotations):
@@ -156,10 +156,10 @@ def test_reader_notices_that_its_snapshot_was_dropped(place, annotations):
     ids = all_ids(annotations)
     url, options = place
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, **random_update(store, len(ids), seed=0))
+        update(store, 0, ids, random_update(store, len(ids), seed=0))
         store.commit(epoch=0)
         reader = HeatmapStore.open(url, options=options)
-        update(store, 1, ids, **random_update(store, len(ids), seed=1))
+        update(store, 1, ids, random_update(store, len(ids), seed=1))
         store.commit(epoch=1)
         reader.read(ids)
         store.drop_snapshots()
@@ -172,7 +172,7 @@ def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotation
     make(place, annotations, layout=layout, counts=layout == "dense")
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids[:6], **random_update(store, 6, seed=1))
+        update(store, 0, ids[:6], random_update(store, 6, seed=1))
         store.commit(epoch=0)
         dense = store.read(ids)
         store.compact(4)
@@ -200,7 +200,7 @@ def test_compaction_to_fewer_classes_keeps_the_strongest_that_have_heatmaps(plac
     make(place, annotations, layout="topk", top=5)
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        update(store, 0, ids, random_update(store, len(ids), seed=1))
         store.commit(epoch=0)
         five = store.read(ids)
         store.compact(3)
@@ -218,7 +218,7 @@ def test_rollback_undoes_a_compaction(place, annotations):
     make(place, annotations)
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, **random_update(store, len(ids), seed=1))
+        update(store, 0, ids, random_update(store, len(ids), seed=1))
         number = store.commit(epoch=0).id
         dense = store.read(ids)
         store.compact(3)
@@ -244,7 +244,7 @@ def test_history_shows_how_tracked_samples_moved(place, annotations):
     with open_for_writing(place, annotations) as store:
         seen = []
         for epoch in range(2):
-            update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+            update(store, epoch, ids, random_update(store, len(ids), seed=epoch))
             store.commit(epoch=epoch)
             store.drop_snapshots()
             store.record_history(epoch)
@@ -279,7 +279,7 @@ def test_reading_asks_for_annotations_only_where_nothing_was_written(place, anno
     ids = all_ids(annotations)
     url, options = place
     with open_for_writing(place, annotations) as store:
-        update(store, 0, ids[:2], **random_update(store, 2, seed=0))
+        update(store, 0, ids[:2], random_update(store, 2, seed=0))
         store.commit(epoch=0)
     reader = HeatmapStore.open(url, options=options)
     assert len(reader.read(ids[:5])) == 5
@@ -370,7 +370,7 @@ def test_impossible_settings_are_refused(tmp_path, annotations, settings, compla
 def test_deleting_what_is_free_leaves_every_retained_snapshot_as_it_was(store, annotations):
     kept = {}
     for epoch in range(3):
-        update(store, epoch, all_ids(annotations), **random_update(store, annotations.num_samples, epoch))
+        update(store, epoch, all_ids(annotations), random_update(store, annotations.num_samples, epoch))
         kept[store.commit(epoch=epoch).id] = store.read(all_ids(annotations))
     store.drop_snapshots(keep=[3])
     versions = by_version(store.backend.sizes(""))
@@ -391,7 +391,7 @@ def test_deleting_what_is_free_waits_for_the_commit(store, annotations):
 
 
 def test_files_belong_to_the_version_in_their_name(store, annotations):
-    update(store, 0, all_ids(annotations), **random_update(store, annotations.num_samples, 0))
+    update(store, 0, all_ids(annotations), random_update(store, annotations.num_samples, 0))
     store.commit(epoch=0)
     for shard, slot in enumerate(store.snapshot.slots):
         for key in store.arrays.keys(shard, slot):
@@ -403,9 +403,9 @@ def test_files_belong_to_the_version_in_their_name(store, annotations):
 
 
 def test_snapshots_share_the_bytes_of_shards_that_did_not_change(store, annotations):
-    update(store, 0, all_ids(annotations), **random_update(store, annotations.num_samples, 0))
+    update(store, 0, all_ids(annotations), random_update(store, annotations.num_samples, 0))
     first = store.commit(epoch=0)
-    update(store, 1, np.array([0]), **random_update(store, 1, 1))
+    update(store, 1, np.array([0]), random_update(store, 1, 1))
     second = store.commit(epoch=1)
     versions = by_version(store.backend.sizes(""))
     shard = versions["arrays-000", first.slots[0], 0]

@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
     HeatmapStore.create(path, ANNOTATIONS, heatmap_size=2)
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="run") as store:
         for epoch in range(2):
-            update(store, epoch, all_ids(ANNOTATIONS), **random_update(store, 12, seed=epoch))
+            update(store, epoch, all_ids(ANNOTATIONS), random_update(store, 12, seed=epoch))
             store.commit(epoch=epoch)
         (path / "lease.copy").write_bytes((path / "lease.json").read_bytes())
     (path / "lease.copy").rename(path / "lease.json")
@@ -160,7 +160,7 @@ def test_a_store_with_a_chunk_or_a_snapshot_is_never_created_over(tmp_path, miss
     path = tmp_path / "store"
     HeatmapStore.create(path, ANNOTATIONS, heatmap_size=2)
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="run") as store:
-        update(store, 0, all_ids(ANNOTATIONS), **random_update(store, 12, seed=0))
+        update(store, 0, all_ids(ANNOTATIONS), random_update(store, 12, seed=0))
         store.commit(epoch=0)
     for file in [path / missing] if missing == "zarr.json" else list((path / missing).iterdir()):
         file.unlink()

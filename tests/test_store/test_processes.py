@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, Prefetcher, Residents, StoreError, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
 from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
@@ -22,14 +22,14 @@ def train(transport, url):
             mine = range((transport.rank + epoch) % transport.world_size, 7, transport.world_size)
             batches = [store.spec.sample_ids(shard) for shard in mine]
             with (
-                Residents(store, epoch) as residents,
-                Prefetcher(residents) as prefetcher,
-                Writeback(residents) as writeback,
+                ShardCache(store, epoch) as cache,
+                Prefetcher(cache) as prefetcher,
+                Writeback(cache) as writeback,
             ):
                 for ids, rows in prefetcher.pair(batches, lambda ids: ids):
-                    mixed = {name: (array[ids] / 2).astype(array.dtype) for name, array in values.items()}
+                    mixed = {name: (array[ids] / 2).astype(array.dtype) for name, array in values.arrays()}
                     mixed["scores"] += (rows.scores / 2).astype(np.float16)
-                    writeback.put(ids, **mixed)
+                    writeback.put(ids, Update(**mixed))
                 writeback.drain()
             store.commit(epoch=epoch)
             if epoch == 1:

@@ -85,13 +85,13 @@ class StoreMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(self.ids.tolist()), min_size=1, unique=True))
         values = random_update(self.store, len(chosen), seed)
         try:
-            update(self.store, self.epoch, np.array(chosen), **values)
+            update(self.store, self.epoch, np.array(chosen), values)
         except NoFreeSlot:
             # Part of the batch may be in: what was not committed is undefined after a failure.
             self.reopen()
             return
         for place, n in enumerate(chosen):
-            self.now[n] |= {name: array[place] for name, array in values.items()} | {"visited": self.epoch}
+            self.now[n] |= {name: array[place] for name, array in values.arrays()} | {"visited": self.epoch}
 
     @rule()
     def commit(self):

@@ -27,7 +27,7 @@ def open_writer(place, annotations, run="run", **more):
 
 def commit_epoch(store, annotations, epoch):
     ids = all_ids(annotations)
-    update(store, epoch, ids, **random_update(store, len(ids), seed=epoch))
+    update(store, epoch, ids, random_update(store, len(ids), seed=epoch))
     return store.commit(epoch=epoch)
 
 
@@ -53,7 +53,7 @@ def frozen_and_successor(place, annotations):
     frozen = open_writer(place, annotations, "frozen")
     commit_epoch(frozen, annotations, 0)
     ids = all_ids(annotations)
-    update(frozen, 1, ids[:4], **random_update(frozen, 4, seed=7))
+    update(frozen, 1, ids[:4], random_update(frozen, 4, seed=7))
     break_lease(frozen.backend)
     successor = open_writer(place, annotations, "successor")
     kept = {successor.snapshot.id: successor.read(ids)}
@@ -214,7 +214,7 @@ def test_versions_of_earlier_revisions_are_read_without_digests(tmp_path, annota
         rows[second.id] = store.read(all_ids(annotations))
         assert store.snapshot.slots == (1, 1, 1)
         store.drop_snapshots(keep=rows)
-        update(store, 2, np.array([0]), **random_update(store, 1, seed=3))
+        update(store, 2, np.array([0]), random_update(store, 1, seed=3))
         third = store.commit(epoch=2)
         assert third.digests_of(0).keys() == {"scores", "heatmaps", "visited"}
         store.drop_snapshots()

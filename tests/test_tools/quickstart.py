@@ -11,7 +11,7 @@ from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.method.selection import expected_counts, select
-from bigscl.store import HeatmapStore, SingleProcess, update
+from bigscl.store import HeatmapStore, SingleProcess, Update, update
 
 SIDE = 12
 K = 2.5
@@ -62,7 +62,7 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
         heatmaps = blobs(scores, centres(index))
         if (classes := store.read(ids).classes) is not None:
             heatmaps = np.take_along_axis(heatmaps, classes[:, :, None, None], 1)
-    update(store, epoch, ids, scores=scores, heatmaps=heatmaps)
+    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps))
     chosen = select(
         store.scores_by_shard(range(store.spec.num_shards)),
         expected_counts(index.annotations().counts(), K),

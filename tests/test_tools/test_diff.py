@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, update
+from bigscl.store import HeatmapStore, Update, update
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_shards, make_store
 
@@ -25,7 +25,7 @@ def test_a_single_changed_row_is_found(run, index):
     scores = before.scores.copy()
     scores[0, 4] = 1
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
-        update(store, 3, np.array([17]), scores=scores, heatmaps=before.heatmaps)
+        update(store, 3, np.array([17]), Update(scores=scores, heatmaps=before.heatmaps))
         store.commit(epoch=3, attributes=store.snapshot.attributes)
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1

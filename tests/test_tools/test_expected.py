@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.index import with_fingerprint
-from bigscl.store import HeatmapStore, update
+from bigscl.store import HeatmapStore, Update, update
 from bigscl.tools.expected import expected_at
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import SIDE, K, learn
@@ -19,7 +19,7 @@ def save_in_mid_epoch(run, index, *, keep_counts=True, drop=False):
     with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
         rows = store.read(ids)
         scores = (0.5 + rows.scores / 2).astype(np.float16)
-        update(store, 3, ids, scores=scores, heatmaps=rows.heatmaps)
+        update(store, 3, ids, Update(scores=scores, heatmaps=rows.heatmaps))
         cuts = dict(store.snapshot.attributes["selection"])
         if not keep_counts:
             del cuts["num_expected"]

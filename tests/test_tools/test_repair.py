@@ -27,7 +27,7 @@ def wide_run(tmp_path, wide):
     HeatmapStore.create(url, annotations, heatmap_size=4, counts=True, tracked=0)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
         for epoch, seen in ((0, ids), (1, ids[::2])):
-            update(store, epoch, seen, **random_update(store, len(seen), seed=epoch))
+            update(store, epoch, seen, random_update(store, len(seen), seed=epoch))
             at = store.commit(epoch=epoch, step=10 * (epoch + 1), attributes={"next_epoch": 1, "skipped": []})
             add_checkpoint(folder, at.step, at.id)
         store.drop_snapshots(keep=[store.snapshot.parent])

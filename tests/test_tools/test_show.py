@@ -9,7 +9,7 @@ import torch
 from numpy.testing import assert_array_equal
 
 from bigscl.method.selection import Selection
-from bigscl.store import Annotations, HeatmapStore, update
+from bigscl.store import Annotations, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.show import histogram
 from tests.test_tools.conftest import bigscl
@@ -50,7 +50,7 @@ def test_samples_never_visited_are_counted(tmp_path, index):
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, layout="scores")
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         scores = np.zeros((3, 10), np.float16)
-        update(store, 5, np.array([0, 1, 24]), scores=scores)
+        update(store, 5, np.array([0, 1, 24]), Update(scores=scores))
         store.commit(epoch=5)
     assert bigscl("show", tmp_path / "store", "--json").json()["visited"] == {"never": 27, "5": 3}
 

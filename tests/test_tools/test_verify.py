@@ -49,9 +49,9 @@ def test_a_missing_file_is_found(run):
 @pytest.mark.parametrize(
     ("array", "value", "reason"),
     [
-        ("scores", 1.5, "values outside [0, 1]"),
-        ("visited", 9, "visit stamps outside -1..2"),
-        ("classes", 77, "class ids not ascending within 0..9"),
+        ("scores", 1.5, "expected values in [0, 1]"),
+        ("visited", 9, "expected epochs from -1 to 2"),
+        ("classes", 77, "expected class ids ascending within 0..9"),
     ],
 )
 def test_values_that_cannot_be_are_found_behind_good_checksums(topk, index, array, value, reason):

@@ -11,16 +11,15 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.errors import BadValues
 from bigscl.store.heatmap_store import HeatmapStore
-from bigscl.store.layout import MAX_COUNT, array_plans, check_values, shard_bytes, split_by_shard
-from bigscl.store.spec import Array, Rows
+from bigscl.store.layout import array_plans, check_update, shard_bytes, split_by_shard
+from bigscl.store.spec import Array, Rows, Update
 from bigscl.store.waiting import POLL_SECONDS, join, result_of
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
-class Resident:
+class CachedShard:
     """One shard in RAM. Its lock is held while rows are copied in or out, and while it is written."""
 
     def __init__(self, rows: Rows, remaining: int) -> None:
@@ -31,8 +30,8 @@ class Resident:
         self.lock = threading.Lock()
 
 
-class Residents:
-    """The resident shards of one rank in one epoch.
+class ShardCache:
+    """The cached shards of one rank in one epoch.
 
     A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
     make room: beyond `limit_bytes`, shards with no sample in flight are let go, least recently used first.
@@ -50,7 +49,7 @@ class Residents:
         self.shard_bytes = shard_bytes(store.spec, store.group)
         self._plans = array_plans(store.spec, store.group)
         self._limit_shards = None if limit_bytes is None else max(1, limit_bytes // self.shard_bytes)
-        self._shards: OrderedDict[int, Future[Resident]] = OrderedDict()
+        self._shards: OrderedDict[int, Future[CachedShard]] = OrderedDict()
         self._pins: Counter[int] = Counter()
         self._in_flight: Counter[int] = Counter()
         self._skipped: Counter[int] = Counter()
@@ -78,14 +77,14 @@ class Residents:
         loading = [self._touch(shard, len(places)) for shard, _, places in parts]
         out = {plan.name: allocate((len(ids), *plan.shape[3:]), plan.dtype) for plan in self._plans}
         for (_, positions, places), future in zip(parts, loading, strict=True):
-            resident = result_of(future, self.check)
-            with resident.lock:
-                for name, array in resident.rows.arrays():
+            cached = result_of(future, self.check)
+            with cached.lock:
+                for name, array in cached.rows.arrays():
                     out[name][places] = array[positions]
         self._make_room()
         return Rows(**out)
 
-    def _touch(self, shard: int, taken: int = 0) -> Future[Resident]:
+    def _touch(self, shard: int, taken: int = 0) -> Future[CachedShard]:
         """The shard, being loaded if it was not here; `taken` of its samples go into flight."""
         with self._lock:
             if shard not in self._shards:
@@ -95,37 +94,29 @@ class Residents:
             self._in_flight[shard] += taken
             return self._shards[shard]
 
-    def _load(self, shard: int) -> Resident:
+    def _load(self, shard: int) -> CachedShard:
         rows = self.store.load_shard(shard)
         size = self.store.spec.shard_sizes[shard]
-        return Resident(rows, int((rows.visited[:size] != self.epoch).sum()))
+        return CachedShard(rows, int((rows.visited[:size] != self.epoch).sum()))
 
     # Rows in
 
-    def scatter(
-        self,
-        ids: NDArray[np.int64],
-        *,
-        scores: Array,
-        heatmaps: Array | None = None,
-        counts: Array | None = None,
-    ) -> None:
-        """Put updated rows in and stamp them with the epoch; a shard whose last one it was is written."""
-        update = {"scores": scores, "heatmaps": heatmaps, "counts": counts}
-        values = {name: array for name, array in update.items() if array is not None}
-        self._check(ids, values)
+    def scatter(self, ids: NDArray[np.int64], update: Update) -> None:
+        """Put new values in and stamp them with the epoch; a shard whose last sample it was is written."""
+        check_update(self.store.spec, self.store.group, ids, update)
+        values = dict(update.arrays())
         for shard, positions, places in split_by_shard(ids, self.store.spec.rows_per_shard):
-            with self._pinned(shard) as resident:
-                with resident.lock:
-                    for name, array in resident.rows.arrays():
+            with self._pinned(shard) as cached:
+                with cached.lock:
+                    for name, array in cached.rows.arrays():
                         if name in values:
                             array[positions] = values[name][places]
-                    resident.remaining -= int((resident.rows.visited[positions] != self.epoch).sum())
-                    resident.rows.visited[positions] = self.epoch
-                    resident.dirty = True
+                    cached.remaining -= int((cached.rows.visited[positions] != self.epoch).sum())
+                    cached.rows.visited[positions] = self.epoch
+                    cached.dirty = True
                 with self._lock:
                     self._in_flight[shard] = max(0, self._in_flight[shard] - len(places))
-            self._finish_if_complete(shard, resident)
+            self._finish_if_complete(shard, cached)
 
     def skip(self, ids: NDArray[np.int64]) -> None:
         """These samples get no update this epoch (unreadable): no shard need wait for them."""
@@ -136,19 +127,8 @@ class Residents:
             if future is not None:
                 self._finish_if_complete(shard, result_of(future, self.check))
 
-    def _check(self, ids: NDArray[np.int64], values: dict[str, Array]) -> None:
-        tails = {plan.name: plan.shape[3:] for plan in self._plans}
-        wanted = tails.keys() & {"scores", "heatmaps", "counts"}
-        if values.keys() != wanted:
-            layout = self.store.group.layout
-            raise BadValues(f"update of a {layout} store: expected {sorted(wanted)}, found {sorted(values)}")
-        for name in wanted - {"counts"}:
-            check_values(ids, name, values[name], tails[name])
-        if "counts" in values:
-            values["counts"] = np.minimum(values["counts"], MAX_COUNT)
-
     @contextmanager
-    def _pinned(self, shard: int) -> Iterator[Resident]:
+    def _pinned(self, shard: int) -> Iterator[CachedShard]:
         """The shard, loaded, and sure to stay until the block ends."""
         with self._lock:
             self._pins[shard] += 1
@@ -160,31 +140,31 @@ class Residents:
 
     # Writing and letting go
 
-    def _finish_if_complete(self, shard: int, resident: Resident) -> None:
-        if resident.remaining <= self._skipped[shard]:
+    def _finish_if_complete(self, shard: int, cached: CachedShard) -> None:
+        if cached.remaining <= self._skipped[shard]:
             while not self._finishing.acquire(timeout=POLL_SECONDS):
                 self.check()
-            self._pool.submit(self._finish, shard, resident)
+            self._pool.submit(self._finish, shard, cached)
 
-    def _finish(self, shard: int, resident: Resident) -> None:
+    def _finish(self, shard: int, cached: CachedShard) -> None:
         try:
-            self._write(shard, resident)
-            self._let_go(shard, resident)
+            self._write(shard, cached)
+            self._let_go(shard, cached)
         except BaseException as error:
             self.fail(error)
         finally:
             self._finishing.release()
 
-    def _write(self, shard: int, resident: Resident) -> None:
-        with resident.lock:
-            if resident.dirty:
-                self.store.save_shard(shard, resident.rows)
-                resident.dirty = False
+    def _write(self, shard: int, cached: CachedShard) -> None:
+        with cached.lock:
+            if cached.dirty:
+                self.store.save_shard(shard, cached.rows)
+                cached.dirty = False
 
-    def _let_go(self, shard: int, resident: Resident) -> None:
+    def _let_go(self, shard: int, cached: CachedShard) -> None:
         with self._lock:
             # Only a pinned shard can become dirty, and pinning takes the lock we hold.
-            if not (self._pins[shard] or self._in_flight[shard] or resident.dirty):
+            if not (self._pins[shard] or self._in_flight[shard] or cached.dirty):
                 self._shards.pop(shard, None)
 
     def _make_room(self) -> None:
@@ -198,11 +178,11 @@ class Residents:
             self._let_go(shard, future.result())
 
     def flush(self) -> None:
-        """Write every shard that has changed; what is resident stays so."""
+        """Write every shard that has changed; what is cached stays so."""
         with self._lock:
             held = list(self._shards.items())
         loaded = [(shard, result_of(future, self.check)) for shard, future in held]
-        writes = [self._pool.submit(self._write, shard, resident) for shard, resident in loaded]
+        writes = [self._pool.submit(self._write, shard, cached) for shard, cached in loaded]
         for write in writes:
             result_of(write, self.check)
         self.check()
@@ -225,16 +205,8 @@ class Residents:
         self.close()
 
 
-def update(
-    store: HeatmapStore,
-    epoch: int,
-    ids: NDArray[np.int64],
-    *,
-    scores: Array,
-    heatmaps: Array | None = None,
-    counts: Array | None = None,
-) -> None:
-    """Update rows at once, without the threads of prefetch and writeback; a commit makes it last."""
-    with Residents(store, epoch) as residents:
-        residents.scatter(ids, scores=scores, heatmaps=heatmaps, counts=counts)
-        residents.flush()
+def update(store: HeatmapStore, epoch: int, ids: NDArray[np.int64], values: Update) -> None:
+    """Update samples at once, without the threads of prefetch and writeback; a commit makes it last."""
+    with ShardCache(store, epoch) as cache:
+        cache.scatter(ids, values)
+        cache.flush()
