@@ -2,8 +2,8 @@
 
 import os
 
-# Set before torch is imported. The work of a test is small, and as many tests run at a time as there are cores:
-# more threads only spin while they wait for each other, up to ten times the CPU seconds of the work.
+# Set before torch is imported. The work of a test is small, and as many tests run at a time as there are
+# cores: more threads only spin while they wait for each other, up to ten times the CPU seconds of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest

@@ -1,11 +1,7 @@
-"""Selects over gloo groups of 1 to 4 of the launched processes; each rank writes down what it got.
-
-torchrun --standalone --nproc-per-node 4 select_over_ranks.py FOLDER
-"""
+"""Selects over gloo groups of 1 to 4 forked processes; each rank writes down what it got."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +52,8 @@ def select_all(rank, world_size):
     return found
 
 
-def main(folder):
+def main(place):
+    folder = Path(place)
     rank = int(os.environ["RANK"])
     for world_size in WORLD_SIZES:
         if rank < world_size:
@@ -65,7 +62,3 @@ def main(folder):
             found = select_all(rank, world_size)
             (folder / f"cuts-{rank}-of-{world_size}.json").write_text(json.dumps(found))
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
 """The same evaluation with 1, 2 and 3 processes and any batch size leaves the same bytes in every file."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ from safetensors.torch import save_file
 
 from bigscl.data.scan import scan
 from bigscl.models.spatial import build_model
+from tests.forks import ROOT, free_port
 from tests.tars import labelled, write_tar
 
-ROOT = Path(__file__).parent.parent.parent
 BACKBONE, NUM_CLASSES = "bigscl.models.smallnet:small_resnet", 4
 
 
@@ -38,51 +37,53 @@ def made(tmp_path_factory):
     return folder
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def evaluate(made, processes, batch_size, *options):
-    output = made / f"{processes}-{batch_size}"
-    launch = [sys.executable]
-    if processes > 1:
-        launch += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", processes]
-        launch += ["--main_process_port", free_port()]
-    job = ["-m", "bigscl.evaluate", made / "net.safetensors", "--backbone", BACKBONE, "--workers", "0"]
-    job += ["--shards", made / "v-*.tar", "--index", made / "v.npz", "--size", "48", "--resize", "square"]
-    command = [*launch, *job, "--boxes", "--batch-size", batch_size, "-o", output, *options]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(
-        list(map(str, command)),
+def run_with_all_threads(words):
+    """An evaluation as a user starts it, with as many threads as the machine has cores."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, "-m", "bigscl.evaluate", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=150,
         cwd=ROOT,
-        env=environment,
+        env={**environment, "ACCELERATE_USE_CPU": "true"},
         check=False,
     )
+
+
+def evaluate(server, made, processes, batch_size, *options):
+    """How an evaluation ended, and its files: in an interpreter, under a launcher, or on forked ranks."""
+    output = made / f"{processes}-{batch_size}"
+    words = [made / "net.safetensors", "--backbone", BACKBONE, "--workers", "0"]
+    words += ["--shards", made / "v-*.tar", "--index", made / "v.npz", "--size", "48", "--resize", "square"]
+    words += ["--boxes", "--batch-size", batch_size, "-o", output, *options]
+    if processes == 1:
+        result = run_with_all_threads(words)
+    elif processes == 2:
+        launcher = ["--multi_gpu", "--num_processes", processes, "--main_process_port", free_port()]
+        result = server.run_module("accelerate.commands.launch", *launcher, "-m", "bigscl.evaluate", *words)
+    else:
+        result = server.run_module("bigscl.evaluate", *words, processes=processes)
     return result, {
         path.relative_to(output): path.read_bytes() for path in output.rglob("*") if path.is_file()
     }
 
 
-def test_number_of_processes_and_batch_size_leave_no_trace_in_any_file(made):
-    result, alone = evaluate(made, 1, 64)
+def test_number_of_processes_and_batch_size_leave_no_trace_in_any_file(made, trainer_server):
+    result, alone = evaluate(trainer_server, made, 1, 64)
     assert result.returncode == 0, result.stderr
     assert {"report.json", "report.md", "scores.png"} <= {str(path) for path in alone}
     assert b'"num_images": 79' in alone[Path("report.json")]
     for processes, batch_size in ((2, 7), (3, 1)):
-        result, files = evaluate(made, processes, batch_size)
+        result, files = evaluate(trainer_server, made, processes, batch_size)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("present classes") == 1
         assert files.keys() == alone.keys()
         assert [str(path) for path in files if files[path] != alone[path]] == []
 
 
-def test_a_mistake_is_one_line_however_many_processes_make_it(made):
-    result, _ = evaluate(made, 2, 9, "--real", made / "nowhere.json")
+def test_a_mistake_is_one_line_however_many_processes_make_it(made, trainer_server):
+    result, _ = evaluate(trainer_server, made, 2, 9, "--real", made / "nowhere.json")
     assert result.returncode != 0
     assert result.stderr.count("bigscl.evaluate: ") == 1
     assert "nowhere.json: no such file" in result.stderr

@@ -1,26 +1,20 @@
 """The selection over real gloo processes equals a brute-force sort and is the same on every rank."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from select_over_ranks import NUM_EXPECTED, WORLD_SIZES, cases
 
 from bigscl.method.selection import Selection
-
-SCRIPT = Path(__file__).parent / "select_over_ranks.py"
+from tests.distributed.select_over_ranks import NUM_EXPECTED, WORLD_SIZES, cases
 
 
 @pytest.fixture(scope="module")
-def cuts(tmp_path_factory):
+def cuts(tmp_path_factory, trainer_server):
     """What each rank of each world size selected, by (rank, world size)."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    run = subprocess.run([*launch, SCRIPT, folder], capture_output=True, text=True, timeout=150, check=False)
+    run = trainer_server.run("tests.distributed.select_over_ranks:main", folder, processes=4)
     assert run.returncode == 0, run.stderr
     return {
         (rank, size): json.loads((folder / f"cuts-{rank}-of-{size}.json").read_text())

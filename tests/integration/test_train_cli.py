@@ -20,9 +20,9 @@ from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
     call_all,
+    command,
     copy_run,
     index_of,
-    launch,
     losses_of,
     make_shards,
     weights_of,
@@ -275,8 +275,9 @@ def test_printed_config_says_the_same_when_it_is_loaded(tmp_path, mistakes, base
     assert load_config(tmp_path / "printed.yaml") == load_config(base, ["--seed", "7"])
 
 
-def test_ranks_make_one_mistake_together(base):
-    done = launch(base, "--data.train", "/nowhere/train-*.tar", processes=2)
+def test_ranks_make_one_mistake_together(base, trainer_server):
+    _, _, *launcher = command([base, "--data.train", "/nowhere/train-*.tar"], processes=2)
+    done = trainer_server.run_module(*launcher)
     assert done.returncode != 0
     assert done.stderr.count("bigscl.train: ") == 1, done.stderr
 

@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -103,22 +101,11 @@ def test_a_bucket_is_probed_like_a_folder(s3_options):
     assert "rank 0 cannot write to s3://no-such-bucket/probed" in problem
 
 
-def test_processes_of_the_real_launcher_report_together(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += [
-        "--main_process_port",
-        "0",
-        "-m",
-        "bigscl.tools.cli",
-        "doctor",
-        str(tmp_path / "store"),
-        "--json",
-    ]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+def test_processes_of_the_real_launcher_report_together(tmp_path, trainer_server):
+    launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
+    job = ["-m", "bigscl.tools.cli", "doctor", tmp_path / "store", "--json"]
+    done = trainer_server.run_module("accelerate.commands.launch", *launcher, *job)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(facts["processes"]) == 2

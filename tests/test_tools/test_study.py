@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from bigscl.tools import study
 from bigscl.tools.running import CONFIGS
 from bigscl.tools.study import plan_trials
 from bigscl.tools.study_report import mean_and_spread, to_table
+from tests.forks import ROOT, Child
 from tests.integration.runs import make_shards, settings, write_config
 from tests.tars import labelled, write_tar
 from tests.test_tools.conftest import bigscl
@@ -148,8 +152,24 @@ def shards(tmp_path_factory):
     return make_shards(tmp_path_factory.mktemp("shards"), 24, 12, val=12)
 
 
+@pytest.fixture
+def forked_commands(monkeypatch, trainer_server):
+    """Let a study fork the trainer and the evaluation, instead of starting launchers and interpreters."""
+
+    def start(words, *, stdout, env, **_):
+        place = words.index("-m", 2) if "launch" in words else 1
+        name, *arguments = words[place + 1 :]
+        output = Path(stdout.name if stdout else os.devnull)
+        return Child(trainer_server, name, *arguments, output=output, environment=env)
+
+    # Commands name files from where the study is called, which is where the server runs.
+    monkeypatch.chdir(ROOT)
+    patched = SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("bigscl.tools.running.subprocess", patched)
+
+
 @pytest.mark.timeout(300)
-def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards):
+def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards, forked_commands):
     _, scl = write_configs(tmp_path, shards, epochs=12)
     call = [
         sys.executable,
@@ -180,7 +200,7 @@ def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards)
 
 
 @pytest.mark.timeout(300)
-def test_a_run_that_fails_leaves_the_others_to_go_on(tmp_path, shards):
+def test_a_run_that_fails_leaves_the_others_to_go_on(tmp_path, shards, forked_commands):
     an, _ = write_configs(tmp_path, shards, epochs=1)
     diverging = "optimizer.name=sgd schedule.main.learning_rate=1e30 log.every_steps=1"
     variants = ("--vary", diverging, "--vary", "store.momentum=0.5", "--only-varied")
@@ -192,7 +212,7 @@ def test_a_run_that_fails_leaves_the_others_to_go_on(tmp_path, shards):
 
 
 @pytest.mark.timeout(300)
-def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, monkeypatch):
+def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, forked_commands, monkeypatch):
     an, scl = write_configs(tmp_path, shards, epochs=1)
     arguments = ("study", tmp_path / "out", an, scl, "--seeds", 1, "--parallel", 2)
 
