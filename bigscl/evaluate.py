@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from bigscl.command_line import make_command, rank_of_this_process, run
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
 from bigscl.data.loader import BadSamples, Loader

@@ -25,8 +25,7 @@ from bigscl.command_line import (
     run,
     start_is_over,
 )
-from bigscl.config.reading import to_yaml
-from bigscl.config.schema import Config
+from bigscl.config import Config, to_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import Plan, training_plan
@@ -69,7 +68,7 @@ class Trainer:
         start_logging(self.ranks.rank)
         self.run = RunFolder(config)
         self.data = open_data(config)
-        self.schedule = config.phases()
+        self.schedule = config.schedule
         self.state = State(config, self.data, self.accelerator, self.ranks)
         side = 2 * map_side(self.state.network, config.data.size)
         self.journal = Journal(self.run.path, self.accelerator)

@@ -61,6 +61,12 @@ def test_store_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_config_imports_no_torch():
+    """Every verb reads configs, and importing torch takes seconds."""
+    code = "import bigscl.config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_trainer_starts_without_what_only_some_runs_need():
     """Torchvision brings torch's compiler with it, which takes longer to import than all the rest."""
     code = "import bigscl.train, sys; print(*sys.modules)"

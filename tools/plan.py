@@ -15,7 +15,7 @@ from bigscl.tools.opening import AsJson
 from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
-    from bigscl.config.schema import Config
+    from bigscl.config import Config
     from bigscl.data.plan import Plan
     from bigscl.training.forecast import MemoryPhase
 
@@ -49,7 +49,7 @@ def command(
 
     Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
     """
-    from bigscl.config.reading import load_config
+    from bigscl.config import load_config
 
     run = load_config(config, settings or [])
     spec, mean_bytes = _data(run, samples, classes, per_shard)
@@ -130,14 +130,14 @@ def _facts(
         "heatmap_size": spec.heatmap_size,
         "processes": processes,
         "images_per_second": rate,
-        "epochs": config.phases().epochs,
+        "epochs": config.schedule.epochs,
         "steps_per_epoch": steps,
         "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
         "samples_per_rank": asdict(forecast.samples_per_rank(plan)),
         "shards_per_rank": asdict(forecast.shards_per_rank(plan)),
         "shards_per_worker": asdict(forecast.shards_per_worker(plan)),
         "imbalance": forecast.imbalance(plan),
-        "hours": spec.num_samples * config.phases().epochs / (rate * processes) / 3600,
+        "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
         "store_url": config.store_url if config.store.kind == "disk" else None,

@@ -144,7 +144,7 @@ def _table(results: dict[str, dict[str, float]]) -> str:
 
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
     """The heatmaps that each run keeps of digits that no label named."""
-    from bigscl.config.reading import load_config
+    from bigscl.config import load_config
     from bigscl.plots.runs import draw_side_by_side
 
     runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}

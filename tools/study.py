@@ -17,7 +17,7 @@ from bigscl.tools.progress import progress
 from bigscl.tools.running import Runner, launcher
 
 if TYPE_CHECKING:
-    from bigscl.config.schema import Config
+    from bigscl.config import Config
 
 SAMPLES_TO_LOOK_AT = 100
 
@@ -131,13 +131,13 @@ class Trial:
 
     def resolved(self) -> "Config":
         """The config of the run; ConfigError if there is anything wrong with it."""
-        from bigscl.config.reading import load_config
+        from bigscl.config import load_config
 
         return load_config(self.config, self.settings)
 
     def check_unchanged(self) -> None:
         """Refuse what was begun with other settings: it would count for a row that says otherwise."""
-        from bigscl.config.reading import changed_settings
+        from bigscl.config import changed_settings
 
         if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
             raise ValueError(
@@ -213,7 +213,7 @@ def _slug(text: str) -> str:
 
 def _observes(config: Path) -> bool:
     """Whether training sees part of the labels only, so that another part can be drawn."""
-    from bigscl.config.reading import load_config
+    from bigscl.config import load_config
 
     return load_config(config).data.labels == "observed"
 

@@ -1,1 +1,22 @@
-"""Every setting of a run, and reading them from YAML files and command lines. No torch."""
+"""Every setting of a run, and how they are read from YAML files and command lines. Imports no torch."""
+
+from bigscl.config.reading import (
+    ConfigError,
+    changed_settings,
+    load_config,
+    make_config,
+    parse_yaml,
+    to_yaml,
+)
+from bigscl.config.schema import Config, StoreConfig
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "StoreConfig",
+    "changed_settings",
+    "load_config",
+    "make_config",
+    "parse_yaml",
+    "to_yaml",
+]

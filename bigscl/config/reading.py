@@ -1,4 +1,4 @@
-"""Configs from YAML files and command lines, with every mistake in them reported at once."""
+"""Read configs from YAML files and command lines, and report all their mistakes at once."""
 
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from bigscl.config.schema import Config
 from bigscl.method.objective import Objective
 from bigscl.text import first_few, printable, reason_of
 
-# Values of a config, with their aliases written out; those in this folder have about a hundred.
+# Values of a config with all aliases expanded; the configs of this project have about a hundred.
 MOST_VALUES = 10_000
 MOST_LEVELS = 20
 MOST_MISTAKES = 50
 LONGEST_INPUT = 80
-# Values as they were found, in messages.
+# Shortens the values that messages quote.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
 
@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a YAML file with `--section.key value` overrides; ConfigError lists all mistakes."""
+    """Return the config of a YAML file and `--section.key value` overrides; ConfigError lists mistakes."""
     values = _read(path)
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
@@ -36,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file."""
+    """Return the sections of a YAML file."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
@@ -48,9 +48,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The plain values in a YAML text; ConfigError, with its source, for anything else.
+    """Return the plain values in a YAML text; ConfigError, with its source, for anything else.
 
-    Aliases are followed only as far as the result stays small: ten lines of them can mean a billion values.
+    The number of values is limited: ten lines of aliases can expand to a billion values.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -61,15 +61,15 @@ def parse_yaml(text: str, source: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         reason = printable(" ".join(str(error).split()))
-    except Exception as error:  # YAML raises whatever the text after a tag makes it trip over.
+    except Exception as error:  # PyYAML raises many types of error for malformed tags.
         reason = reason_of(error)
     raise ConfigError(f"{printable(source)}: cannot be read: {reason}. Expected YAML: `key: value`.")
 
 
 def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> int:
-    """Values in a node with all aliases written out; ValueError if they are too many or nested too deeply."""
+    """Count the values in a node, aliases expanded; ValueError if they are too many or nested too deeply."""
     if id(node) in inside:
-        raise ValueError("an alias inside of what it names")
+        raise ValueError("an alias that contains itself")
     if len(inside) > MOST_LEVELS:
         raise ValueError(f"more than {MOST_LEVELS} levels")
     if id(node) not in counts:
@@ -82,7 +82,7 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
 
 
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
-    """The config of plain values, or ConfigError with everything that is wrong in it."""
+    """Return the config of plain values; ConfigError lists all mistakes."""
     try:
         config = _adapter().validate_python(values)
     except ValidationError as error:
@@ -101,13 +101,13 @@ def _adapter() -> TypeAdapter[Config]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config, as it can be loaded again."""
+    """Return the resolved config as YAML; `load_config` reads it back."""
     plain = _adapter().dump_python(config, mode="json")
     return yaml.safe_dump(plain, sort_keys=False)
 
 
 def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
-    """(dotted path, what is wrong) for settings that contradict each other or would have no effect."""
+    """Yield (dotted path, problem) of settings that contradict each other or would have no effect."""
     objective, store = config.objective, config.store
     needs = objective.needs
     if store.kind == "none" and needs.memory:
@@ -133,14 +133,16 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     for name, phase in (("warmup", config.schedule.warmup), ("main", config.schedule.main)):
         if phase.decay == "constant" and phase.final_learning_rate:
             yield f"schedule.{name}.final_learning_rate", "has no effect with decay constant"
-    if config.schedule.warmup.epochs + config.schedule.main.epochs < 1:
+    if config.schedule.epochs < 1:
         yield "schedule", "no epochs at all"
     if config.data.color_jitter is not None and config.data.rand_augment is not None:
         yield "data.rand_augment", "choose it or data.color_jitter"
     if config.data.labels == "labels" and config.data.observed is not None:
         yield "data.observed", "has no effect with data.labels: labels"
-    if config.data.resize == "shorter" and config.data.shorter < (config.data.eval_size or config.data.size):
-        yield "data.shorter", f"{config.data.shorter}: the centre that is cut out of it is larger"
+    try:
+        config.data.evaluation_transform()
+    except ValueError as error:
+        yield "data.shorter", str(error).removeprefix("shorter: ")
     if config.data.resize == "square" and config.data.shorter != 256:
         yield "data.shorter", "has no effect with data.resize: square"
     most = store.slots - config.spare_slots
@@ -149,18 +151,12 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "checkpoint.keep", f"{config.keep_checkpoints}, but {store.slots} slots can keep {most}{every}"
     if config.model.freeze_statistics and config.hardware.sync_batchnorm:
         yield "hardware.sync_batchnorm", "has no effect with model.freeze_statistics"
-    for name in ("scale", "ratio"):
-        low, high = getattr(config.data.crop, name)
-        if low > high:
-            yield f"data.crop.{name}", f"[{low}, {high}]: the least is larger than the largest"
-    if config.data.crop.scale[1] > 1:
-        yield "data.crop.scale", f"{config.data.crop.scale[1]} of the image's area, expected at most 1"
 
 
 def changed_settings(before: Path, config: Config) -> list[str]:
-    """Settings that are not as in a saved config, as `section.key: value`; none where there is no file.
+    """List the settings that differ from a saved config, as `section.key: value`; none if there is no file.
 
-    ConfigError if there is one that cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     if not before.exists():
         return []
@@ -170,7 +166,7 @@ def changed_settings(before: Path, config: Config) -> list[str]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every setting in nested sections."""
+    """Yield (dotted path, value) of every setting in nested sections."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -204,7 +200,7 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _dotted(location: tuple[str | int, ...]) -> str:
     # Members of a union appear as types or literals; users know only the keys they wrote.
-    return ".".join(str(part) for part in location if not str(part).endswith(("]", "Config", "float", "int")))
+    return ".".join(str(part) for part in location if not str(part).endswith(("]", "float", "int")))
 
 
 def _complaint(error: Any) -> str:
@@ -212,7 +208,7 @@ def _complaint(error: Any) -> str:
         return "no such setting"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "missing"
-    message: str = error["msg"]
+    message: str = error["msg"].removeprefix("Value error, ")
     found = SHORT.repr(error["input"])
     return f"{found}: {message[0].lower()}{message[1:]}"
 

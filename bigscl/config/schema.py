@@ -1,317 +1,279 @@
-"""Every setting of a run, with its default: strict, frozen, complete. `bigscl.config.reading` reads them."""
+"""Every setting of a run. Values that belong to a module of the method or the data are defined there.
 
-import dataclasses
+`bigscl.config.reading` reads and checks them. Importing this module imports no torch.
+"""
+
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
 
 from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
-from bigscl.data.transforms import EvaluationTransform, TrainingTransform
+from bigscl.data.transforms import MEAN, STD, EvaluationTransform, TrainingTransform
 from bigscl.data.views import RandomCrop
 from bigscl.method.objective import Objective
-from bigscl.method.schedule import Phase, Schedule
+from bigscl.method.schedule import Schedule
 from bigscl.store import Codec, StorageOptions
 
-strict = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class CropConfig:
-    """Training views: torchvision's RandomResizedCrop, and mirroring."""
-
-    scale: tuple[Positive, Positive] = (0.08, 1.0)
-    """Least and largest share of the image's area."""
-    ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
-    """Least and largest width / height."""
-    flip: Share = 0.5
-    """Share of the views that are mirrored left to right."""
-    squash: bool = False
-    """Draw the box on the image squashed to a square (COCO, VOC), not on the image as it is."""
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedConfig:
-    """Observed labels drawn anew from the full ones, instead of those in the shards."""
+    """Observed labels drawn from the full ones, in place of those in the shards."""
 
     seed: CountOrZero
-    """Another seed, another draw."""
+    """Seed of the draw."""
     positives: Count = 1
     """Observed positives per image; images with fewer keep all."""
     negatives: CountOrZero = 0
     """Observed negatives per image."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
-class JitterConfig:
-    """Colour jitter, as torchvision's."""
-
-    brightness: NonNegative = 0.0
-    contrast: NonNegative = 0.0
-    saturation: NonNegative = 0.0
-    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class RandAugmentConfig:
-    """RandAugment's operations that move no pixel."""
-
-    num_operations: Count = 2
-    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class EraseConfig:
-    """Random erasing; erased cells are left out of the heatmaps' averages."""
-
-    probability: Share = 0.5
-    scale: tuple[Positive, Positive] = (0.02, 0.33)
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the images come from and how they are looked at."""
+    """Where the images come from and how they are transformed."""
 
     train: str
     """Training shards: a folder, a glob, a brace pattern, or URLs."""
     val: str | None = None
-    """Fully labelled validation shards; none: no validation."""
+    """Fully labelled validation shards. Default: no validation."""
     train_index: Path | None = None
-    """Index of the training shards, if it is not beside them."""
+    """Index of the training shards. Default: the one in their folder."""
     val_index: Path | None = None
-    """Index of the validation shards, if it is not beside them."""
+    """Index of the validation shards. Default: the one in their folder."""
     labels: Literal["observed", "labels"] = "observed"
-    """Which labels training may see; `labels` are the full ones (the oracle)."""
+    """Labels that training may see: the observed ones, or `labels`, the full ones (the oracle)."""
     observed: ObservedConfig | None = None
-    """Draw the observed labels anew; none: those in the shards."""
+    """Draw the observed labels from the full ones. Default: use those in the shards."""
     size: Annotated[int, Field(ge=16)] = 224
     """Side of the network's input in training."""
     eval_size: Annotated[int, Field(ge=16)] | None = None
-    """Side of the network's input in evaluation; none: that of training."""
+    """Side of the network's input in evaluation. Default: as in training."""
     batch_size: Count = 64
     """Images per process and step."""
     workers: CountOrZero = 4
     """Loader processes per training process."""
     shuffle_buffer: Count = 2000
     """Undecoded samples among which each loader process shuffles."""
-    crop: CropConfig = CropConfig()
+    crop: RandomCrop = field(default_factory=RandomCrop)
     """Training views."""
-    color_jitter: JitterConfig | None = None
+    color_jitter: ColorJitter | None = None
     """Colour jitter in training."""
-    rand_augment: RandAugmentConfig | None = None
+    rand_augment: RandomColors | None = None
     """RandAugment's colour operations in training."""
-    erase: EraseConfig | None = None
+    erase: RandomErasing | None = None
     """Random erasing in training."""
     resize: Literal["square", "shorter"] = "shorter"
-    """Evaluation: the whole image squashed, or the centre after resizing the shorter side."""
+    """Evaluation: squash the whole image to a square, or resize the shorter side and cut out the centre."""
     shorter: Count = 256
-    """Length of the shorter side before the centre is cut out."""
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Images are (x / 255 - mean) / std."""
+    """Length of the shorter side before the centre is cut out; for `resize: shorter`."""
+    mean: tuple[float, float, float] = MEAN
+    """Mean of each colour channel, in 0 to 1; it is subtracted from the images."""
+    std: tuple[Positive, Positive, Positive] = STD
+    """Standard deviation of each colour channel; the images are divided by it."""
     max_bad_share: Share = 0.01
-    """Share of an epoch's images that may be unreadable before the run stops."""
+    """Tolerated share of unreadable images in an epoch; the run stops beyond it."""
     allow_pipe: bool = False
-    """Let `pipe:` URLs run commands."""
+    """Allow `pipe:` URLs, which run commands."""
 
     def training_transform(self, seed: int, epoch: int) -> TrainingTransform:
-        """How images are looked at in an epoch of training."""
-        color: ColorJitter | RandomColors | None = None
-        if self.color_jitter is not None:
-            color = ColorJitter(**dataclasses.asdict(self.color_jitter))
-        if self.rand_augment is not None:
-            color = RandomColors(**dataclasses.asdict(self.rand_augment))
+        """Return the transform of an epoch of training."""
         return TrainingTransform(
             size=self.size,
             seed=seed,
             epoch=epoch,
-            crop=RandomCrop(**dataclasses.asdict(self.crop)),
-            color=color,
-            erase=None if self.erase is None else RandomErasing(**dataclasses.asdict(self.erase)),
+            crop=self.crop,
+            color=self.color_jitter or self.rand_augment,
+            erase=self.erase,
         )
 
     def evaluation_transform(self) -> EvaluationTransform:
-        """How images are looked at in validation."""
+        """Return the transform of validation and evaluation."""
         return EvaluationTransform(size=self.eval_size or self.size, resize=self.resize, shorter=self.shorter)
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The network."""
 
     backbone: str
     """A torchvision name, `timm:<name>`, or `package.module:callable`."""
     weights: str | None = None
-    """Published weights by name (IMAGENET1K_V2), or a .pt, .pth or .safetensors file."""
+    """Published weights by name (IMAGENET1K_V2), or a .pt, .pth or .safetensors file. Default: random."""
     pooling: Literal["logits", "probabilities"] = "logits"
-    """What is averaged over cells; `probabilities` favours small objects and gives up the plain export."""
+    """What is averaged over cells. `probabilities` favours small objects but cannot be exported."""
     freeze_stages: CountOrZero = 0
-    """Stages of the backbone, from the image up, that are never trained."""
+    """Number of stages of the backbone, from the image on, that are never trained."""
     freeze_statistics: bool = False
-    """Batch normalisation uses the averages that came with the weights, where its own weights train too."""
+    """Batch normalisation keeps the statistics that came with the weights."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionConfig:
-    """Expected positives, for en and ep; their number per image also for epr and role."""
+    """Expected positives, for losses that need them or their number per image."""
 
     K: Positive | Literal["auto"] = "auto"
-    """Expected positives per image; `auto`: the mean over the validation set."""
+    """Number of positives per image; `auto`: the mean over the validation set."""
     start_epoch: Count = 1
-    """First epoch in which they are used; before it only annotated positives count."""
+    """First epoch in which expected positives are used; before it only observed positives count."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """The memory: running averages of scores and heatmaps for every training image."""
 
     kind: Literal["disk", "memory", "none"] = "disk"
-    """`memory` lives and dies with the run; `none` only where the objective needs no memory."""
+    """Where it is kept: `memory` ends with the run; `none` is for objectives that need no memory."""
     url: str | None = None
-    """Where it lives: a path or s3://bucket/prefix; none: `store` in the run folder."""
+    """A path or s3://bucket/prefix. Default: `store` in the run folder."""
     momentum: Share = 0.8
-    """mu of the running averages."""
+    """Momentum mu of the running averages."""
     ema: Literal["plain", "debiased"] = "plain"
-    """`debiased` forgets the initial 1 and 0 at the first look."""
+    """`debiased`: the first visit replaces the initial 1 and 0."""
     top: Count | None = None
-    """Classes per image whose heatmaps are kept after `compact_after` epochs; none: all, for ever."""
+    """Classes per image whose heatmaps are kept after `compact_after` epochs. Default: all."""
     compact_after: Count | None = None
-    """Epochs before the heatmaps are reduced to `top` classes; none: the warm-up's."""
+    """Epochs before the heatmaps are reduced to `top` classes. Default: those of the warm-up."""
     warmup_heatmaps: Literal["dense", "scores"] = "dense"
-    """Until then: heatmaps of all classes, or scores only; for ever, where there is no `top`."""
+    """Kept before that: heatmaps of all classes, or scores only. Without `top`: in all epochs."""
     slots: Annotated[int, Field(ge=2)] = 3
-    """Versions of each shard on disk; one less can be resumed from."""
+    """Versions of each shard on disk; the run can resume from one less."""
     codec: Codec = "none"
-    """none, blosc (lz4 with bitshuffle) or zstd."""
+    """Compression: none, blosc (lz4 with bitshuffle) or zstd."""
     checksum: bool = True
-    """A CRC-32C with every chunk."""
+    """Store a CRC-32C with every chunk."""
     tracked: CountOrZero = 64
-    """Samples whose every epoch is kept for pictures."""
+    """Samples whose heatmaps of every epoch are kept for plots."""
     prefetch_batches: Count = 4
-    """Batches whose rows are read ahead of the training step."""
+    """Number of batches whose rows are read ahead of the training step."""
     writeback_batches: Count = 4
-    """Batches whose rows may wait to be written before the step waits."""
+    """Number of batches whose rows may be queued for writing before the step waits."""
     io_threads: Count = 2
     """Threads that read and write shards."""
     resident_gb: Positive | None = None
-    """Soft limit of the shards held in RAM per process; none: those that are open."""
+    """Soft limit of the shards held in RAM per process. Default: all open shards."""
     endpoint: str | None = None
-    """Of an S3-compatible server; credentials come from the environment."""
+    """Address of an S3-compatible server; credentials come from the environment."""
     region: str | None = None
+    """Region of the bucket."""
     anonymous: bool = False
+    """Access a public bucket without credentials."""
 
     def options(self) -> StorageOptions:
-        """How to reach an object store."""
+        """Return how to reach an object store."""
         return StorageOptions(endpoint=self.endpoint, region=self.region, anonymous=self.anonymous)
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
-class PhaseConfig:
-    """A stretch of epochs under one learning-rate curve."""
-
-    epochs: CountOrZero
-    learning_rate: Positive
-    decay: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: CountOrZero = 0
-    final_learning_rate: NonNegative = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
-class ScheduleConfig:
-    """Warm-up of the linear head over a frozen backbone, then the whole network."""
-
-    warmup: PhaseConfig = PhaseConfig(epochs=5, learning_rate=1e-4, decay="constant")
-    main: PhaseConfig = PhaseConfig(epochs=25, learning_rate=1e-5)
-
-
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """How the parameters are moved."""
+    """The optimizer."""
 
     name: Literal["adam", "adamw", "sgd"] = "adam"
+    """Algorithm."""
     weight_decay: NonNegative = 0.0
+    """Weight decay, of all trained parameters."""
     momentum: Share = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     clip: Positive | None = None
-    """Largest norm of the gradient."""
+    """Largest norm of the gradient. Default: no limit."""
     accumulate: Count = 1
-    """Batches per optimizer step."""
+    """Number of batches per optimizer step."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """What the machine can do for us."""
+    """Precision, speed and processes."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the network's arithmetic; losses and memory are computed in fp32."""
     channels_last: bool = False
+    """Keep images and weights in channels-last order, which is faster on GPUs."""
     compile: bool = False
+    """Compile the network with torch.compile."""
     sync_batchnorm: bool = False
+    """Compute the statistics of batch normalisation over the batches of all processes."""
     timeout_minutes: Positive = 10.0
-    """How long a rank waits for the others before the run is given up."""
+    """Minutes that a process waits for the others before the run fails."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When the run is saved, and what is kept."""
+    """When the run is saved, and how many checkpoints are kept."""
 
     every_steps: Count | None = None
-    """Also within epochs, every so many steps; none: at the end of each epoch only."""
+    """Also save every so many steps within an epoch. Default: at the end of epochs only."""
     every_epochs: Count = 1
     """Save at the end of every so many epochs, and of the last."""
     keep: Count | None = None
-    """Checkpoints to resume from: the newest, and ends of epochs before it; none: all that the slots hold."""
+    """Number of checkpoints to resume from. Default: as many as the slots hold."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationConfig:
     """Validation during training; the best epoch's weights are kept as `best`."""
 
     every_epochs: Count = 1
+    """Validate at the end of every so many epochs."""
     metric: Literal["map", "top1"] = "map"
-    """map: mean average precision over present classes; top1: share of images whose best class is right."""
+    """Decides which epoch is the best: mean average precision over present classes, or top-1 accuracy."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is seen of a run."""
+    """What is logged of a run."""
 
     every_steps: Count = 20
+    """Log the losses every so many steps."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Accelerate's trackers, by name."""
+    """Names of Accelerate's trackers."""
     pictures_every: CountOrZero = 1
-    """Epochs between pictures of tracked samples with their heatmaps; 0: none."""
+    """Plot tracked samples with their heatmaps every so many epochs; 0: never."""
     pictures: Count = 6
-    """Samples per picture."""
+    """Samples per plot."""
     ids: bool = False
-    """Write the id of every trained sample to `ids-<rank>.txt`; for tests and forensics."""
+    """Write the id of every trained sample to `ids-<rank>.txt`, for debugging."""
 
 
-@dataclass(frozen=True, kw_only=True, config=strict)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole run."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+    """Holds for all sections too."""
+
     run: Path
-    """The run's folder: config, checkpoints, metrics, pictures, and the store unless it is elsewhere."""
+    """Folder of the run: config, checkpoints, metrics, plots, and the store if `store.url` is not set."""
     seed: CountOrZero = 0
+    """Seed of the weights, the order of the samples, the views and the colours."""
     data: DataConfig
+    """Where the images come from and how they are transformed."""
     model: ModelConfig
-    objective: Objective = Objective()
+    """The network."""
+    objective: Objective = field(default_factory=Objective)
+    """What is minimised."""
     selection: SelectionConfig = SelectionConfig()
+    """Expected positives."""
     store: StoreConfig = StoreConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    """The memory."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """Epochs and learning rates."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
     weight_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an average of the weights, which is then validated and exported; none: the weights."""
+    """Decay of a running average of the weights, which is validated and exported in their place."""
     hardware: HardwareConfig = HardwareConfig()
+    """Precision, speed and processes."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is saved."""
     validation: ValidationConfig = ValidationConfig()
+    """Validation during training."""
     log: LogConfig = LogConfig()
+    """What is logged."""
 
     @property
     def store_url(self) -> str:
-        """Where the store lives, if it is on disk."""
+        """Where the store is, if it is on disk."""
         return self.store.url or str(self.run / "store")
 
     @property
@@ -323,15 +285,10 @@ class Config:
 
     @property
     def keep_checkpoints(self) -> int:
-        """Checkpoints to resume from."""
+        """Number of checkpoints to resume from."""
         return self.checkpoint.keep or max(1, self.store.slots - self.spare_slots)
 
     @property
     def spare_slots(self) -> int:
-        """Slots that no checkpoint may hold: one to write to, one for epochs that end without one."""
+        """Slots that no checkpoint may hold: one to write to, and one if some epochs end without one."""
         return 1 if self.checkpoint.every_epochs == 1 else 2
-
-    def phases(self) -> Schedule:
-        """The phases of the run."""
-        warmup, main = dataclasses.asdict(self.schedule.warmup), dataclasses.asdict(self.schedule.main)
-        return Schedule((Phase(name="warmup", trains="head", **warmup), Phase(name="main", **main)))

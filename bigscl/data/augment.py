@@ -1,15 +1,24 @@
-"""Changes of colour and erased boxes, drawn by (seed, epoch, sample id) like the views. Off unless asked."""
+"""Random colours and erased boxes, drawn by (seed, epoch, sample id) like the views. Off by default.
+
+The config holds these values, so importing this module imports no torch.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from torch import Tensor
+from pydantic import Field
 
+from bigscl.bounds import Count, NonNegative, Positive, Share
 from bigscl.data.views import Purpose, uniforms
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_TRIES = 10
 NUM_MAGNITUDES = 31
@@ -17,23 +26,25 @@ NUM_MAGNITUDES = 31
 
 @cache
 def _F() -> Any:  # noqa: N802
-    """Torchvision's functions, imported at the first change of colour: that takes seconds."""
+    """Torchvision's functions, imported when the first image is changed: the import takes seconds."""
     return import_module("torchvision.transforms.v2.functional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColorJitter:
-    """Brightness, contrast, saturation and hue changed at random, in random order, as torchvision's does."""
+    """Random brightness, contrast, saturation and hue, in random order, as torchvision's ColorJitter."""
 
-    brightness: float = 0.0
-    """Largest change of the factor, which is 1 for no change; so for contrast and saturation."""
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-    """Largest turn of the hue, in 0..0.5 of the circle."""
+    brightness: NonNegative = 0.0
+    """Largest change of the brightness, whose factor is 1 for no change."""
+    contrast: NonNegative = 0.0
+    """Largest change of the contrast, whose factor is 1 for no change."""
+    saturation: NonNegative = 0.0
+    """Largest change of the saturation, whose factor is 1 for no change."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Largest turn of the hue, as a fraction of the colour circle."""
 
     def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
-        """The image in other colours."""
+        """Return the image with changed colours."""
         random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 8)
         changes = [
             lambda image: _F().adjust_brightness(image, _factor(random[0], self.brightness)),
@@ -50,18 +61,15 @@ class ColorJitter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomColors:
-    """The operations of RandAugment that move no pixel: so many of them, at one magnitude."""
+    """RandAugment, restricted to the operations that move no pixel."""
 
-    num_operations: int = 2
-    magnitude: int = 9
-    """0 to 30, as in the paper and in torchvision."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.magnitude < NUM_MAGNITUDES:
-            raise ValueError(f"magnitude: {self.magnitude}, expected 0 to {NUM_MAGNITUDES - 1}")
+    num_operations: Count = 2
+    """Operations per image."""
+    magnitude: Annotated[int, Field(ge=0, lt=NUM_MAGNITUDES)] = 9
+    """Strength of the operations, 0 to 30 as in torchvision."""
 
     def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
-        """The image after some operations."""
+        """Return the image after some operations."""
         random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 2 * self.num_operations)
         strength = self.magnitude / (NUM_MAGNITUDES - 1)
         for number in range(self.num_operations):
@@ -86,15 +94,19 @@ OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomErasing:
-    """A box of the view painted over, with torchvision's distribution."""
+    """Random erasing with torchvision's distribution; erased cells are left out of the heatmaps' averages."""
 
-    probability: float = 0.5
-    scale: tuple[float, float] = (0.02, 0.33)
-    ratio: tuple[float, float] = (0.3, 3.3)
-    color: tuple[int, int, int] = (124, 116, 104)
+    probability: Share = 0.5
+    """Share of the views in which a box is erased."""
+    scale: tuple[Positive, Positive] = (0.02, 0.33)
+    """Smallest and largest share of the view's area."""
+    ratio: ClassVar[tuple[float, float]] = (0.3, 3.3)
+    """Smallest and largest height / width."""
+    color: ClassVar[tuple[int, int, int]] = (124, 116, 104)
+    """ImageNet's mean."""
 
     def box(self, size: int, *, seed: int, epoch: int, sample_id: int) -> tuple[int, int, int, int] | None:
-        """(left, top, width, height) in pixels of a view of this size, or None if nothing is erased."""
+        """Return (left, top, width, height) in pixels of a view of this size; None if nothing is erased."""
         random = uniforms(seed, epoch, sample_id, Purpose.ERASE, 3 + 2 * NUM_TRIES)
         if random[0] >= self.probability:
             return None

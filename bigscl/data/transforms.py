@@ -1,17 +1,25 @@
-"""Transforms of decoded images before they go into a batch, in training and in evaluation."""
+"""Transforms of decoded images before they go into a batch, in training and in evaluation.
+
+The config makes them, so importing this module imports no torch.
+"""
 
 # Shapes: S side of the view.
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.headers import check_pixels
 from bigscl.data.views import RandomCrop, View, whole
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Of the colours in ImageNet's images.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 Fractions = tuple[float, float, float, float]
 
 
@@ -121,6 +129,8 @@ def crop_and_resize(image: Tensor, view: View, size: int) -> Tensor:
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
     """The image in another size, bilinear with antialiasing, on uint8 as torchvision does it."""
+    import torch.nn.functional as F
+
     rows, columns = image.shape[1:]
     if (rows, columns) == (height, width):
         return image

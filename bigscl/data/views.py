@@ -1,4 +1,4 @@
-"""Views: where each look at an image falls, as a pure function of (seed, epoch, sample id)."""
+"""Views: which part of an image training sees, as a pure function of (seed, epoch, sample id)."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bigscl.bounds import AreaRange, Range, Share
 
 NUM_TRIES = 10
 
@@ -43,25 +45,16 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomCrop:
-    """How training crops are drawn: torchvision's RandomResizedCrop distribution, and a random mirroring."""
+    """Training views: the distribution of torchvision's RandomResizedCrop, and mirroring."""
 
-    scale: tuple[float, float] = (0.08, 1.0)
-    """Least and largest share of the image's area."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and largest width / height."""
-    flip: float = 0.5
-    """Share of the views that are mirrored."""
+    scale: AreaRange = (0.08, 1.0)
+    """Smallest and largest share of the image's area."""
+    ratio: Range = (3 / 4, 4 / 3)
+    """Smallest and largest width / height."""
+    flip: Share = 0.5
+    """Share of the views that are mirrored left to right."""
     squash: bool = False
-    """Draw the box on the image squashed to a square, as if it were resized so before the crop."""
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
-            if not 0 < low <= high:
-                raise ValueError(f"{name}: ({low}, {high}), expected 0 < least <= largest")
-        if self.scale[1] > 1:
-            raise ValueError(f"scale: a crop of {self.scale[1]} of the image's area, expected at most 1")
-        if not 0 <= self.flip <= 1:
-            raise ValueError(f"flip: {self.flip}, expected a share between 0 and 1")
+    """Draw the box on the image squashed to a square (COCO, VOC), not on the image as it is."""
 
     def view(self, *, seed: int, epoch: int, sample_id: int, width: int, height: int) -> View:
         """The view of one image in one epoch: the same whatever the rank, the worker, or the restart."""

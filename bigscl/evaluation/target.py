@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigscl.config.reading import load_config
-from bigscl.config.schema import Config, DataConfig
-from bigscl.data.transforms import EvaluationTransform
+from bigscl.config import Config, load_config
+from bigscl.data.transforms import MEAN, STD, EvaluationTransform
 from bigscl.evaluation.options import EvaluationOptions
 from bigscl.folders import find_folder
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
@@ -29,8 +28,8 @@ class EvaluationTarget:
     """A file, or the name of published weights."""
     pooling: Pooling = "logits"
     transform: EvaluationTransform = CENTRE
-    mean: Color = DataConfig.mean
-    std: Color = DataConfig.std
+    mean: Color = MEAN
+    std: Color = STD
     config: Config | None = None
     """Of the run it comes from."""
 

@@ -5,7 +5,7 @@ import json
 import torch
 from torch import nn
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.data.loader import Loader
 from bigscl.data.plan import evaluation_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.plots.epochs import boxes_by_class

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.processes.hardware import keep_freed_memory, usable_precision
 from bigscl.processes.network import choose_interface
 

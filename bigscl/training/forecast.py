@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.plan import Plan
 from bigscl.store import (
     GroupSpec,
@@ -57,7 +57,7 @@ def memory_phases(config: Config, spec: StoreSpec, plan: Plan) -> list[MemoryPha
     """The layouts of the store over the run; none where there is no store."""
     if config.store.kind == "none":
         return []
-    last = config.phases().epochs
+    last = config.schedule.epochs
     change = min(config.compact_after or last, last)
     layouts = zip((range(change), range(change, last)), _groups(config, spec), strict=False)
     ahead, behind = config.store.prefetch_batches, config.store.writeback_batches
@@ -204,7 +204,7 @@ def disk_moments(config: Config, num_steps: int) -> Iterator[DiskMoment]:
     on_disk: tuple[set[int], set[int]] = (set(), set())
     kept: list[tuple[int, int]] = []
     current = (0, -1)
-    for epoch in range(config.phases().epochs):
+    for epoch in range(config.schedule.epochs):
         for last in _saves(config, num_steps):
             layout = current[0]
             current = (layout, _free_slot({*kept, current}, layout, config.store.slots))

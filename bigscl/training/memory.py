@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bigscl.config.schema import StoreConfig
+from bigscl.config import StoreConfig
 from bigscl.data.batch import Batch
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 from bigscl.training.transfer import allocate_pinned, to_host

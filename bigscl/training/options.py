@@ -9,7 +9,7 @@ import typer
 from bigscl.command_line import Settings
 
 if TYPE_CHECKING:
-    from bigscl.config.schema import Config
+    from bigscl.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,6 @@ class TrainingOptions:
 
     def load(self) -> "Config":
         """Return the config with the settings of the command line."""
-        from bigscl.config.reading import load_config
+        from bigscl.config import load_config
 
         return load_config(self.config, self.settings or [])

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.files import explain
 from bigscl.folders import repair_folder
 from bigscl.method.selection import Selection
@@ -195,7 +195,7 @@ class Start:
 
         def enter_phase() -> None:
             epoch = self._state.progress.epoch
-            if epoch < self._config.phases().epochs:
+            if epoch < self._config.schedule.epochs:
                 self._state.enter_phase(epoch, checkpoint)
 
         for action in (load, enter_phase):

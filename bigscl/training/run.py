@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigscl.config.reading import ConfigError, changed_settings, to_yaml
-from bigscl.config.schema import Config
+from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data.index import Index, load_index
 from bigscl.data.plan import Plan
 from bigscl.evaluation.metrics import estimate_k
@@ -207,7 +206,7 @@ def summary(config: Config, data: Data, plan: Plan, heatmap_size: int, device: t
         f"{index.num_classes} classes",
         f"world size {world} on {device.type}, {config.data.workers} loader workers each, "
         f"{plan.num_steps} steps of {world} x {config.data.batch_size} images per epoch, "
-        f"{config.phases().epochs} epochs",
+        f"{config.schedule.epochs} epochs",
     ]
     if config.store.kind == "none":
         return [*lines, "no store: this objective remembers nothing"]

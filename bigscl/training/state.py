@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.method.estimator import LabelEstimator
 from bigscl.method.schedule import Schedule
@@ -47,7 +47,7 @@ class State:
         self._config = config
         self._accelerator = accelerator
         self._ranks = ranks
-        self._schedule: Schedule = config.phases()
+        self._schedule: Schedule = config.schedule
         self.progress = Progress()
         self.network = make_network(config, data.train.num_classes, accelerator.device, ranks.rank)
         self.model: nn.Module = self.network
@@ -97,10 +97,10 @@ class State:
             # DDP noted which parameters train when it was made: it is taken off and made anew.
             self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             self._accelerator.free_memory()
-        phase = self._schedule.phase_at(epoch)
+        warmup = self._schedule.is_warmup(epoch)
         self.network.freeze_stages(self._config.model.freeze_stages)
         self.network.freeze_statistics(self._config.model.freeze_statistics)
-        self.network.freeze_backbone(phase.trains == "head")
+        self.network.freeze_backbone(warmup)
         parameters = [each for each in self.network.parameters() if each.requires_grad]
         optimizer = make_optimizer(self._config, parameters)
         self.model, self.optimizer = self._accelerator.prepare(self.network, optimizer)
@@ -108,7 +108,8 @@ class State:
         if checkpoint is not None:
             self._restore_optimizer(checkpoint)
         count = sum(parameter.numel() for parameter in parameters)
-        logger.info("phase %s from epoch %d on: %s parameters train", phase.name, began + 1, f"{count:,}")
+        name = "warmup" if warmup else "main"
+        logger.info("phase %s from epoch %d on: %s parameters train", name, began + 1, f"{count:,}")
 
     def files(self) -> dict[str, Callable[[Path], object]] | None:
         """Writers of a checkpoint's files on rank 0, None elsewhere. All ranks call it together."""

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.batch import Batch, normalize
 from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.method.losses import LossInputs, predicted_count

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.config.reading import load_config
+from bigscl.config import load_config
 from bigscl.train import Trainer
 
 

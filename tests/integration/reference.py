@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from bigscl.config.schema import Config
+from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index
 from bigscl.data.loader import Loader

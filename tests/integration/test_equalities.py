@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.config.reading import load_config
+from bigscl.config import load_config
 from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.store import Rows

@@ -9,7 +9,7 @@ two steps away. The network has no batch statistics, which belong to each rank's
 import numpy as np
 import torch
 
-from bigscl.config.reading import load_config
+from bigscl.config import load_config
 from bigscl.method.selection import Selection
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.reference import Reference

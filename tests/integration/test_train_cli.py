@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from bigscl.config.reading import load_config
+from bigscl.config import load_config
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.method.losses import Base, Consistency

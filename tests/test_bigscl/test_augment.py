@@ -102,8 +102,3 @@ def test_colours_depend_on_seed_epoch_and_sample_alone(image):
     assert torch.equal(colors(image, **drawn(4)), colors(image, **drawn(4)))
     different = {colors(image, **drawn(n)).sum().item() for n in range(40)}
     assert len(different) > 25
-
-
-def test_a_magnitude_beyond_the_scale_is_refused():
-    with pytest.raises(ValueError, match="magnitude: 31, expected 0 to 30"):
-        RandomColors(magnitude=31)

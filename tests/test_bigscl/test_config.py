@@ -1,13 +1,21 @@
 """Configs: strict, complete, and every mistake reported at once."""
 
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import tarfile
+import textwrap
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
-from bigscl.config.reading import ConfigError, changed_settings, load_config, make_config, to_yaml
-from bigscl.config.schema import Config
+from bigscl.config import Config, ConfigError, changed_settings, load_config, make_config, to_yaml
 
+ARCHIVES = sorted((Path(__file__).parents[1] / "integration" / "fixtures").glob("run-*.tar.xz"))
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
@@ -93,9 +101,19 @@ def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
         ({"objective": {"norm": "l1"}}, "objective.norm"),
         ({"objective": {"smoothing": 1.5}}, "objective.smoothing"),
         ({"objective": {"gamma": {"peak": -1}}}, "objective.gamma.peak"),
-        ({"objective": {"gamma": {"epochs": float("nan")}}}, "objective.gamma.epochs"),
-        ({"objective": {"gamma": {"start_epoch": float("inf")}}}, "objective.gamma.start_epoch"),
+        ({"objective": {"gamma": {"epochs": math.nan}}}, "objective.gamma.epochs"),
+        ({"objective": {"gamma": {"start_epoch": math.inf}}}, "objective.gamma.start_epoch"),
         ({"objective": {"gamma": {"end": 3}}}, "objective.gamma.end"),
+        ({"data": {"crop": {"scale": [0.0, 1.0]}}}, "data.crop.scale.0"),
+        ({"data": {"crop": {"ratio": [2.0, 1.0]}}}, "data.crop.ratio"),
+        ({"data": {"crop": {"flip": 2}}}, "data.crop.flip"),
+        ({"data": {"rand_augment": {"magnitude": 31}}}, "data.rand_augment.magnitude"),
+        ({"data": {"color_jitter": {"hue": 0.6}}}, "data.color_jitter.hue"),
+        ({"data": {"erase": {"probability": -0.1}}}, "data.erase.probability"),
+        ({"data": {"erase": {"color": [1, 2, 3]}}}, "data.erase.color"),
+        ({"schedule": {"main": {"epochs": 1, "learning_rate": math.nan}}}, "schedule.main.learning_rate"),
+        ({"schedule": {"main": {"epochs": 1, "learning_rate": 1, "trains": "head"}}}, "schedule.main.trains"),
+        ({"schedule": {"last": {"epochs": 1, "learning_rate": 1}}}, "schedule.last"),
     ],
 )
 def test_values_out_of_their_bounds_are_refused(sections, path):
@@ -149,6 +167,33 @@ def test_the_resolved_config_loads_again_as_the_same():
     again = make_config(yaml.safe_load(to_yaml(config)))
     assert again == config
     assert isinstance(again, Config)
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.split(".")[0])
+def test_the_config_that_an_earlier_revision_resolved_is_the_one_of_today(archive, tmp_path):
+    with tarfile.open(archive) as files:
+        files.extract("run/config.yaml", tmp_path, filter="data")
+    saved = tmp_path / "run" / "config.yaml"
+    assert to_yaml(load_config(saved)) == saved.read_text()
+
+
+def test_every_setting_has_a_sentence_below_it():
+    def sentences(kind):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        for node, after in itertools.pairwise([*tree, None]):
+            if isinstance(node, ast.AnnAssign):
+                text = after.value.value if isinstance(after, ast.Expr) else ""
+                yield node.target.id, text
+
+    def check(kind):
+        found = dict(sentences(kind))
+        for field in dataclasses.fields(kind):
+            assert found[field.name].endswith("."), f"{kind.__name__}.{field.name}"
+            for inner in (hints := typing.get_type_hints(kind)[field.name], *typing.get_args(hints)):
+                if dataclasses.is_dataclass(inner):
+                    check(inner)
+
+    check(Config)
 
 
 def test_changed_settings_are_named_even_if_another_section_has_the_same_line(tmp_path):

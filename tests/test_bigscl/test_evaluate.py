@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torchvision import models
 from torchvision.transforms.functional import to_pil_image
 
-from bigscl.config.reading import load_config, make_config, to_yaml
+from bigscl.config import load_config, make_config, to_yaml
 from bigscl.data.reader import read_images
 from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform

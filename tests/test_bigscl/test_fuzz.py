@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
-from bigscl.config.reading import ConfigError, load_config, parse_yaml
+from bigscl.config import ConfigError, load_config, parse_yaml
 from bigscl.data.decode import decode
 from bigscl.data.index import default_path, load_index, stored_fingerprint
 from bigscl.data.loader import BadSamples, Loader

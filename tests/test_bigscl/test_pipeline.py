@@ -484,9 +484,7 @@ def test_odd_images_become_upright_rgb(tmp_path):
 
 
 def test_erased_boxes_are_painted_and_named(index):
-    transform = TrainingTransform(
-        size=32, seed=1, epoch=2, erase=RandomErasing(probability=0.7, color=(1, 2, 3))
-    )
+    transform = TrainingTransform(size=32, seed=1, epoch=2, erase=RandomErasing(probability=0.7))
     plain = TrainingTransform(size=32, seed=1, epoch=2)
     with_boxes = list(Loader(index, plan_for(index), 0, transform))
     without = list(Loader(index, plan_for(index), 0, plain))
@@ -496,7 +494,9 @@ def test_erased_boxes_are_painted_and_named(index):
         for image, before, box in zip(changed.images, original.images, changed.erased, strict=True):
             left, top, width, height = (32 * box).round().int().tolist()
             expected = before.clone()
-            expected[:, top : top + height, left : left + width] = torch.tensor([1, 2, 3])[:, None, None]
+            expected[:, top : top + height, left : left + width] = torch.tensor(RandomErasing.color)[
+                :, None, None
+            ]
             assert torch.equal(image, expected)
             num_erased += width > 0
     assert 15 <= num_erased <= 30

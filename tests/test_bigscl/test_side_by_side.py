@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.config.reading import make_config
+from bigscl.config import make_config
 from bigscl.plots import runs as side_by_side
 from bigscl.plots.runs import Held, _shown, _with_missing, draw_side_by_side
 from bigscl.store import Rows

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.config.reading import make_config
+from bigscl.config import make_config
 from bigscl.data.plan import training_plan
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bigscl.config.reading import load_config
+from bigscl.config import load_config
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
 from bigscl.tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table

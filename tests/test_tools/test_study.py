@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bigscl.config.reading import ConfigError
+from bigscl.config import ConfigError
 from bigscl.data.scan import scan
 from bigscl.tools import study
 from bigscl.tools.running import CONFIGS
