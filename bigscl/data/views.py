@@ -13,7 +13,7 @@ NUM_TRIES = 10
 
 
 class Purpose(IntEnum):
-    """What random numbers are drawn for; the numbers of one purpose say nothing about another's."""
+    """What random numbers are drawn for; the numbers of different purposes are independent."""
 
     VIEW = 0
     COLOR = 1
@@ -22,7 +22,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A pixel box of an image, and whether it is seen mirrored."""
+    """A pixel box of an image, and whether it is mirrored."""
 
     left: int
     top: int

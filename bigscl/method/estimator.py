@@ -1,4 +1,4 @@
-"""ROLE's label estimator: for every training image a guess of its labels, learnt beside the network."""
+"""ROLE's label estimator: estimated labels of every training image, trained together with the network."""
 
 import io
 from collections.abc import Sequence
@@ -18,36 +18,36 @@ MAX_BYTES = 8 * 2**30
 
 
 class LabelEstimator:
-    """Logits of every sample's labels, and the state of the Adam steps that move them, row by row.
+    """Label logits of every sample, and the state of Adam for each row.
 
-    A rank moves the rows it trains; `share` makes all ranks hold the same again, at the end of an epoch.
+    A rank updates the rows of the samples it trains; `share` brings all ranks to the same state.
     """
 
-    def __init__(self, annotations: Annotations, seed: int) -> None:
-        rows, classes = len(annotations.offsets) - 1, annotations.num_classes
+    def __init__(self, observed: Annotations, seed: int) -> None:
+        rows, classes = len(observed.offsets) - 1, observed.num_classes
         needed = 3 * 4 * rows * classes
         if needed > MAX_BYTES:
             raise ValueError(
                 f"objective.base: role keeps 3 x 4 bytes for each of {rows:,} images x {classes:,} classes = "
                 f"{needed / 2**30:.1f} GB in every process, more than {MAX_BYTES / 2**30:.0f} GB. "
-                f"Use en, which needs no more than the store."
+                f"Use en, which needs no memory in addition to the store."
             )
         generator = torch.Generator().manual_seed(seed)
         start = LOW + (HIGH - LOW) * torch.rand(rows, classes, generator=generator)
-        owners = np.repeat(np.arange(rows), np.diff(annotations.offsets))
-        start[torch.from_numpy(owners), torch.from_numpy(annotations.classes)] = OBSERVED
+        owners = np.repeat(np.arange(rows), np.diff(observed.offsets))
+        start[torch.from_numpy(owners), torch.from_numpy(observed.classes)] = OBSERVED
         self.logits = torch.logit(start)
         self._mean = torch.zeros_like(self.logits)
         self._square = torch.zeros_like(self.logits)
         self._steps = torch.zeros(rows, dtype=torch.int64)
-        self._moved: set[int] = set()
+        self._updated: set[int] = set()
 
     def of(self, ids: Tensor, device: torch.device) -> Tensor:
-        """The logits [B,L] of some samples, as a leaf that collects their gradient."""
+        """Return the logits [B,L] of some samples, as a leaf that collects their gradient."""
         return self.logits[ids.cpu()].to(device).requires_grad_()
 
     def step(self, ids: Tensor, gradient: Tensor, learning_rate: float) -> None:
-        """One Adam step of these samples' rows."""
+        """Update these samples' rows by one step of Adam."""
         rows, slope = ids.cpu(), gradient.detach().float().cpu()
         self._steps[rows] += 1
         count = self._steps[rows][:, None]
@@ -56,27 +56,27 @@ class LabelEstimator:
         mean = self._mean[rows] / (1 - BETAS[0] ** count)
         square = self._square[rows] / (1 - BETAS[1] ** count)
         self.logits[rows] -= RATE_FACTOR * learning_rate * mean / (square.sqrt() + EPSILON)
-        self._moved.update(rows.tolist())
+        self._updated.update(rows.tolist())
 
     def share(self, ranks: Ranks) -> None:
-        """Every rank gets the rows that the others moved."""
-        rows = torch.tensor(sorted(self._moved), dtype=torch.int64)
+        """Send the rows that each rank has updated to all ranks; all ranks call it together."""
+        rows = torch.tensor(sorted(self._updated), dtype=torch.int64)
         parts = ranks.gather(_packed([rows, *(table[rows] for table in self._tables())]))
-        moved = None
+        merged = None
         if parts is not None:
-            moved = _packed([torch.cat(each) for each in zip(*map(_unpacked, parts), strict=True)])
-        rows, *values = _unpacked(ranks.broadcast(moved))
+            merged = _packed([torch.cat(each) for each in zip(*map(_unpacked, parts), strict=True)])
+        rows, *values = _unpacked(ranks.broadcast(merged))
         for table, value in zip(self._tables(), values, strict=True):
             table[rows] = value
-        self._moved.clear()
+        self._updated.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything, for a checkpoint."""
+        """Return everything that a checkpoint must keep."""
         names = ("logits", "mean", "square", "steps")
         return dict(zip(names, self._tables(), strict=True))
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Everything, from a checkpoint."""
+        """Load what `state` returned."""
         self.logits, self._mean, self._square = state["logits"], state["mean"], state["square"]
         self._steps = state["steps"]
 

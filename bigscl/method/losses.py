@@ -103,7 +103,7 @@ class LossTerm:
 
 
 def bce(logits: Tensor, labels: Tensor) -> Tensor:
-    """Binary cross-entropy over the known labels; unknown ones cost nothing."""
+    """Binary cross-entropy of the known labels; unknown labels have no loss."""
     return _positives(logits, labels == 1) + _negatives(logits, labels == 0)
 
 
@@ -119,12 +119,12 @@ def an_ls(logits: Tensor, labels: Tensor, *, smoothing: float = 0.1) -> Tensor:
 
 
 def wan(logits: Tensor, labels: Tensor) -> Tensor:
-    """Weak assume negative: as `an`, each negative weighted 1/(L-1), so that they weigh one positive."""
+    """Weak assume negative: as `an`, each negative weighted 1/(L-1), so that all weigh as one positive."""
     return _positives(logits, labels == 1) + _negatives(logits, labels != 1) / max(labels.shape[1] - 1, 1)
 
 
 def en(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
-    """Expected negative: as `an`, but unknown labels that are expected positives cost nothing."""
+    """Expected negative: as `an`, but unknown labels that are expected positives have no loss."""
     return _positives(logits, labels == 1) + _negatives(logits, (labels == 0) | ((labels == -1) & ~expected))
 
 
@@ -155,9 +155,9 @@ def role(
 ) -> Tensor:
     """Regularised online label estimation (Cole et al. 2021), half for the network, half for the estimator.
 
-    `estimates` [B,L] are the label estimator's logits for these samples. Each side pays `epr`, and the
-    cross-entropy with the other's probabilities, which carry no gradient. `mean_counts`: as `mean_count` of
-    `epr`, the network's and the estimator's.
+    `estimates` [B,L] are the label estimator's logits for these samples. Each side's loss is `epr` plus the
+    cross-entropy with the other side's probabilities, which carry no gradient. `mean_counts`: as `mean_count`
+    of `epr`, for the network and for the estimator.
     """
     network_count, estimator_count = mean_counts or (None, None)
     network = epr(logits, labels, positives_per_image, network_count) + _agreement(logits, estimates)
@@ -166,12 +166,12 @@ def role(
 
 
 def predicted_count(logits: Tensor) -> Tensor:
-    """How many positives are predicted for each sample: the sum of f."""
+    """Return the number of positives that is predicted for each sample: the sum of f."""
     return probabilities(logits).sum(1)
 
 
 def cl(logits: Tensor, scores: Tensor, *, norm: Norm = "mse") -> Tensor:
-    """Consistency of f with the remembered scores [B,L]."""
+    """Consistency of f with the scores [B,L] in the memory."""
     difference = probabilities(logits) - scores.detach()
     return _reduce(difference.square().sum(1), logits.shape[1:].numel(), norm)
 
@@ -270,7 +270,7 @@ def _count_penalty(logits: Tensor, positives_per_image: float, mean_count: Tenso
     """The squared error of the batch's mean count over L^2, for each sample, with that sample's gradient.
 
     With m the mean count of B samples and c one sample's, d(m - K)^2/dc = 2 (m - K) / B. So each sample's
-    value is (m - K)^2 and its gradient that of 2 (m - K) c; their means are the value and gradient wanted.
+    value is (m - K)^2 and its gradient that of 2 (m - K) c: their means are the penalty and its gradient.
     """
     count = predicted_count(logits)
     mean = (count.mean() if mean_count is None else mean_count).detach()
