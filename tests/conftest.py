@@ -10,6 +10,19 @@ import pytest
 
 from tests import forks
 
+LONG = ("integration/test_resume", "test_tools/test_study", "integration", "distributed", "faults")
+"""Files and folders that take long, and so are started first when several workers share the files."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place_in_the_run)
+
+
+def _place_in_the_run(item: pytest.Item) -> int:
+    name = item.nodeid.removeprefix("tests/")
+    return next((place for place, start in enumerate(LONG) if name.startswith(start)), len(LONG))
+
 
 @pytest.fixture(scope="session")
 def trainer_server() -> forks.ForkServer:

@@ -51,7 +51,7 @@ def run_with_all_threads(words):
     )
 
 
-def evaluate(server, made, processes, batch_size, *options):
+def evaluate(server, made, processes, batch_size, *options, launched=False):
     """How an evaluation ended, and its files: in an interpreter, under a launcher, or on forked ranks."""
     output = made / f"{processes}-{batch_size}"
     words = [made / "net.safetensors", "--backbone", BACKBONE, "--workers", "0"]
@@ -59,7 +59,7 @@ def evaluate(server, made, processes, batch_size, *options):
     words += ["--boxes", "--batch-size", batch_size, "-o", output, *options]
     if processes == 1:
         result = run_with_all_threads(words)
-    elif processes == 2:
+    elif launched:
         launcher = ["--multi_gpu", "--num_processes", processes, "--main_process_port", free_port()]
         result = server.run_module("accelerate.commands.launch", *launcher, "-m", "bigscl.evaluate", *words)
     else:
@@ -74,8 +74,8 @@ def test_number_of_processes_and_batch_size_leave_no_trace_in_any_file(made, tra
     assert result.returncode == 0, result.stderr
     assert {"report.json", "report.md", "scores.png"} <= {str(path) for path in alone}
     assert b'"num_images": 79' in alone[Path("report.json")]
-    for processes, batch_size in ((2, 7), (3, 1)):
-        result, files = evaluate(trainer_server, made, processes, batch_size)
+    for processes, batch_size, launched in ((2, 7, True), (3, 1, False)):
+        result, files = evaluate(trainer_server, made, processes, batch_size, launched=launched)
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("present classes") == 1
         assert files.keys() == alone.keys()
