@@ -5,7 +5,7 @@ These names are the public surface of the store. Modules outside this folder imp
 
 from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import MAX_COUNT
-from bigscl.store.backends import Backend, LocalBackend, StorageOptions, open_backend
+from bigscl.store.backends import Backend, LocalBackend, open_backend
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes
@@ -18,25 +18,26 @@ from bigscl.store.lease import (
     process_start,
     read_holder,
 )
+from bigscl.store.object_storage import SCHEMES, STORE_SCHEMES, StorageOptions
 from bigscl.store.opening import read_spec, spec_for
 from bigscl.store.passes import PASS_THREADS, in_order
 from bigscl.store.prefetch import Prefetcher
-from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, Patience, cause_of, hint_for
 from bigscl.store.shard_cache import ShardCache, update
 from bigscl.store.snapshots import Snapshot, SnapshotLog
 from bigscl.store.spec import FORMAT, Array, Codec, GroupSpec, Rows, StoreSpec, Update
+from bigscl.store.streams import ObjectReader, list_objects
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.verification import Problem, verify
 from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_of
 from bigscl.store.writeback import Writeback
 
 __all__ = [
-    "CLIENT_OPTIONS",
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
     "MAX_COUNT",
     "PASS_THREADS",
-    "RETRY_CONFIG",
+    "SCHEMES",
+    "STORE_SCHEMES",
     "Annotations",
     "Array",
     "Backend",
@@ -49,7 +50,7 @@ __all__ = [
     "IndexMismatch",
     "LocalBackend",
     "NotAStore",
-    "Patience",
+    "ObjectReader",
     "Prefetcher",
     "Problem",
     "Rows",
@@ -67,12 +68,11 @@ __all__ = [
     "array_plans",
     "break_lease",
     "by_version",
-    "cause_of",
-    "hint_for",
     "history_bytes",
     "in_order",
     "initial_shard",
     "is_dead",
+    "list_objects",
     "on_rank_zero",
     "open_backend",
     "process_start",

@@ -1,4 +1,4 @@
-"""Where a store's bytes live: a file system, an S3-compatible object store, or memory.
+"""Where a store's bytes live: a file system, an object store, or memory.
 
 Zarr moves the chunks. What Zarr lacks is here: files created whole and exclusively, syncing, listing, sizes.
 """
@@ -11,7 +11,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 from urllib.parse import urlparse
@@ -21,19 +20,11 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
 from bigscl.store.errors import AlreadyExists, NotAStore, StoreError, storage_errors
+from bigscl.store.object_storage import STORE_SCHEMES, Location, StorageOptions
 
 FILE_THREADS = 8
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageOptions:
-    """How to reach an object store; credentials come from the environment and are never written down."""
-
-    endpoint: str | None = None
-    region: str | None = None
-    anonymous: bool = False
 
 
 class Backend(Protocol):
@@ -328,7 +319,7 @@ _memories: dict[str, MemoryBackend] = {}
 
 
 def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = None) -> Backend:
-    """The place a URL names: a path, file://, s3://bucket/prefix, or memory://name."""
+    """The place that a URL names: a path, file://, s3:// gs:// or az://bucket/prefix, or memory://name."""
     text = os.fspath(url)
     parsed = urlparse(text)
     if "://" not in text:
@@ -337,12 +328,13 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
         return LocalBackend(Path(parsed.netloc + parsed.path))
     if parsed.scheme == "memory":
         return _memories.setdefault(text, MemoryBackend(text))
-    if parsed.scheme == "s3":
+    if parsed.scheme in STORE_SCHEMES:
         from bigscl.store.objects import ObjectBackend
 
-        return ObjectBackend(parsed.netloc, parsed.path.strip("/"), options or StorageOptions())
+        return ObjectBackend(Location.parse(text, options))
     raise StoreError(
-        f"{text}: unknown scheme {parsed.scheme!r}. Use a path, file://, s3://bucket/prefix or memory://name."
+        f"{text}: no stores behind {parsed.scheme!r}. Use a path, file://, memory://name, or "
+        f"{', '.join(f'{scheme}://' for scheme in STORE_SCHEMES)} with bucket/prefix."
     )
 
 

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup, describe_group
-from bigscl.store.backends import Backend, StorageOptions, open_backend
+from bigscl.store.backends import Backend, open_backend
 from bigscl.store.compact import check_top, compact_rows
 from bigscl.store.errors import BadFile, ReadOnly, StorageFailed, StoreError
 from bigscl.store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
 from bigscl.store.lease import Lease
 from bigscl.store.metadata import described, lay_down, present
+from bigscl.store.object_storage import StorageOptions
 from bigscl.store.opening import (
     FIRST_GROUP,
     check_fingerprint,

@@ -1,9 +1,8 @@
-"""A store in a bucket of an S3-compatible object store."""
+"""A store in a bucket of an object store."""
 
 import contextlib
-import os
-import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 import zarr.abc.store
@@ -11,45 +10,22 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
-from bigscl.store.backends import StorageOptions
-from bigscl.store.errors import AlreadyExists, StoreError
-from bigscl.store.retries import CLIENT_OPTIONS, RETRY_CONFIG, NotImplementedByServer, Patience
+from bigscl.store.errors import AlreadyExists
+from bigscl.store.object_storage import Location
+from bigscl.store.retries import NotImplementedByServer, Patience
 
 T = TypeVar("T")
+DELETE_THREADS = 8
 
 
 class ObjectBackend:
     """A prefix of a bucket; a PUT is durable and whole when it returns."""
 
-    def __init__(self, bucket: str, prefix: str, options: StorageOptions) -> None:
-        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
-        endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL")
-        # The client panics, with a page of text, on an endpoint that is no address.
-        if not bucket or not re.fullmatch(r"https?://[\w.:\[\]-]+(/\S*)?", endpoint or "https://aws"):
-            raise StoreError(
-                f"{self.url}: bucket {bucket!r}, endpoint {endpoint!r}; expected s3://bucket/prefix and, for "
-                f"servers other than AWS, an endpoint such as https://host:port. Correct them."
-            )
-        self._patience = Patience(f"{self.url} at {endpoint}" if endpoint else self.url)
-        self._store = self._client(bucket, prefix, endpoint, options)
-
-    @staticmethod
-    def _client(bucket: str, prefix: str, endpoint: str | None, options: StorageOptions) -> Any:
-        from obstore.store import S3Store
-
-        settings: dict[str, Any] = {"region": options.region or os.environ.get("AWS_REGION", "us-east-1")}
-        if endpoint:
-            settings["endpoint"] = endpoint
-        if options.anonymous:
-            settings["skip_signature"] = True
-        client_options: Any = {**CLIENT_OPTIONS, "allow_http": (endpoint or "").startswith("http://")}
-        return S3Store(
-            bucket,
-            prefix=prefix or None,
-            client_options=client_options,
-            retry_config=RETRY_CONFIG,
-            **settings,
-        )
+    def __init__(self, location: Location) -> None:
+        self.url = location.url.rstrip("/")
+        place = f"{self.url} at {location.endpoint}" if location.endpoint else self.url
+        self._patience = Patience(place, location.credentials)
+        self._store = location.client(prefix=location.path.strip("/"))
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """Zarr over the same client."""
@@ -60,13 +36,14 @@ class ObjectBackend:
         found = self._get(key)
         return None if found is None else found[0]
 
-    def _get(self, key: str) -> tuple[bytes, str | None] | None:
-        """(bytes, e_tag) of an object."""
+    def _get(self, key: str) -> tuple[bytes, dict[str, Any]] | None:
+        """(bytes, version) of an object; S3 and Azure tell versions by entity tag, GCS by generation."""
         import obstore
 
-        def get() -> tuple[bytes, str | None]:
+        def get() -> tuple[bytes, dict[str, Any]]:
             found = obstore.get(self._store, key)
-            return bytes(found.bytes()), found.meta["e_tag"]
+            version = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name]}
+            return bytes(found.bytes()), version
 
         try:
             return self._call(f"read {key}", get)
@@ -103,7 +80,7 @@ class ObjectBackend:
         if found is None or found[0] != old:
             return False
         try:
-            self._put(key, new, {"e_tag": found[1]})
+            self._put(key, new, found[1])
         except (FileNotFoundError, PreconditionError):
             return self.read(key) == new
         except (NotSupportedError, NotImplementedByServer):
@@ -131,13 +108,23 @@ class ObjectBackend:
         self.delete_many([key])
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove objects, a thousand with one request."""
+        """Remove objects, those that are there; on S3 a thousand with one request."""
         import obstore
 
         paths = list(keys)
         named = paths[0] if len(paths) == 1 else f"{len(paths)} objects"
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._call(f"delete {named}", lambda: obstore.delete(self._store, paths))
+        except FileNotFoundError:
+            # Servers without bulk requests stop at an object that is not there.
+            with ThreadPoolExecutor(DELETE_THREADS, thread_name_prefix="store-delete") as pool:
+                list(pool.map(self._delete_one, paths if len(paths) > 1 else ()))
+
+    def _delete_one(self, key: str) -> None:
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            self._call(f"delete {key}", lambda: obstore.delete(self._store, key))
 
     def delete_tree(self, prefix: str) -> None:
         """Remove all objects below a prefix."""

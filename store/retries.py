@@ -6,8 +6,8 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from bigscl.store.errors import StoreError
 
@@ -20,40 +20,27 @@ FIRST_CONTACT_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 
-# The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
-# pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and
-# bodies that break off are not always among them; what it gives up on is retried here, as a whole.
-RETRY_CONFIG: Any = {
-    "max_retries": 4,
-    "retry_timeout": timedelta(seconds=30),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=50),
-        "max_backoff": timedelta(seconds=2),
-        "base": 2,
-    },
-}
-# The client's default of 30 s is for a whole body: too short for large chunks over a slow line. An address
-# that swallows packets is given up on after 5 tries of 5 s.
-CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "120s"}
-
 # Where the client asks for a machine's own credentials if the environment has none.
 METADATA_SERVICE = re.compile(r"https?://[^/]+/latest/(api/token|meta-data)|https?://169\.254\.")
-NO_CREDENTIALS = (
-    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or choose anonymous access for public data."
-)
-
 # What no waiting changes, and what to do about it; the first pattern found counts.
+NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 HINTS = (
-    (r"<Code>NoSuchBucket</Code>", "Create the bucket, or correct its name in the URL."),
-    (
-        r"status code: 40[13]",
-        "Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, and what they permit there.",
-    ),
-    (r"[Cc]redential", NO_CREDENTIALS),
+    (NO_BUCKET.pattern, "Create the bucket, or correct its name in the URL."),
+    (r"Content-Length Header missing", "Use a server that states the length, or pipe:curl -sf URL."),
+    (r"status code: 40[13]", "{refused}"),
+    (r"[Cc]redential", "{missing}"),
     (r"[Rr]edirect|status code: 3\d\d", "Set the region of the bucket, or correct the endpoint."),
     (r"status code: 501", "Use a server that implements this request, or a store on disk."),
     (r"status code: 4(?!08|29)\d\d", "Check the URL, the endpoint and the region."),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a user should do about credentials of one kind of storage."""
+
+    missing: str
+    refused: str
 
 
 class NotImplementedByServer(StoreError):
@@ -63,32 +50,34 @@ class NotImplementedByServer(StoreError):
 def cause_of(error: Exception) -> str:
     """One line about a failure of the client, without its dump of debug output."""
     text, _, debug = str(error).partition("Debug source:")
-    reason = " ".join(text.split()).rpartition(" - ")[2]
-    if status := re.search(r"status code: (\d{3}[^:]*)", reason):
-        fields = [re.search(f"<{name}>(.*?)</{name}>", reason) for name in ("Code", "Message")]
+    line = " ".join(text.split())
+    if status := re.search(r" - Server returned non-2xx status code: (\d{3}[^:]*)", line):
+        fields = [re.search(f"<{name}>(.*?)</{name}>", line) for name in ("Code", "Message")]
         return ": ".join([status[1], *(field[1] for field in fields if field)]).rstrip(". ")[:200]
+    reason = line.rpartition(" - ")[2]
     below = re.findall(r'(?:message|error): "([^"]+)"', debug)
     if "IncompleteMessage" in debug:
         below = ["the connection was closed before the answer"]
     return f"{reason} ({below[-1]})"[:300] if below else reason[:200]
 
 
-def hint_for(error: Exception) -> str | None:
+def hint_for(error: Exception, credentials: Credentials) -> str | None:
     """What to do about a failure that no waiting changes; None for one that may pass."""
     text = str(error).partition("Debug source:")[0]
     # Addresses are left out: a bucket may well be called "credentials".
     address = re.search(r"Error performing [A-Z]+ (\S+)", text)
     reason = text.replace(address[1], "") if address else text
     if address and METADATA_SERVICE.match(address[1]):
-        return NO_CREDENTIALS
-    return next((hint for pattern, hint in HINTS if re.search(pattern, reason)), None)
+        return credentials.missing
+    hint = next((hint for pattern, hint in HINTS if re.search(pattern, reason)), None)
+    return hint and hint.format(missing=credentials.missing, refused=credentials.refused)
 
 
 class _Attempts:
     """The tries of one operation, which end at a deadline."""
 
-    def __init__(self, place: str, doing: str, seconds: float) -> None:
-        self._place, self._doing = place, doing
+    def __init__(self, place: str, doing: str, credentials: Credentials, seconds: float) -> None:
+        self._place, self._doing, self._credentials = place, doing, credentials
         self._start, self._seconds = time.monotonic(), seconds
         self._count = 0
 
@@ -96,7 +85,7 @@ class _Attempts:
         """Seconds to wait before the next try; raises StoreError if that would be useless or too late."""
         self._count += 1
         failed = f"{self._place}: could not {self._doing}: {cause_of(error)}"
-        if hint := hint_for(error):
+        if hint := hint_for(error, self._credentials):
             kind = NotImplementedByServer if "status code: 501" in str(error) else StoreError
             raise kind(f"{failed}. {hint}") from error
         passed = time.monotonic() - self._start
@@ -118,13 +107,23 @@ class Patience:
     means something to the caller passes through: a missing object, one that exists, a failed precondition.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(
+        self,
+        place: str,
+        credentials: Credentials,
+        *,
+        retry_seconds: float | None = None,
+        first_contact_seconds: float | None = None,
+    ) -> None:
         self._place = place
+        self._credentials = credentials
+        self._retry_seconds = retry_seconds
+        self._first_contact_seconds = first_contact_seconds
         self._reached = False
 
-    def call(self, doing: str, operation: Callable[[], T]) -> T:
-        """What the operation gives back; `doing` completes "could not ..."."""
-        attempts = self._attempts(doing)
+    def call(self, doing: str, operation: Callable[[], T], place: str | None = None) -> T:
+        """The result of the operation; `doing` completes "could not ...", at this place of the server."""
+        attempts = self._attempts(doing, place)
         while True:
             try:
                 result = operation()
@@ -146,20 +145,26 @@ class Patience:
                 self._reached = True
                 return result
 
-    def _attempts(self, doing: str) -> _Attempts:
-        return _Attempts(self._place, doing, RETRY_SECONDS if self._reached else FIRST_CONTACT_SECONDS)
+    def _attempts(self, doing: str, place: str | None = None) -> _Attempts:
+        if self._reached:
+            seconds = RETRY_SECONDS if self._retry_seconds is None else self._retry_seconds
+        else:
+            first = self._first_contact_seconds
+            seconds = FIRST_CONTACT_SECONDS if first is None else first
+        return _Attempts(place or self._place, doing, self._credentials, seconds)
 
     def _pause(self, attempts: _Attempts, error: Exception) -> float:
         from obstore import exceptions
 
         self._reached |= "status code:" in str(error)
-        if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket</Code>" in str(error):
+        if isinstance(error, FileNotFoundError) and NO_BUCKET.search(str(error)):
             return attempts.pause_after(error)
         means_something = (
             exceptions.AlreadyExistsError,
             exceptions.NotSupportedError,
             exceptions.PreconditionError,
         )
-        if isinstance(error, exceptions.BaseError) and not isinstance(error, means_something):
+        passing = (exceptions.BaseError, ConnectionError)
+        if isinstance(error, passing) and not isinstance(error, means_something):
             return attempts.pause_after(error)
         raise error

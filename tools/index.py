@@ -21,7 +21,7 @@ MOST_PROBLEMS = 100
 def command(
     shards: Annotated[
         list[str],
-        typer.Argument(help="Tars: paths, folders, globs, brace patterns, http(s) or s3 addresses."),
+        typer.Argument(help="Tars: paths, folders, globs, brace patterns, or http(s), s3, gs, az URLs."),
     ],
     output: Annotated[
         Path | None, typer.Option(help="Where the index goes; beside the shards unless told.")

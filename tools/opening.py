@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
-    str, typer.Argument(metavar="STORE", help="A path, s3://bucket/prefix, or the folder of a run.")
+    str,
+    typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az)."),
 ]
 AtSnapshot = Annotated[
     int | None, typer.Option("--snapshot", help="Its state at this snapshot, not at the newest.")

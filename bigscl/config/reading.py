@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bigscl.config.schema import Config
 from bigscl.method.objective import Objective
+from bigscl.store import STORE_SCHEMES
 from bigscl.text import first_few, printable, reason_of
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
@@ -128,8 +129,11 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.compact_after", "needed: without warm-up nothing says when to choose the top classes"
     if store.top is None and store.warmup_heatmaps == "scores" and objective.consistency == "scl":
         yield "store.warmup_heatmaps", "scores without store.top keeps no heatmaps, and scl needs them"
-    if store.url is not None and not store.url.startswith("s3://") and (store.endpoint or store.region):
+    scheme = (store.url or "").partition("://")[0]
+    if store.url is not None and scheme not in STORE_SCHEMES and (store.endpoint or store.region):
         yield "store.endpoint", "has no effect on a file system"
+    elif store.region and scheme in STORE_SCHEMES and scheme != "s3":
+        yield "store.region", f"has no effect with {scheme}://"
     for name, phase in (("warmup", config.schedule.warmup), ("main", config.schedule.main)):
         if phase.decay == "constant" and phase.final_learning_rate:
             yield f"schedule.{name}.final_learning_rate", "has no effect with decay constant"

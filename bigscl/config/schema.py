@@ -126,7 +126,7 @@ class StoreConfig:
     kind: Literal["disk", "memory", "none"] = "disk"
     """Where it is kept: `memory` ends with the run; `none` is for objectives that need no memory."""
     url: str | None = None
-    """A path or s3://bucket/prefix. Default: `store` in the run folder."""
+    """A path, or s3://bucket/prefix (or gs://, az://). Default: `store` in the run folder."""
     momentum: Share = 0.8
     """Momentum mu of the running averages."""
     ema: Literal["plain", "debiased"] = "plain"

@@ -11,9 +11,8 @@ from fnmatch import fnmatch
 
 from braceexpand import braceexpand
 
-from bigscl.data.remote import s3_bucket
 from bigscl.data.sources import Shard, Unreadable, scheme
-from bigscl.store import Patience
+from bigscl.store import STORE_SCHEMES, list_objects
 from bigscl.text import first_few
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
@@ -77,8 +76,8 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 def _found(url: str) -> list[str]:
     kind = scheme(url)
-    if kind == "s3" and (url.endswith("/") or _is_glob(url)):
-        return _found_on_s3(url)
+    if kind in STORE_SCHEMES and (url.endswith("/") or _is_glob(url)):
+        return _found_in_bucket(url)
     if kind:
         return [url]
     path = url.removeprefix("file://")
@@ -95,19 +94,12 @@ def _is_shard(name: str) -> bool:
     return name.endswith(SUFFIXES) and not name.startswith(".")
 
 
-def _found_on_s3(url: str) -> list[str]:
-    import obstore
-
-    store, path = s3_bucket(url)
-    bucket = url[: len(url) - len(path)]
-    prefix = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-
-    def list_all() -> list[str]:
-        return sorted(entry["path"] for page in obstore.list(store, prefix) for entry in page)
-
-    names = Patience(url).call("list the shards", list_all)
-    pattern = path if _is_glob(path) else path + "*"
-    return [bucket + name for name in names if fnmatch(name, pattern) and _is_shard(os.path.basename(name))]
+def _found_in_bucket(url: str) -> list[str]:
+    folder = re.split(r"[*?[]", url)[0].rpartition("/")[0]
+    pattern = url if _is_glob(url) else url + "*"
+    return [
+        name for name in list_objects(folder) if fnmatch(name, pattern) and _is_shard(os.path.basename(name))
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,18 @@
-"""The bytes of a tar, wherever it lies: on a file system, compressed, behind http(s) or s3, or piped."""
+"""The bytes of a tar, wherever it lies: on a file system, in an object store, behind http(s), or piped."""
 
 import gzip
-import http.client
 import io
 import os
-import re
 import subprocess
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from bigscl.data.remote import RemoteFile, open_http, open_s3
+from bigscl.store import SCHEMES, ObjectReader, StoreError
 
 GZIP_MAGIC = b"\x1f\x8b"
 # What a connection, a compressed stream or a disk may raise while it is read.
-READ_ERRORS = (OSError, EOFError, zlib.error, http.client.HTTPException)
+READ_ERRORS = (OSError, EOFError, zlib.error, StoreError)
 
 
 class Unreadable(Exception):
@@ -141,21 +139,23 @@ def open_shard(url: str, *, allow_pipe: bool = False) -> Shard:
             if not allow_pipe:
                 raise Unreadable(f"{url}: runs a command; say that pipes are allowed if you trust it")
             return StreamedShard(lambda: _open_pipe(url))
-        if kind in ("http", "https"):
-            return StreamedShard(lambda: _open_remote(open_http(url)))
-        if kind == "s3":
-            return StreamedShard(lambda: _open_remote(open_s3(url)))
+        if kind:
+            return StreamedShard(lambda: _open_object(url))
         if _is_gzip(url):
             return StreamedShard(lambda: (gzip.open(url), os.path.getsize(url)))
         return LocalShard(url)
+    except StoreError as error:
+        raise Unreadable(str(error)) from error
     except READ_ERRORS as error:
         raise Unreadable(f"{url}: cannot be opened: {error}") from error
 
 
 def scheme(url: str) -> str:
-    """`http`, `https`, `s3` or `pipe`; empty for a path."""
-    match = re.match(r"(https?|s3|pipe):", url)
-    return match[1] if match else ""
+    """`pipe`, or the scheme of an object's URL, such as `https` or `s3`; empty for a path."""
+    if url.startswith("pipe:"):
+        return "pipe"
+    kind, separator, _ = url.partition("://")
+    return kind if separator and kind in SCHEMES else ""
 
 
 def _is_gzip(path: str) -> bool:
@@ -163,8 +163,9 @@ def _is_gzip(path: str) -> bool:
         return file.read(2) == GZIP_MAGIC
 
 
-def _open_remote(file: RemoteFile) -> tuple[Readable, int | None]:
-    return _decompressed(io.BufferedReader(file)), file.length
+def _open_object(url: str) -> tuple[Readable, int | None]:
+    reader = ObjectReader(url)
+    return _decompressed(io.BufferedReader(reader)), reader.length
 
 
 class _Pipe(io.RawIOBase):

@@ -470,7 +470,7 @@ def test_shards_are_read_from_s3(tmp_path, monkeypatch):
             remote, problems = scan(pattern)
             assert problems == []
             assert remote.fingerprint == scan(shards)[0].fingerprint
-        with pytest.raises(Unreadable, match="cannot be opened"):
+        with pytest.raises(Unreadable, match="could not read it: 404"):
             open_shard("s3://shelf/in/other.tar")
     finally:
         server.stop()

@@ -6,7 +6,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, StorageOptions, StoreError, objects, retries, update
+from bigscl.store import HeatmapStore, StorageOptions, StoreError, object_storage, retries, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import AlreadyExists
 from bigscl.store.lease import Lease
@@ -22,7 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_CONTACT_SECONDS", 20.0)
     milliseconds = timedelta(milliseconds=5)
     backoff = {"init_backoff": milliseconds, "max_backoff": 4 * milliseconds, "base": 2}
-    monkeypatch.setattr(objects, "RETRY_CONFIG", {**retries.RETRY_CONFIG, "backoff": backoff})
+    monkeypatch.setattr(object_storage, "RETRY_CONFIG", {**object_storage.RETRY_CONFIG, "backoff": backoff})
 
 
 def first(method, ending, fault, times=1):
@@ -262,4 +262,4 @@ def test_patience_ends(monkeypatch):
     with pytest.raises(
         StoreError, match=r"place: could not try: 503 Slow Down; gave up after \d tries in 0 s"
     ):
-        retries.Patience("place").call("try", fail)
+        retries.Patience("place", object_storage.SCHEMES["s3"].credentials).call("try", fail)

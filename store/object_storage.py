@@ -1,0 +1,191 @@
+"""Object storage by URL: s3, gs and az, and http(s) for reading.
+
+Endpoints, credentials and the settings of the client are decided here, for stores and tars alike.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Self
+
+from bigscl.store.errors import StoreError
+from bigscl.store.retries import Credentials
+
+# The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
+# pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and
+# bodies that break off are not always among them; what it gives up on is retried by `Patience`, as a whole.
+RETRY_CONFIG: Any = {
+    "max_retries": 4,
+    "retry_timeout": timedelta(seconds=30),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=50),
+        "max_backoff": timedelta(seconds=2),
+        "base": 2,
+    },
+}
+# The client's default of 30 s is for a whole body: too short for large chunks over a slow line. An address
+# that swallows packets is given up on after 5 tries of 5 s.
+CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "120s"}
+ENDPOINT = re.compile(r"https?://[\w.:\[\]-]+(/\S*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How to reach an object store; credentials come from the environment and are never written down."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    anonymous: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A prefix of a bucket, or one object."""
+
+    url: str
+    scheme: str
+    bucket: str
+    path: str
+    options: StorageOptions = field(default_factory=StorageOptions)
+
+    @classmethod
+    def parse(cls, url: str, options: StorageOptions | None = None) -> Self:
+        """The location that a URL names, or StoreError if no client could reach it."""
+        scheme, _, rest = url.partition("://")
+        bucket, _, path = rest.partition("/")
+        location = cls(url=url, scheme=scheme, bucket=bucket, path=path, options=options or StorageOptions())
+        # The client panics, with a page of text, on an endpoint that is no address.
+        if not bucket or not ENDPOINT.fullmatch(location.endpoint or "https://aws"):
+            found = f"bucket {bucket!r}, endpoint {location.endpoint!r}"
+            raise StoreError(
+                f"{url}: {found}; expected {scheme}://bucket/prefix and, for a server of your own, "
+                f"an endpoint such as https://host:port. Correct them."
+            )
+        return location
+
+    @property
+    def endpoint(self) -> str | None:
+        """The address of the server, where it is not the default one."""
+        if self.scheme in ("http", "https"):
+            return f"{self.scheme}://{self.bucket}"
+        variable = SCHEMES[self.scheme].endpoint_variable
+        return self.options.endpoint or os.environ.get(variable) or None
+
+    @property
+    def server(self) -> str:
+        """What answers, or does not answer, for all objects of the bucket."""
+        return f"{self.scheme}://{self.bucket} {self.endpoint}"
+
+    @property
+    def credentials(self) -> Credentials:
+        """What to say about credentials that are missing or refused."""
+        return SCHEMES[self.scheme].credentials
+
+    def client(self, prefix: str = "") -> Any:
+        """An obstore client for the keys below a prefix of the bucket."""
+        client_options = {**CLIENT_OPTIONS, "allow_http": (self.endpoint or "").startswith("http://")}
+        settings = {"client_options": client_options, "retry_config": RETRY_CONFIG}
+        if prefix:
+            settings["prefix"] = prefix
+        return SCHEMES[self.scheme].connect(self, settings)
+
+    def object(self) -> tuple[Any, str]:
+        """(client, key) of the object that the URL names."""
+        # All of an http URL, with its query, is the client's root.
+        return self.client(), "" if self.scheme in ("http", "https") else self.path
+
+
+def _s3(location: Location, settings: dict[str, Any]) -> Any:
+    from obstore.store import S3Store
+
+    region = location.options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    settings["region"] = region or "us-east-1"
+    if location.endpoint:
+        settings["endpoint"] = location.endpoint
+    if location.options.anonymous:
+        settings["skip_signature"] = True
+    return S3Store(location.bucket, **settings)
+
+
+def _gs(location: Location, settings: dict[str, Any]) -> Any:
+    from obstore.store import GCSStore
+
+    if location.endpoint:
+        settings["base_url"] = location.endpoint
+    if location.options.anonymous:
+        settings["skip_signature"] = True
+    return GCSStore(location.bucket, **settings)
+
+
+def _az(location: Location, settings: dict[str, Any]) -> Any:
+    from obstore.store import AzureStore
+
+    if location.endpoint:
+        settings["endpoint"] = location.endpoint
+    if location.options.anonymous:
+        settings["skip_signature"] = True
+    if not os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"):
+        raise StoreError(f"{location.url}: set AZURE_STORAGE_ACCOUNT_NAME to the account of this container.")
+    return AzureStore(location.bucket, **settings)
+
+
+def _http(location: Location, settings: dict[str, Any]) -> Any:
+    from obstore.store import HTTPStore
+
+    return HTTPStore.from_url(location.url, **settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How the locations of one URL scheme are reached."""
+
+    connect: Callable[[Location, dict[str, Any]], Any]
+    credentials: Credentials
+    endpoint_variable: str = ""
+    """Environment variable with the address of the server."""
+    holds_stores: bool = True
+    """Whether it can be listed and written to."""
+
+
+_HTTP = Scheme(
+    connect=_http,
+    credentials=Credentials(
+        missing="Check the URL.", refused="Check the URL, and whether it may be read without credentials."
+    ),
+    holds_stores=False,
+)
+SCHEMES = {
+    "s3": Scheme(
+        connect=_s3,
+        endpoint_variable="AWS_ENDPOINT_URL",
+        credentials=Credentials(
+            missing="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or choose anonymous access for public "
+            "data.",
+            refused="Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, and what they "
+            "permit there.",
+        ),
+    ),
+    "gs": Scheme(
+        connect=_gs,
+        endpoint_variable="GOOGLE_BASE_URL",
+        credentials=Credentials(
+            missing="Set GOOGLE_APPLICATION_CREDENTIALS, or choose anonymous access for public data.",
+            refused="Check GOOGLE_APPLICATION_CREDENTIALS, and what that account may do there.",
+        ),
+    ),
+    "az": Scheme(
+        connect=_az,
+        endpoint_variable="AZURE_STORAGE_ENDPOINT",
+        credentials=Credentials(
+            missing="Set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or choose anonymous access "
+            "for public data.",
+            refused="Check AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY and "
+            "AZURE_STORAGE_SAS_TOKEN, and what they permit there.",
+        ),
+    ),
+    "http": _HTTP,
+    "https": _HTTP,
+}
+STORE_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.holds_stores)
