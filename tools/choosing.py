@@ -1,4 +1,4 @@
-"""Samples worth a look, chosen from all that a store remembers."""
+"""Samples to look at, chosen from all samples of a store."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -18,7 +18,7 @@ Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
 def choose_samples(
     store: HeatmapStore, data: Data, choice: Choice, count: int, number: int | None, seed: int
 ) -> NDArray[np.int64]:
-    """Ids of up to `count` samples, the most interesting first; `number` is the only class that matters."""
+    """Return the ids of up to `count` samples, the most interesting first; of class `number` if given."""
     if choice == "tracked":
         return _tracked(store, data, count, number)
     if choice == "random":
@@ -27,15 +27,15 @@ def choose_samples(
     return _best(ranked(store, data, number))[:count]
 
 
-def _interest(values: NDArray[np.float32], number: int | None) -> NDArray[np.float32]:
-    """What a sample counts: its largest value over the classes, or that of the one class."""
+def _largest(values: NDArray[np.float32], number: int | None) -> NDArray[np.float32]:
+    """Return the largest value of each sample over the classes, or its value of one class."""
     return values.max(axis=1) if number is None else values[:, number]
 
 
 def _tracked(store: HeatmapStore, data: Data, count: int, number: int | None) -> NDArray[np.int64]:
     ids = np.array(store.spec.tracked, np.int64)
     if not len(ids):
-        raise ValueError(f"{store.backend.url}: no samples are tracked in it (store.tracked of its run is 0)")
+        raise ValueError(f"{store.backend.url}: has no tracked samples (store.tracked of its run is 0)")
     return ids[_with_class(data, ids, number)][:count]
 
 
@@ -46,7 +46,7 @@ def _random(data: Data, count: int, number: int | None, seed: int) -> NDArray[np
 
 
 def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArray[np.bool_]:
-    """Which samples are annotated with the class; all, if there is none."""
+    """Return which samples are annotated with the class; all, if no class is given."""
     if number is None:
         return np.ones(len(ids), bool)
     positives = data.annotations.classes == number
@@ -58,25 +58,26 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
 
 
 def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
-    """The score of a class that is not annotated, shard by shard; annotated ones count nothing."""
+    """Yield the highest score of a class that is not annotated, for each sample, shard by shard."""
 
     def work(shard: int) -> Scored:
         ids, scores = next(store.scores_by_shard([shard]))
-        return ids, _interest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
+        return ids, _largest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
 
     shards = range(store.spec.num_shards)
-    return (found for _, found in pass_over("looking for confident ones", shards, work, [store]))
+    return (found for _, found in pass_over("searching confident samples", shards, work, [store]))
 
 
 def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
-    """How far scores moved since the snapshot before, shard by shard; untouched shards are left out."""
+    """Yield the change of the scores since the previous snapshot, for the shards that changed."""
     at = store.snapshot
-    # A writer that opens the store gives its state a new number: that is no change to look at.
+    # Opening the store for writing creates a snapshot of the same state: no change.
     same = (at.group, at.slots)
     older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
     if not older:
         raise ValueError(
-            f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest there is: no change to look at"
+            f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
+            f"change to show. Use another --choose."
         )
     before = HeatmapStore(store.backend, store.spec, older[-1], data.annotations, writable=False)
     changed = [
@@ -87,15 +88,15 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
 
     def work(shard: int) -> Scored:
         (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
-        return ids, _interest(np.abs(to_float32(now) - to_float32(then)), number)
+        return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
 
-    return (found for _, found in pass_over("looking for changes", changed, work, [store, before]))
+    return (found for _, found in pass_over("searching changed samples", changed, work, [store, before]))
 
 
 def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:
-    """All ids by falling interest, ties to the lowest id."""
+    """Return all ids by falling value; equal values by id."""
     parts = list(ranked)
     if not parts:
         return np.empty(0, np.int64)
-    ids, interest = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return ids[np.lexsort((ids, -interest))]
+    ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return ids[np.lexsort((ids, -values))]

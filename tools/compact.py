@@ -1,4 +1,4 @@
-"""`bigscl compact`: make a store smaller, by what it keeps of each image and by the snapshots it keeps."""
+"""`bigscl compact`: make a store smaller: fewer snapshots, fewer heatmaps per image, compression."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -15,19 +15,14 @@ from bigscl.store import (
     versions_of,
 )
 from bigscl.tools.opening import (
-    Anonymous,
     Apply,
     AsJson,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
+    DataFlags,
+    StorageFlags,
     Store,
     checkpoints_by_snapshot,
     locate,
-    need_data,
     open_store,
-    options,
     run_folder,
 )
 from bigscl.tools.progress import progress
@@ -36,12 +31,12 @@ from bigscl.tools.text import counted, size, tell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What is asked for."""
+    """The change that the command line asks for."""
 
     group: GroupSpec | None
-    """The new layout; None: the arrays stay."""
+    """The new layout; None if the arrays stay."""
     keep: tuple[int, ...]
-    """Snapshots that stay beside the newest."""
+    """Snapshots that stay, in addition to the newest."""
     drop: tuple[int, ...]
 
 
@@ -49,39 +44,41 @@ def command(
     store: Store,
     top: Annotated[
         int | None,
-        typer.Option(min=1, max=10**7, help="Keep heatmaps of so many classes per image, the strongest."),
+        typer.Option(min=1, max=10**7, help="Number of classes per image whose heatmaps are kept."),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=2, max=1000, help="Versions of each shard there is room for.")
+        int | None,
+        typer.Option(min=2, max=1000, help="Number of versions kept of each shard."),
     ] = None,
-    codec: Annotated[Codec | None, typer.Option(help="Compress chunks.")] = None,
+    codec: Annotated[Codec | None, typer.Option(help="Compression of the chunks.")] = None,
     keep: Annotated[
         list[int] | None,
-        typer.Option(help="A snapshot to keep beside the newest; may be repeated. All others are dropped."),
+        typer.Option(help="Snapshot to keep, besides the newest; may be repeated. Others are dropped."),
     ] = None,
     apply: Apply = False,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Drop all but the newest snapshot and free their space; with --top, --slots or --codec, rewrite it.
+    """Drop all snapshots but the newest and free their space; --top, --slots and --codec rewrite it.
 
-    Interrupted at any moment, the store is as it was before or as it should be; run it again.
+    If it is interrupted, the store is in its old or its new state: run the command again.
 
     Example: bigscl compact runs/imagenet/store --top 10 --apply
     """
-    reach = options(endpoint, region, anonymous)
-    opened = open_store(store, None, reach)
+    opened = open_store(store, None, storage)
     change = _change(opened, top, slots, codec, keep or [])
     facts = _forecast(opened, change, checkpoints_by_snapshot(run_folder(store)))
     if apply:
-        data = need_data("--apply", store, opened.spec.fingerprint, shards, index)
-        # The rows stay those of the run that learnt them, so the snapshot keeps its name.
+        data = source.need("--apply", store, opened.spec.fingerprint)
+        # The rows are still those that this run learnt, so the snapshot keeps the name of the run.
         with HeatmapStore.open(
-            locate(store), annotations=data.annotations, mode="w", run=opened.snapshot.run, options=reach
+            locate(store),
+            annotations=data.annotations,
+            mode="w",
+            run=opened.snapshot.run,
+            options=storage.options,
         ) as writer:
             _apply(writer, change)
             facts["bytes_after"] = sum(writer.sizes().values())
@@ -97,7 +94,7 @@ def _change(
 ) -> Change:
     there = [one.id for one in store.snapshots()]
     if missing := sorted(set(keep) - set(there)):
-        raise ValueError(f"--keep {missing[0]}: no such snapshot; there are {there}")
+        raise ValueError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
     group = _new_group(store, top, slots, codec)
     stays = {*keep} if group is not None else {*keep, store.snapshot.id}
     return Change(group=group, keep=tuple(sorted(stays)), drop=tuple(n for n in there if n not in stays))
@@ -112,19 +109,19 @@ def _new_group(
     if top is None and old.layout != "topk":
         what = "--slots" if slots is not None else "--codec"
         raise ValueError(
-            f"{what}: a {old.layout} store is rewritten only with --top K, its strongest classes. "
-            f"To free old snapshots alone, leave {what} away."
+            f"{what}: a {old.layout} store can be rewritten only with --top K. "
+            f"To drop old snapshots only, remove {what}."
         )
     new = replace(old, layout="topk", top=top or old.top, slots=slots or old.slots, codec=codec or old.codec)
     if new == old:
-        raise ValueError(f"nothing to rewrite: the store has --top {old.top}, --slots {old.slots} already")
+        raise ValueError(f"nothing to rewrite: the store already has --top {old.top} and --slots {old.slots}")
     if old.top is not None and new.top is not None and new.top > old.top:
-        raise ValueError(f"--top: {new.top}, but only {old.top} classes per image are there")
+        raise ValueError(f"--top: {new.top}, but the store keeps only {old.top} classes per image")
     return new
 
 
 def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[str]]) -> dict[str, Any]:
-    """What there is, what will be, and who would miss it."""
+    """Return the sizes before and after, and the checkpoints that will be lost."""
     listing = list(store.backend.sizes(""))
     versions = by_version(listing)
     before = sum(num_bytes for _, num_bytes in listing)
@@ -175,12 +172,12 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"  {verb} {counted(len(facts['drop']), 'snapshot')}: {_numbers(facts['drop'])}")
     if facts["checkpoints_lost"]:
         lost = ", ".join(facts["checkpoints_lost"])
-        lines.append(f"  no longer possible: going on from {lost}")
+        lines.append(f"  no longer possible: resuming from {lost}")
     lines.append(f"  {'now' if done else 'then'} {size(facts['bytes_after'])}")
     if not done:
         held = facts["holder"]
-        free = "nothing was changed; add --apply to do it"
-        lines.append(f"  {free}" if held is None else f"  refused for now: in use by {held}")
+        free = "nothing was changed. Add --apply to do it."
+        lines.append(f"  {free}" if held is None else f"  not possible now: in use by {held}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`bigscl compare`: predictions of several runs on the same images, beside each other."""
+"""`bigscl compare`: compare the predictions of several runs on the same images."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -15,20 +15,25 @@ if TYPE_CHECKING:
 
 def command(
     predictions: Annotated[
-        list[Path], typer.Argument(help="Folders of bigscl.evaluate, or .npz files of other tools.")
+        list[Path],
+        typer.Argument(
+            help="Folders of evaluations, or .npz files of other tools; the first is the baseline."
+        ),
     ],
     real: Annotated[
-        Path | None, typer.Option(help="real.json: score ImageNet's validation images by the ReaL labels.")
+        Path | None, typer.Option(help="real.json: score ImageNet-val by the ReaL labels.")
     ] = None,
-    activation: Annotated[Activation, typer.Option(help="What makes scores of logits.")] = "sigmoid",
+    activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
     resamples: Annotated[
-        int, typer.Option(min=10, max=1_000_000, help="Bootstrap resamples of the images.")
+        int, typer.Option(min=10, max=1_000_000, help="Number of bootstrap resamples of the images.")
     ] = 200,
-    classes: Annotated[int, typer.Option(min=0, help="Classes to list that changed most.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the resamples.")] = 0,
+    classes: Annotated[
+        int, typer.Option(min=0, help="Number of classes to list, the most changed first.")
+    ] = 10,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the resamples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Set runs beside the first: figures, differences with 95% bootstrap intervals, classes that changed."""
+    """Compare runs with the first: metrics, differences with 95% bootstrap intervals, changed classes."""
     from bigscl.evaluation.compare import compare
     from bigscl.evaluation.predictions import load_predictions
     from bigscl.evaluation.real_labels import read_real_labels
@@ -47,7 +52,7 @@ def command(
 
 
 def _name_apart(runs: list[Any], paths: list[Path]) -> None:
-    """Runs whose models have the same name get that of their path."""
+    """Name runs after their paths if their models have the same name."""
     names = [run.about["model"] for run in runs]
     for run, path, name in zip(runs, paths, names, strict=True):
         if names.count(name) > 1:

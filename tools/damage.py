@@ -1,4 +1,4 @@
-"""Damaged rows of a shard: which they are, and what they are reset to."""
+"""Damaged rows of a shard, and the values that they are reset to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Source:
 
 
 def damaged_rows(spec: StoreSpec, shard: int, problems: Sequence[Problem]) -> NDArray[np.bool_]:
-    """Which rows of a shard have a problem in any array."""
+    """Return which rows of a shard have a problem in any array."""
     bad = np.zeros(spec.rows_per_shard, bool)
     for problem in problems:
         bad[np.asarray(problem.samples, np.int64) - shard * spec.rows_per_shard] = True
@@ -40,10 +40,10 @@ def damaged_rows(spec: StoreSpec, shard: int, problems: Sequence[Problem]) -> ND
 def repaired_shard(
     store: HeatmapStore, at: Snapshot, shard: int, problems: Sequence[Problem], sources: Sequence[Source]
 ) -> tuple[Rows, dict[str, list[int]]]:
-    """(the rows of a shard with the damaged ones reset, the reset samples by where their values come from).
+    """Return the repaired rows of a shard, and the reset samples by the origin of their values.
 
-    A row is taken from the first source in which it is whole. It keeps its stamp, so that an epoch at hand
-    does not visit it twice; a lost stamp becomes the snapshot's epoch for the same reason.
+    A damaged row is taken from the first source in which it is intact. It keeps its visit stamp, so that the
+    current epoch does not visit it twice; a lost stamp becomes the snapshot's epoch for the same reason.
     """
     spec = store.spec
     assert store.annotations is not None
@@ -78,7 +78,7 @@ def _copy(source: dict[str, Array], target: dict[str, Array], rows: NDArray[np.b
 
 
 def _readable(store: HeatmapStore, at: Snapshot, shard: int, initial: dict[str, Array]) -> dict[str, Array]:
-    """The arrays of a version chunk by chunk; initial values where a chunk cannot be read."""
+    """Return the arrays of a version, with initial values where a chunk cannot be read."""
     return {name: _read_chunks(store, at, shard, name, array) for name, array in initial.items()}
 
 

@@ -1,9 +1,8 @@
-"""`bigscl diff`: what differs between two snapshots, or two stores of the same data."""
+"""`bigscl diff`: compare two snapshots, or two stores of the same data."""
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,29 +14,15 @@ from bigscl.store import (
     HeatmapStore,
     IndexMismatch,
     Rows,
-    StorageOptions,
 )
 from bigscl.tools.expected import Expected, count_by_class, expected_at
 from bigscl.tools.halves import to_float32
-from bigscl.tools.opening import (
-    Anonymous,
-    AsJson,
-    Data,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
-    find_data,
-    open_store,
-    options,
-)
+from bigscl.tools.opening import AsJson, Data, DataFlags, StorageFlags, open_store
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import class_name, name_of
 from bigscl.tools.text import table, tell
 
-Place = Annotated[
-    str, typer.Argument(help="A store or the folder of a run; @ID for an older snapshot of it.")
-]
+Place = Annotated[str, typer.Argument(help="A store or the folder of a run; STORE@ID is snapshot ID of it.")]
 
 
 Both = tuple[Expected, Expected]
@@ -46,16 +31,16 @@ Both = tuple[Expected, Expected]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
-    """What was found in one shard: by sample, by array and by class."""
+    """The differences in one shard: by sample, by array and by class."""
 
     ids: NDArray[np.int64]
     differs: dict[str, NDArray[np.bool_]]
-    """By array, which rows differ in it."""
+    """Which rows differ, by array."""
     change: NDArray[np.float32]
-    """Largest change of a score, by row."""
+    """Largest change of a score in each row."""
     total_change: float
     only_a: NDArray[np.int64]
-    """By class, expected positives of A that are none of B."""
+    """Number of expected positives of A that are not expected by B, by class."""
     only_b: NDArray[np.int64]
     both: NDArray[np.int64]
 
@@ -63,20 +48,17 @@ class Compared:
 def command(
     a: Place,
     b: Place,
-    count: Annotated[int, typer.Option(min=0, help="Most changed samples and classes to list.")] = 10,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    count: Annotated[int, typer.Option(min=0, help="Number of changed samples and classes to list.")] = 10,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Compare rows, scores and expected positives; exit code 0 if nothing differs, 1 if anything does.
+    """Compare rows, scores and expected positives. Exit code 0 if nothing differs, 1 otherwise.
 
     Example: bigscl diff runs/quickstart@3 runs/quickstart
     """
-    reach = options(endpoint, region, anonymous)
-    one, other, data = _open_both(a, b, reach, shards, index)
+    one, other, data = _open_both(a, b, storage, source)
     expected = expected_at(one), expected_at(other)
     results = _compare(one, other, expected)
     facts = _facts(one, other, results, data, count)
@@ -88,37 +70,37 @@ def command(
 
 
 def _open_both(
-    a: str, b: str, reach: StorageOptions, shards: list[str] | None, index: Path | None
+    a: str, b: str, storage: StorageFlags, source: DataFlags
 ) -> tuple[HeatmapStore, HeatmapStore, Data | None]:
     (url_a, at_a), (url_b, at_b) = _parsed(a), _parsed(b)
-    one, other = open_store(url_a, at_a, reach), open_store(url_b, at_b, reach)
+    one, other = open_store(url_a, at_a, storage), open_store(url_b, at_b, storage)
     if one.spec.fingerprint != other.spec.fingerprint:
         raise IndexMismatch(
-            f"{one.backend.url} is made for data {one.spec.fingerprint[:12]}, {other.backend.url} for "
+            f"{one.backend.url} was created for data {one.spec.fingerprint[:12]}, {other.backend.url} for "
             f"{other.spec.fingerprint[:12]}: their rows "
-            f"are not of the same images. Compare stores of one dataset."
+            f"are of different images. Compare stores of the same dataset."
         )
-    data = find_data(url_a, one.spec.fingerprint, shards, index)
+    data = source.find(url_a, one.spec.fingerprint)
     if data is not None:
-        one = open_store(url_a, one.snapshot.id, reach, data)
-        other = open_store(url_b, other.snapshot.id, reach, data)
+        one = open_store(url_a, one.snapshot.id, storage, data)
+        other = open_store(url_b, other.snapshot.id, storage, data)
     return one, other, data
 
 
 def _parsed(place: str) -> tuple[str, int | None]:
-    """(store, snapshot) of `store@7`."""
+    """Return (store, snapshot) of `store@7`."""
     url, at, number = place.rpartition("@")
     return (url, int(number)) if at and number.isdecimal() else (place, None)
 
 
 def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Compared]:
-    """The shards that are not the same version (or both initial) on both sides, compared row by row."""
+    """Compare row by row the shards that are not the same version on both sides."""
     same_store = one.backend.url == other.backend.url and one.snapshot.group == other.snapshot.group
     same = [
         slot == its and (same_store or slot == -1)
         for slot, its in zip(one.snapshot.slots, other.snapshot.slots, strict=True)
     ]
-    # Of the same rows, other cuts expect other positives.
+    # With different cuts, the same rows give different expected positives.
     same_cuts = expected[0].same_as(expected[1])
     wanted = [shard for shard in range(one.spec.num_shards) if not (same_cuts and same[shard])]
     work = partial(_compare_shard, one, other, expected)
@@ -146,7 +128,7 @@ def _first_rows(rows: Rows, count: int) -> Rows:
 
 
 def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
-    """By array, which rows are not the same; heatmaps of classes that only one side keeps are left out."""
+    """Return which rows differ, by array; heatmaps of classes that only one side keeps are left out."""
     found = {"scores": _unequal(mine.scores, its.scores), "visited": mine.visited != its.visited}
     if mine.heatmaps is not None and its.heatmaps is not None:
         if mine.classes is not None and its.classes is not None and mine.classes.shape == its.classes.shape:
@@ -156,14 +138,14 @@ def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
 
 
 def _unequal(mine: Array, its: Array) -> NDArray[np.bool_]:
-    """Which rows have other bits: numpy compares halves 39 times slower than integers."""
+    """Return which rows have different bits: numpy compares float16 39 times slower than integers."""
     bits = [np.ascontiguousarray(array).view(np.uint16) for array in (mine, its)]
     differs: NDArray[np.bool_] = (bits[0] != bits[1]).any(axis=tuple(range(1, mine.ndim)))
     return differs
 
 
 def _heatmaps_differ(mine: Rows, its: Rows) -> NDArray[np.bool_]:
-    """Which rows have different heatmaps of a class that both sides keep."""
+    """Return which rows have different heatmaps of a class that both sides keep."""
     assert mine.heatmaps is not None
     assert its.heatmaps is not None
     kept = [mine.kept_classes(), its.kept_classes()]
@@ -219,7 +201,7 @@ def _most_changed(results: list[Compared], count: int) -> list[tuple[int, float]
 
 
 def _expected(results: list[Compared], index: Any, count: int) -> dict[str, Any]:
-    """How the expected positives of the compared shards differ, in all and by class."""
+    """Return how the expected positives of the compared shards differ, in total and by class."""
     if not results:
         return {"only_a": 0, "only_b": 0, "both": 0, "classes": []}
     totals = {name: sum(getattr(found, name) for found in results) for name in ("only_a", "only_b", "both")}

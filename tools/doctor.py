@@ -1,4 +1,4 @@
-"""`bigscl doctor`: whether this environment, and every node of a launcher, is fit to train."""
+"""`bigscl doctor`: check that this environment, and every node of a launcher, can train."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.store import Transport
-from bigscl.tools.opening import Anonymous, AsJson, Endpoint, Region, options
+from bigscl.tools.opening import AsJson, StorageFlags
 from bigscl.tools.reachable import probe_place
 from bigscl.tools.text import size, tell
 
@@ -27,7 +27,7 @@ OPTIONAL = {
     "tensorboard": "tracking",
     "pyarrow": ".parquet",
 }
-# Loader workers hand over their batches through it.
+# Loader workers send their batches through it.
 LITTLE_SHARED_MEMORY = 2**30
 
 
@@ -35,22 +35,20 @@ def command(
     place: Annotated[
         str | None, typer.Argument(help="Where the store will be: a path or s3://bucket/prefix.")
     ] = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, devices, backends, free disk; under a launcher, whether all processes see the same place.
+    """Check versions, devices, backends and free disk; under a launcher, that all processes share a place.
 
     Exit code 1 if anything is wrong.
 
-    Example: accelerate launch --config_file 2x8gpu.yaml -m bigscl.tools.cli doctor /shared/store
+    Example: accelerate launch --config_file 2x8gpu.yaml -m bigscl doctor /shared/store
     """
     with _launched_ranks() as ranks:
         mine = _environment(place)
         payloads = ranks.gather(json.dumps(mine).encode())
-        reach = options(endpoint, region, anonymous)
-        sharing = None if place is None else probe_place(place, reach, ranks)
+        sharing = None if place is None else probe_place(place, storage.options, ranks)
         if payloads is None:
             return
         processes = [json.loads(payload) for payload in payloads]
@@ -67,7 +65,7 @@ def command(
 
 @contextmanager
 def _launched_ranks() -> Iterator[Transport]:
-    """The processes of the launcher as one group, or this process alone."""
+    """Yield the processes of the launcher as one group, or this process alone."""
     import torch.distributed as dist
 
     from bigscl.processes.ranks import transport
@@ -83,7 +81,7 @@ def _launched_ranks() -> Iterator[Transport]:
 
 
 def _environment(place: str | None) -> dict[str, Any]:
-    """What one process has."""
+    """Return what one process finds on its machine."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +105,7 @@ def _environment(place: str | None) -> dict[str, Any]:
         "shared_memory_bytes": _free("/dev/shm"),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": devices,
-        # One process of a node tries it for all: it takes seconds.
+        # It takes seconds, so one process per node tries it.
         "bf16": _bf16() if os.environ.get("LOCAL_RANK", "0") == "0" else None,
         "backends": backends,
         "free_bytes": None if place is None or "://" in place else _free(place),
@@ -135,7 +133,7 @@ def _version(package: str) -> str | None:
 
 
 def _free(place: str) -> int | None:
-    """Free bytes at a path, or at the nearest folder above it that exists."""
+    """Return the free bytes at a path, or at the nearest folder above it that exists."""
     path = Path(place).absolute()
     while not path.exists():
         path = path.parent
@@ -143,14 +141,14 @@ def _free(place: str) -> int | None:
 
 
 def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
-    """What is wrong with the processes, alone or together."""
+    """Yield what is wrong with each process, and with all of them together."""
     for name in NEEDED:
         found = {one["versions"][name] for one in processes}
         if None in found:
             hosts = sorted({one["host"] for one in processes if one["versions"][name] is None})
             yield f"{name} is not installed on {', '.join(hosts)}: pip install {name}"
         elif len(found) > 1:
-            yield f"{name} is of several versions: {', '.join(sorted(found))}. Install the same everywhere."
+            yield f"{name} has several versions: {', '.join(sorted(found))}. Install the same everywhere."
     if len({one["python"] for one in processes}) > 1:
         yield f"several versions of Python: {', '.join(sorted({one['python'] for one in processes}))}"
     for host, one in {one["host"]: one for one in processes}.items():
@@ -164,12 +162,12 @@ def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
 
 def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
     if not one["backends"]["gloo"]:
-        yield f"{host}: torch has no gloo, which the ranks talk over. Install another build of torch."
+        yield f"{host}: torch has no gloo, which the ranks communicate with. Install another build of torch."
     if one["devices"] and not one["backends"]["nccl"]:
         yield f"{host}: has GPUs, but torch has no nccl. Install another build of torch."
     shared = one["shared_memory_bytes"]
     if shared is not None and shared < LITTLE_SHARED_MEMORY:
-        yield f"{host}: {size(shared)} free in /dev/shm, loader workers may die; docker: --shm-size 8g"
+        yield f"{host}: {size(shared)} free in /dev/shm: loader workers may die. In Docker: --shm-size 8g."
 
 
 def _text(facts: dict[str, Any]) -> str:
@@ -190,7 +188,7 @@ def _text(facts: dict[str, Any]) -> str:
     ]
     if facts["place"] is not None:
         free = "" if first["free_bytes"] is None else f", {size(first['free_bytes'])} free"
-        seen = "the same for all processes" if not facts["sharing"] else "NOT fit for a store"
+        seen = "the same for all processes" if not facts["sharing"] else "NOT usable for a store"
         lines.append(f"{facts['place']}: {seen}{free}")
     lines += [f"problem: {problem}" for problem in facts["problems"]] or ["all is well"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Expected positives at a snapshot: cuts and scores that belong together, whatever moment it was made at."""
+"""Expected positives of a snapshot: cuts that belong to its scores, even in the middle of an epoch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +14,21 @@ from bigscl.tools.passes import scores_by_shard
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expected:
-    """A cut per class that holds for the scores of one snapshot, and how it came about."""
+    """A cut per class that belongs to the scores of one snapshot, and where it comes from."""
 
     tau: NDArray[np.float16]
     last_id: NDArray[np.int64]
     recomputed: bool
-    """Whether the cut was computed now, from the snapshot's scores."""
+    """Whether the cut was computed now from the snapshot's scores."""
     note: str
-    """For people: where the cut comes from."""
+    """Where the cut comes from, for people."""
 
     def of(self, scores: Array, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """`[n,L]`: of which classes each sample is an expected positive.
+        """Return `[n,L]`: of which classes each sample is an expected positive.
 
         The same cut as `bigscl.method.selection`, without torch, which takes seconds to import.
         """
-        # Bits of scores in 0 to 1 order like the scores; numpy compares halves 23 times slower than integers.
+        # The bits of scores in 0 to 1 have the order of the scores; numpy compares float16 23 times slower.
         bits, tau = np.ascontiguousarray(scores).view(np.uint16), self.tau.view(np.uint16)
         expected: NDArray[np.bool_] = bits > tau
         on_the_cut = bits == tau
@@ -38,24 +38,24 @@ class Expected:
 
     @property
     def any(self) -> bool:
-        """Whether anything was selected by then."""
+        """Whether there are any expected positives."""
         return bool((self.last_id >= 0).any())
 
     def same_as(self, other: "Expected") -> bool:
-        """Whether both are the same cut."""
+        """Return whether both are the same cut."""
         return np.array_equal(self.tau, other.tau) and np.array_equal(self.last_id, other.last_id)
 
     def to_json(self) -> dict[str, Any]:
-        """What a command tells of it."""
+        """Return what a command prints about it with --json."""
         return {"recomputed": self.recomputed, "note": self.note}
 
 
 def expected_at(store: HeatmapStore) -> Expected:
-    """The expected positives at the store's snapshot.
+    """Return the expected positives of the store's snapshot.
 
-    At the end of an epoch they are those that the run selected. In mid-epoch a snapshot carries the cuts of
-    the epoch before, which do not hold for the rows updated since: the same number of positives is then
-    selected from the scores as they are, which reads the scores of all samples.
+    At the end of an epoch they are those that the run selected. A snapshot in the middle of an epoch has the
+    cuts of the previous epoch, which do not belong to the rows updated since: then the same number of
+    positives is selected from the current scores of all samples.
     """
     snapshot = store.snapshot
     if not has_selection(snapshot):
@@ -64,7 +64,7 @@ def expected_at(store: HeatmapStore) -> Expected:
             tau=np.ones(num_classes, np.float16),
             last_id=np.full(num_classes, -1),
             recomputed=False,
-            note=f"no expected positives were chosen by snapshot {snapshot.id}, epoch {snapshot.epoch}",
+            note=f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch}",
         )
     if in_mid_epoch(snapshot):
         return _recomputed(store)
@@ -73,7 +73,7 @@ def expected_at(store: HeatmapStore) -> Expected:
 
 
 def in_mid_epoch(snapshot: Snapshot) -> bool:
-    """Whether some rows were updated since the run last selected."""
+    """Return whether some rows were updated after the run last selected."""
     return bool(snapshot.attributes.get("next_epoch") == snapshot.epoch)
 
 
@@ -99,16 +99,16 @@ def _recomputed(store: HeatmapStore) -> Expected:
 
 
 def _counted(store: HeatmapStore) -> NDArray[np.int64]:
-    """How many positives a run expects of each class, counted at the end of an epoch.
+    """Return how many positives a run expects of each class, counted at the end of an epoch.
 
-    For snapshots of runs that did not write it down.
+    For snapshots of earlier revisions, which do not record it.
     """
     ends = [one for one in store.snapshots() if has_selection(one) and not in_mid_epoch(one)]
     if not ends:
         raise ValueError(
             f"{store.backend.url}: snapshot {store.snapshot.id} was saved in the middle of epoch "
-            f"{store.snapshot.epoch} and does not say how many positives its run expects; no snapshot of an "
-            f"epoch's end is retained to count them in. Run this again when the run has ended an epoch."
+            f"{store.snapshot.epoch} and does not say how many positives its run expects, and there is no "
+            f"snapshot of the end of an epoch to count them in. Run this again after the end of an epoch."
         )
     end = HeatmapStore(store.backend, store.spec, ends[-1], store.annotations, writable=False)
     expected = expected_at(end)
@@ -119,5 +119,5 @@ def _counted(store: HeatmapStore) -> NDArray[np.int64]:
 
 
 def count_by_class(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How many samples each class has in `[n,L]`; quick where they are few."""
+    """Return how many samples each class has in `[n,L]`; fast if there are few."""
     return np.bincount(np.flatnonzero(mask) % mask.shape[1], minlength=mask.shape[1])

@@ -1,4 +1,4 @@
-"""`bigscl export`: the labels that were found, scores, and heatmaps, in files that other programs read."""
+"""`bigscl export`: write found labels, scores and heatmaps to files that other programs read."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,21 +13,7 @@ from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.opening import (
-    Anonymous,
-    AsJson,
-    AtSnapshot,
-    Data,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
-    Store,
-    find_data,
-    need_data,
-    open_store,
-    options,
-)
+from bigscl.tools.opening import AsJson, AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.passes import pass_over, scores_by_shard
 from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import find_samples
@@ -36,7 +22,7 @@ from bigscl.tools.text import size, tell
 
 What = Literal["labels", "scores", "heatmaps"]
 Which = Literal["mined", "expected", "all"]
-# A cell of a heatmap in an exported PNG is so many pixels wide.
+# Side of a heatmap cell in an exported PNG.
 CELL_PIXELS = 16
 COLUMNS = {
     "id": int,
@@ -59,28 +45,27 @@ def command(
     what: Annotated[
         What,
         typer.Argument(
-            help="labels: .csv, .jsonl or .parquet, a line per sample and class; scores: .npy, a row per "
-            "sample; heatmaps of chosen samples: .npz, or a folder of PNGs."
+            help="labels: .csv, .jsonl or .parquet, one line per sample and class; scores: .npy, one row "
+            "per sample; heatmaps of chosen samples: .npz, or a folder of PNGs."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file, or the folder for PNGs.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file, or folder for PNGs.")],
     which: Annotated[
         Which,
         typer.Option(
-            help="Labels: expected positives that are not annotated; all expected positives; or those and "
-            "all annotated ones, a relabelled dataset."
+            help="Labels to write. mined: expected positives that are not annotated; expected: all expected "
+            "positives; all: these and all annotated positives, a relabelled dataset."
         ),
     ] = "mined",
     sample: Annotated[
-        list[str] | None, typer.Option(help="Heatmaps of this sample, by key or id; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Sample whose heatmaps are written, by key or id; may be repeated."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     snapshot: AtSnapshot = None,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
     """Write labels (with score and the box of the strongest region), scores or heatmaps to a file.
@@ -88,19 +73,18 @@ def command(
     Example: bigscl export runs/quickstart labels -o mined.csv
     """
     if sample and what != "heatmaps":
-        raise ValueError(f"--sample: has no effect on {what}; it chooses heatmaps")
+        raise ValueError(f"--sample: has no effect on {what}, only on heatmaps")
     if output.exists() and not overwrite:
-        raise ValueError(f"{output}: exists already. Choose another name, or add --overwrite.")
-    reach = options(endpoint, region, anonymous)
-    opened = open_store(store, snapshot, reach)
+        raise ValueError(f"{output}: already exists. Choose another name, or add --overwrite.")
+    opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
     expected: Expected | None = None
     if what == "scores":
-        data = find_data(store, fingerprint, shards, index)
-        rows = _scores(open_store(store, opened.snapshot.id, reach, data), output)
+        data = source.find(store, fingerprint)
+        rows = _scores(open_store(store, opened.snapshot.id, storage, data), output)
     else:
-        needed = need_data(what, store, fingerprint, shards, index)
-        opened = open_store(store, opened.snapshot.id, reach, needed)
+        needed = source.need(what, store, fingerprint)
+        opened = open_store(store, opened.snapshot.id, storage, needed)
         if what == "labels":
             expected = expected_at(opened)
             rows = _labels(opened, needed, output, which, expected)
@@ -126,7 +110,7 @@ def _labels(store: HeatmapStore, data: Data, output: Path, which: Which, expecte
     if not expected.any and which != "all":
         raise ValueError(
             f"{store.backend.url}: {expected.note}. "
-            f"Export a later one, or --which all for the annotated ones."
+            f"Export a later snapshot, or use --which all for the annotated positives."
         )
     work = partial(_labels_of_shard, store, data, data.index.shard_names, expected, which)
     rows = 0
@@ -165,7 +149,7 @@ def _texts(values: Sequence[str]) -> NDArray[Any]:
 
 
 def _boxes(rows: Rows, places: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`[n,4]`: the box of the strongest region of each (row, class); NaN where there is none."""
+    """Return `[n,4]`: the box of the strongest region of each (row, class); NaN where there is none."""
     if rows.heatmaps is None:
         return np.full((len(places), 4), np.nan)
     return strongest_boxes(rows.heatmaps_of(places, classes))
@@ -175,12 +159,12 @@ def _boxes(rows: Rows, places: NDArray[np.int64], classes: NDArray[np.int64]) ->
 
 
 def _scores(store: HeatmapStore, output: Path) -> int:
-    """Scores of all samples, float16 `[samples, classes]`, in the order of their ids."""
+    """Write the scores of all samples as float16 `[samples, classes]`, in the order of their ids."""
     if output.suffix != ".npy":
         raise ValueError(f"{output}: scores are written as .npy")
     shape = (store.spec.num_samples, store.spec.num_classes)
     head = {"descr": "<f2", "fortran_order": False, "shape": shape}
-    # Written in one go: pages of a memory map would all stay in RAM until the disk has them.
+    # Written in sequence: the pages of a memory map would stay in RAM until they are on disk.
     with atomic_write(output) as unfinished, unfinished.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, head)
         for _, scores in scores_by_shard("exporting", store):
@@ -192,7 +176,7 @@ def _scores(store: HeatmapStore, output: Path) -> int:
 
 
 def _heatmaps(store: HeatmapStore, data: Data, output: Path, wanted: list[str]) -> int:
-    """Heatmaps of some samples; as PNGs each class has a file, 0 is black and 1 white."""
+    """Write the heatmaps of some samples; as PNGs, one file per class, 0 is black and 1 white."""
     if not wanted:
         raise ValueError("heatmaps: which samples? Name them with --sample KEY or --sample ID.")
     if output.suffix not in ("", ".npz"):

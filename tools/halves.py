@@ -1,4 +1,4 @@
-"""float16 arrays, faster than numpy handles them."""
+"""float16 arrays, converted faster than numpy does."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,5 +9,5 @@ _AS_FLOAT32 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float
 
 
 def to_float32(halves: Array) -> NDArray[np.float32]:
-    """The same values as `halves.astype(np.float32)`, looked up by their bits: 2 ms per million, not 10."""
+    """Return `halves.astype(np.float32)`, from a table of all 65,536 values: 2 ms per million, not 10."""
     return np.take(_AS_FLOAT32, np.ascontiguousarray(halves).view(np.uint16))

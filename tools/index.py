@@ -1,4 +1,4 @@
-"""`bigscl index`: one scan of the shards, and the file that says what they hold."""
+"""`bigscl index`: scan shards once and write the file that lists their samples."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def command(
         typer.Argument(help="Tars: paths, folders, globs, brace patterns, or http(s), s3, gs, az URLs."),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="Where the index goes; beside the shards unless told.")
+        Path | None, typer.Option(help="Path of the index. Default: in the folder of the shards.")
     ] = None,
     classes: Annotated[
         str | None,
@@ -39,12 +39,12 @@ def command(
     allow_pipe: Annotated[bool, typer.Option(help="Run the commands of `pipe:` shards.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Scan tar shards once and write their index; list everything that is wrong with them."""
+    """Scan tar shards once, write their index, and list all problems."""
     urls = expand(shards)
     path = output or default_path(urls)
-    # Before a scan that may take an hour.
+    # Checked before a scan that may take an hour.
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path}: its folder is missing or cannot be written to. Choose another --output.")
+        raise ValueError(f"{path}: its folder does not exist or is not writable. Choose another --output.")
     names, count = _classes(classes, urls)
     before = stored_fingerprint(path)
     try:
@@ -68,7 +68,7 @@ def command(
 
 
 def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int | None]:
-    """(names, number) of the classes, as far as they are told."""
+    """Return (names, number) of the classes, as far as the command line or classes.txt gives them."""
     if given is not None and given.isdecimal():
         if len(given) > LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
             found = given[:LONGEST_NUMBER]
@@ -77,7 +77,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):
         return None, None
-    with parsing(path, "a list of class names", "Give a text file with one name a line, or a number."):
+    with parsing(path, "a list of class names", "Give a text file with one name per line, or a number."):
         names = path.read_text().splitlines()
     if not names or len(set(names)) < len(names) or not all(names):
         raise ValueError(f"{path}: expected a different name on each line, found {len(names)} lines")
@@ -96,7 +96,9 @@ def _print(index: Index, problems: list[Problem], path: Path, before: str | None
     )
     print(f"  {facts['bytes']} bytes, fingerprint {index.fingerprint}")
     if facts["changed"]:
-        print(f"  the data has changed: it was {before}; heatmap stores made for that do not open with this")
+        print(
+            f"  the data has changed: its fingerprint was {before}; stores of that data do not open with this"
+        )
     if problems:
         print(f"  {len(problems):,} problems found, listed above")
 

@@ -1,4 +1,4 @@
-"""What every verb over a store has in common: where the store is, and the data it was made for."""
+"""What all verbs over a store share: where the store is, how to reach it, and the data it was created for."""
 
 import logging
 from dataclasses import dataclass
@@ -28,111 +28,122 @@ Store = Annotated[
     typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az)."),
 ]
 AtSnapshot = Annotated[
-    int | None, typer.Option("--snapshot", help="Its state at this snapshot, not at the newest.")
+    int | None, typer.Option("--snapshot", help="Read this snapshot. Default: the newest.")
 ]
-Shards = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="The tars the store was made for: a folder, glob or brace pattern. Unless told: those of "
-        "the run's config.yaml beside the store."
-    ),
-]
-IndexFile = Annotated[
-    Path | None, typer.Option("--index", help="The index of those tars, if it is not beside them.")
-]
-Endpoint = Annotated[str | None, typer.Option(help="Address of an S3-compatible server.")]
-Region = Annotated[str | None, typer.Option(help="Region of the bucket.")]
-Anonymous = Annotated[bool, typer.Option("--anonymous", help="Read a public bucket without credentials.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Apply = Annotated[bool, typer.Option("--apply", help="Do it; without this, only say what would be done.")]
+Apply = Annotated[bool, typer.Option("--apply", help="Do it. Without this, only print what would be done.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFlags:
+    """How to reach an object store."""
+
+    endpoint: Annotated[str | None, typer.Option(help="Address of an S3-compatible server.")] = None
+    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None
+    anonymous: Annotated[
+        bool, typer.Option("--anonymous", help="Read a public bucket without credentials.")
+    ] = False
+
+    @property
+    def options(self) -> StorageOptions:
+        """The same for the store."""
+        return StorageOptions(endpoint=self.endpoint, region=self.region, anonymous=self.anonymous)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Data:
-    """The samples a store was made for, with the labels that training saw."""
+    """The samples that a store was created for, with the labels that training saw."""
 
     index: "Index"
     labels: "Labels"
-    """Which of the index's labels are the annotated ones."""
+    """Which labels of the index are the annotated ones."""
     annotations: Annotations
 
     def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """`[n,L]`: which classes are annotated positives."""
+        """Return `[n,L]`: which classes are annotated positives."""
         mask: NDArray[np.bool_] = self.index.labels_of(ids, self.labels) == 1
         return mask
 
     def present(self, ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """`[n,L]`: which classes are really there; None where the shards do not say."""
+        """Return `[n,L]`: which classes are present; None if the shards do not say."""
         return None if self.index.labels is None else self.index.labels_of(ids, "labels") == 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFlags:
+    """Where the data of a store is."""
+
+    shards: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tars that the store was created for: a folder, glob or brace pattern. Default: those in "
+            "the config.yaml of the store's run."
+        ),
+    ] = None
+    index: Annotated[
+        Path | None, typer.Option("--index", help="Index of these tars, if it is not in their folder.")
+    ] = None
+
+    def find(self, store: str, fingerprint: str) -> Data | None:
+        """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
+        from bigscl.data.index import load_index
+
+        settings = _data_settings(store)
+        patterns: Any = self.shards or settings.get("train")
+        if patterns is None:
+            return None
+        file = self.index
+        if file is None and self.shards is None and settings.get("train_index"):
+            file = Path(settings["train_index"])
+        index = load_index(patterns, file)
+        for candidate, labels in _labellings(index, settings.get("observed")):
+            annotations = candidate.annotations(labels)
+            if annotations.fingerprint == fingerprint:
+                return Data(index=candidate, labels=labels, annotations=annotations)
+        raise IndexMismatch(
+            f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the observed nor "
+            f"the full labels of {patterns}. Give the shards that this store was created from; if its "
+            f"run drew the observed labels itself (data.observed), config.yaml must be next to the store."
+        )
+
+    def need(self, what: str, store: str, fingerprint: str) -> Data:
+        """Return the data of a store, or raise an error that says what it is needed for."""
+        data = self.find(store, fingerprint)
+        if data is None:
+            raise ValueError(
+                f"{what}: needs the shards, and no config.yaml next to {locate(store)} names them. "
+                f"Add --shards PATTERN, and --index FILE if their index is not in their folder."
+            )
+        return data
+
+
 def locate(store: str) -> str:
-    """Where the store is: the place itself, or `store` in it if it is the folder of a run."""
+    """Return where the store is: the place itself, or `store` in it if it is the folder of a run."""
     inner = Path(store) / "store"
     is_run = "://" not in store and not (Path(store) / "zarr.json").exists() and inner.is_dir()
     return str(inner) if is_run else store
 
 
 def run_folder(store: str) -> Path | None:
-    """The folder of the run that a local store lies in, if it lies in one."""
+    """Return the folder of the run that a local store belongs to; None if it is outside of any."""
     folder = Path(locate(store)).absolute().parent
     return folder if "://" not in store and (folder / "config.yaml").exists() else None
 
 
-def options(endpoint: str | None, region: str | None, anonymous: bool) -> StorageOptions:
-    """How to reach the store."""
-    return StorageOptions(endpoint=endpoint, region=region, anonymous=anonymous)
-
-
 def open_store(
-    store: str, snapshot: int | None, reach: StorageOptions, data: Data | None = None
+    store: str, snapshot: int | None, storage: StorageFlags, data: Data | None = None
 ) -> HeatmapStore:
-    """The store for reading; never-visited samples are readable if its data is given."""
+    """Open the store for reading. With its data, samples that were never visited are readable too."""
     return HeatmapStore.open(
         locate(store),
         snapshot=snapshot,
-        options=reach,
+        options=storage.options,
         annotations=None if data is None else data.annotations,
     )
 
 
-def find_data(store: str, fingerprint: str, shards: list[str] | None, index_file: Path | None) -> Data | None:
-    """The data a store was made for: of these shards, or of its run's config; None if neither is told."""
-    from bigscl.data.index import load_index
-
-    settings = _data_settings(store)
-    patterns: Any = shards or settings.get("train")
-    if patterns is None:
-        return None
-    if index_file is None and shards is None and settings.get("train_index"):
-        index_file = Path(settings["train_index"])
-    index = load_index(patterns, index_file)
-    for candidate, labels in _labellings(index, settings.get("observed")):
-        annotations = candidate.annotations(labels)
-        if annotations.fingerprint == fingerprint:
-            return Data(index=candidate, labels=labels, annotations=annotations)
-    raise IndexMismatch(
-        f"{locate(store)}: made for data {fingerprint[:12]}, neither the observed nor the full labels of "
-        f"{patterns}. Give the shards this store was made from; if its run drew labels anew "
-        f"(data.observed), config.yaml must lie beside the store."
-    )
-
-
-def need_data(
-    what: str, store: str, fingerprint: str, shards: list[str] | None, index_file: Path | None
-) -> Data:
-    """The data a store was made for; an error that says what it is needed for, if it is not told."""
-    data = find_data(store, fingerprint, shards, index_file)
-    if data is None:
-        raise ValueError(
-            f"{what}: the shards are needed, and no config.yaml next to {locate(store)} names them. "
-            f"Add --shards PATTERN, and --index FILE if their index is not beside them."
-        )
-    return data
-
-
 def _labellings(index: "Index", drawn: dict[str, int] | None) -> "list[tuple[Index, Labels]]":
-    """Every set of annotated labels that a run may have taken from these shards."""
+    """Return every set of annotated labels that a run may have taken from these shards."""
     found: list[tuple[Index, Labels]] = [(index, "observed")]
     if index.labels is not None:
         found.append((index, "labels"))
@@ -142,7 +153,7 @@ def _labellings(index: "Index", drawn: dict[str, int] | None) -> "list[tuple[Ind
 
 
 def _data_settings(store: str) -> dict[str, Any]:
-    """The data section of the config that the store's run saved; empty if there is none."""
+    """Return the data section of the config that the store's run saved; empty if there is none."""
     folder = run_folder(store)
     if folder is None:
         return {}
@@ -152,13 +163,15 @@ def _data_settings(store: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
     except (ValueError, RecursionError, AttributeError, TypeError, yaml.YAMLError) as error:
-        logger.warning("%s: damaged, its data settings are unknown: %s", path, " ".join(str(error).split()))
+        logger.warning(
+            "%s: damaged, so its data settings are unknown: %s", path, " ".join(str(error).split())
+        )
         return {}
     section = config.get("data") if isinstance(config, dict) else None
     if not isinstance(section, dict):
         return {}
     if wrong := [name for name, check in _CHECKS.items() if not check(section.get(name))]:
-        logger.warning("%s: data.%s: damaged, and ignored", path, ", data.".join(wrong))
+        logger.warning("%s: data.%s: damaged and ignored", path, ", data.".join(wrong))
     return {name: value for name, value in section.items() if name not in wrong}
 
 
@@ -183,11 +196,11 @@ _CHECKS = {
     "train_index": lambda value: value is None or isinstance(value, str),
     "observed": _is_drawing,
 }
-"""What the settings that are read here must be."""
+"""A check for each setting that is read here."""
 
 
 def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
-    """Names of the checkpoints in a run's folder, by the snapshot each of them resumes from."""
+    """Return the names of a run's checkpoints by the snapshot from which each of them resumes."""
     found: dict[int, list[str]] = {}
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
         snapshot = (read_json_object(file) or {}).get("snapshot")
@@ -197,6 +210,6 @@ def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
 
 
 def has_selection(snapshot: Snapshot) -> bool:
-    """Whether any expected positives had been chosen by then."""
+    """Return whether the snapshot has expected positives."""
     cuts = snapshot.attributes.get("selection")
     return cuts is not None and any(last_id >= 0 for last_id in cuts["last_id"])

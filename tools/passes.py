@@ -1,4 +1,4 @@
-"""Passes of commands over the shards of a store: in threads, with progress, and an honest end."""
+"""Passes over the shards of a store: in threads, with progress, checked for a snapshot dropped meanwhile."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -25,9 +25,9 @@ def pass_over(
     stores: Sequence[HeatmapStore] = (),
     threads: int = PASS_THREADS,
 ) -> Iterator[tuple[int, Result]]:
-    """(shard, `work(shard)`) of each shard, in order, from threads: see `in_order`.
+    """Yield (shard, `work(shard)`) of each shard in order, computed by threads: see `in_order`.
 
-    Raises SnapshotMissing at the end if the snapshot of one of the stores was dropped meanwhile.
+    Raises SnapshotMissing at the end if the snapshot of one of the stores was dropped during the pass.
     """
     with progress(title, len(shards), "shards") as advance:
         for shard, result in zip(shards, in_order(work, shards, threads), strict=True):
@@ -38,14 +38,14 @@ def pass_over(
 
 
 def check_retained(store: HeatmapStore) -> None:
-    """Raise SnapshotMissing if the snapshot was dropped: what was read may be of a newer version."""
+    """Raise SnapshotMissing if the snapshot was dropped: what was read may belong to a newer version."""
     SnapshotLog(store.backend).read(store.snapshot.id)
 
 
 def scores_by_shard(
     title: str, store: HeatmapStore, shards: Sequence[int] | None = None
 ) -> Iterator[tuple[NDArray[np.int64], Array]]:
-    """(ids, scores) of all samples of each shard, read ahead by threads."""
+    """Yield (ids, scores) of all samples of each shard, read ahead by threads."""
 
     def read(shard: int) -> tuple[NDArray[np.int64], Array]:
         return next(store.scores_by_shard([shard]))

@@ -1,4 +1,4 @@
-"""`bigscl plan`: what a run will need, before anyone trains."""
+"""`bigscl plan`: estimate the disk space, RAM and I/O of a run before it starts."""
 
 import os
 import shutil
@@ -24,28 +24,31 @@ def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     settings: Settings = None,
     processes: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Training processes of all nodes: GPUs.")
+        int, typer.Option(min=1, max=100_000, help="Number of training processes on all nodes (GPUs).")
     ] = 1,
     images_per_second: Annotated[
-        float, typer.Option(min=0.001, max=1e9, help="What one process trains, to know the store's load.")
+        float,
+        typer.Option(min=0.001, max=1e9, help="Training speed of one process, for the load on the store."),
     ] = 400,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=10**10, help="Plan for so many images that are not there yet.")
+        int | None,
+        typer.Option(min=1, max=10**10, help="Number of images of a dataset that does not exist yet."),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option(min=1, max=10**7, help="With --samples: their classes.")
+        int | None, typer.Option(min=1, max=10**7, help="With --samples: number of classes.")
     ] = None,
     per_shard: Annotated[
-        int, typer.Option(min=1, max=10**7, help="With --samples: images in a shard.")
+        int, typer.Option(min=1, max=10**7, help="With --samples: images per shard.")
     ] = 1000,
     probe: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Measure this place and say whether it will keep up.")
+        str | None,
+        typer.Option(metavar="DIR", help="Measure the speed of this place and compare it with the need."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes, MB/s and RAM a run needs, steps and balance of its shards, and what is likely to go wrong.
+    """Estimate disk space, MB/s, RAM and steps of a run, the balance of its shards, and likely problems.
 
-    Exit code 1 if there are warnings, or the probed place is too slow.
+    Exit code 1 if there are warnings, or if the probed place is too slow.
 
     Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
     """
@@ -64,11 +67,11 @@ def command(
 def _data(
     config: "Config", samples: int | None, classes: int | None, per_shard: int
 ) -> tuple[StoreSpec, float | None]:
-    """The store's rows and the mean bytes of an image: of the shards that are there, or of those told."""
+    """Return the store's rows and the mean size of an image, of existing shards or of the given numbers."""
     from bigscl.data.index import load_index
 
     if (samples is None) != (classes is None):
-        raise ValueError("--samples, --classes: give both, or neither to plan for the shards that are there")
+        raise ValueError("--samples, --classes: give both, or neither to plan for the shards of the config")
     if samples is not None and classes is not None:
         full, rest = divmod(samples, per_shard)
         sizes = [per_shard] * full + [rest] * (rest > 0)
@@ -149,7 +152,7 @@ def _facts(
 
 
 def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
-    """Encoded images that wait to be shuffled, and batches that the workers have ready, per process."""
+    """Return the RAM of the encoded images in shuffle buffers and of prepared batches, per process."""
     if mean_bytes is None:
         return None
     workers = max(1, config.data.workers)
@@ -174,7 +177,7 @@ def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any
 
 
 def _free_bytes(url: str) -> int | None:
-    """Free bytes where the store will be; None for an object store."""
+    """Return the free bytes where the store will be; None for an object store."""
     if "://" in url:
         return None
     place = Path(url).absolute()
@@ -184,7 +187,7 @@ def _free_bytes(url: str) -> int | None:
 
 
 def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
-    """Whether a place takes and gives the bytes of the heaviest phase fast enough."""
+    """Measure whether a place reads and writes the bytes of the largest phase fast enough."""
     from bigscl.tools.probe import measure
     from bigscl.training import forecast
 
@@ -225,7 +228,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 def _store_lines(facts: dict[str, Any]) -> list[str]:
     if not facts["phases"]:
-        return ["  store: none, this objective remembers nothing"]
+        return ["  store: none, this objective needs no memory"]
     side = facts["heatmap_size"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""How fast a place takes and gives the bytes of a store."""
+"""Measure how fast a place reads and writes the shards of a store."""
 
 import contextlib
 import os
@@ -28,21 +28,21 @@ ROUNDS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Bytes per second of a store, through all of its code; writing includes the sync."""
+    """Bytes per second of a store, measured through all of its code; writing includes the sync."""
 
     read: float
     write: float
     num_bytes: int
-    """Written and read in each round."""
+    """Bytes written and read in each round."""
 
     @property
     def both(self) -> float:
-        """Bytes per second that can be read and written again, one after the other."""
+        """Bytes per second that can be read and then written."""
         return 1 / (1 / self.read + 1 / self.write)
 
 
 def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options: StorageOptions) -> Speed:
-    """The better of two rounds with a few shards of this layout, in a store that is then removed."""
+    """Return the better of two rounds with a few shards of this layout, in a store that is then deleted."""
     shards = int(np.clip(MAX_BYTES // shard_bytes(spec, group), 2, MAX_SHARDS))
     annotations = _unlabelled(spec, shards)
     url = f"{place.rstrip('/')}/bigscl-probe-{uuid.uuid4().hex}"
@@ -81,7 +81,7 @@ def _unlabelled(spec: StoreSpec, shards: int) -> Annotations:
 
 
 def _round(store: HeatmapStore, threads: int, number: int) -> tuple[float, float]:
-    """Seconds to read all shards, and to write and commit them."""
+    """Return the seconds to read all shards, and to write and commit them."""
     rows = _random_rows(store)
     shards = range(store.spec.num_shards)
     with ThreadPoolExecutor(threads, thread_name_prefix="probe") as pool:
@@ -97,7 +97,7 @@ def _round(store: HeatmapStore, threads: int, number: int) -> tuple[float, float
 
 
 def _random_rows(store: HeatmapStore) -> Rows:
-    """Rows that do not compress, within every array's domain."""
+    """Return rows that do not compress, with valid values in every array."""
     random = np.random.default_rng(0)
     arrays = {}
     for plan in array_plans(store.spec, store.group):
@@ -112,7 +112,7 @@ def _random_rows(store: HeatmapStore) -> Rows:
 
 
 def _forget_cached(store: HeatmapStore) -> None:
-    """Ask the kernel to drop the files it has in RAM: an epoch later they would not be there either."""
+    """Ask the kernel to drop the files from its cache: after an epoch they would not be there either."""
     if not isinstance(store.backend, LocalBackend) or not hasattr(os, "posix_fadvise"):
         return
     for key, _ in store.backend.sizes(""):

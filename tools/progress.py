@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, otherwise a line every ten seconds."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def progress(title: str, total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
-    """Gives `advance(count, what)`: so many units more are done, the last of them `what`."""
+    """Yield `advance(count, what)`, to call when `count` more units are done, the last of them `what`."""
     if sys.stderr.isatty():
         with _bar(title, total, unit) as advance:
             yield advance
@@ -38,7 +38,7 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int, str], Non
 
 
 def _lines(title: str, total: int, unit: str) -> Callable[[int, str], None]:
-    """The first step, the last, and at most one every few seconds in between get a line."""
+    """Print the first step, the last, and at most one every few seconds in between."""
     done, printed = 0, float("-inf")
 
     def advance(count: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""`bigscl quickstart`: the whole system in minutes, offline, with every command shown."""
+"""`bigscl quickstart`: run the whole system in minutes, offline, and show every command."""
 
 import json
 import os
@@ -20,38 +20,41 @@ METHODS = {
     "scl": "EN + SCL (the method)",
     "bce": "oracle (all labels known)",
 }
-MAKE_AGAIN = "Delete the file and run the command again: it is made again."
+MAKE_AGAIN = "Delete the file and run the command again to make it again."
 PARTS = ("single", "train", "val", "test")
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Where data, runs and results go.")] = DEFAULT_FOLDER,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the scenes and of training.")] = 0,
-    methods: Annotated[str, typer.Option(help="Which runs to compare, by comma.")] = ",".join(METHODS),
+    folder: Annotated[Path, typer.Argument(help="Folder for data, runs and results.")] = DEFAULT_FOLDER,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the scenes and of training.")] = 0,
+    methods: Annotated[str, typer.Option(help="Runs to compare, separated by commas.")] = ",".join(METHODS),
     epochs: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Other than the configs' 30, to try it out.")
+        int | None,
+        typer.Option(
+            min=1, max=10_000, help="Number of epochs, for a shorter trial. Default: that of the configs."
+        ),
     ] = None,
 ) -> None:
     """Make scenes of digits, pretrain, train five ways from one label per image, and compare them.
 
-    Each command is shown before it runs, so that you can repeat them one by one. Called again, it goes on
-    where it stopped. Example: bigscl quickstart --seed 1 quickstart-1
+    Each command is shown before it runs, so that you can repeat it. Run the quickstart again to resume it:
+    finished steps are skipped. Example: bigscl quickstart --seed 1 quickstart-1
     """
     chosen = _chosen(methods)
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with Runner() as runner:
-        kitchen = Kitchen(folder, seed, epochs, runner)
-        kitchen.make_scenes()
-        kitchen.train("pretrain")
+        steps = QuickstartRun(folder, seed, epochs, runner)
+        steps.make_scenes()
+        steps.train("pretrain")
         for name in chosen:
-            kitchen.train(name)
-            kitchen.evaluate(name)
+            steps.train(name)
+            steps.evaluate(name)
     results = {name: _figures(folder / name / "test" / "report.json") for name in chosen}
     write_text(folder / "results.json", json.dumps(results, indent=1))
     picture = folder / "heatmaps.png"
     _draw(folder, chosen, picture)
-    typer.echo(f"\n{_table(results)}\n\nheatmaps of digits that no label named: {picture}")
+    typer.echo(f"\n{_table(results)}\n\nheatmaps of digits that no label names: {picture}")
     typer.echo(f"took {(time.monotonic() - started) / 60:.1f} minutes")
 
 
@@ -63,14 +66,14 @@ def _chosen(methods: str) -> list[str]:
     return chosen
 
 
-class Kitchen:
-    """The commands of the quickstart; each is shown and run, and left out where its result is there."""
+class QuickstartRun:
+    """The commands of the quickstart. Each is shown and run, or skipped if its result exists."""
 
     def __init__(self, folder: Path, seed: int, epochs: int | None, runner: Runner) -> None:
         self.folder, self.seed, self.epochs, self.runner = folder, seed, epochs, runner
 
     def make_scenes(self) -> None:
-        """The data: shards and their indexes."""
+        """Write the shards and their indexes."""
         scenes = self.folder / "scenes"
         if not (scenes / "bigscl-index-test.npz").exists():
             workers = str(os.cpu_count() or 1)
@@ -81,7 +84,7 @@ class Kitchen:
                 self._run("bigscl", "index", f"{scenes}/{part}-*.tar")
 
     def train(self, name: str) -> None:
-        """One run, from its config."""
+        """Train one run from its config."""
         run = self.folder / name
         if (run / "done").exists():
             return
@@ -90,7 +93,7 @@ class Kitchen:
         (run / "done").touch()
 
     def evaluate(self, name: str) -> None:
-        """Test mAP at the best validation epoch, and the pointing game of the stored heatmaps."""
+        """Evaluate the best validation epoch on the test scenes, and its stored heatmaps."""
         run = self.folder / name
         if not (run / "test" / "report.json").exists():
             test = f"{self.folder}/scenes/test-*.tar"
@@ -98,7 +101,7 @@ class Kitchen:
             self._run("python", "-m", "bigscl.evaluate", str(run), *options)
 
     def _settings(self, name: str) -> list[str]:
-        """What differs from the config: nothing, for the default folder and seed."""
+        """Return what differs from the config: nothing for the default folder and seed."""
         settings: dict[str, Any] = {}
         if self.seed:
             settings["seed"] = self.seed
@@ -119,7 +122,7 @@ class Kitchen:
 
 
 def _figures(report: Path) -> dict[str, float]:
-    """What the table shows of a run."""
+    """Return the numbers of a run in the table."""
     from bigscl.evaluation.localization import STORED
     from bigscl.files import parsing
 
@@ -143,7 +146,7 @@ def _table(results: dict[str, dict[str, float]]) -> str:
 
 
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
-    """The heatmaps that each run keeps of digits that no label named."""
+    """Draw the heatmaps of each run for digits that no label names."""
     from bigscl.config import load_config
     from bigscl.plots.runs import draw_side_by_side
 

@@ -1,4 +1,4 @@
-"""Whether all processes of a run see the same place, and may write there."""
+"""Check that all processes of a run see the same place and can write to it."""
 
 import contextlib
 import json
@@ -10,16 +10,16 @@ from typing import Any
 
 from bigscl.store import StorageOptions, StoreError, Transport, open_backend
 
-# A network file system may show a new file to other nodes only after a moment.
+# A network file system may show a new file to other nodes only after some seconds.
 PATIENCE_SECONDS = 10.0
 
 
 def probe_place(
     place: str, options: StorageOptions, ranks: Transport, *, patience_seconds: float = PATIENCE_SECONDS
 ) -> list[str] | None:
-    """What is wrong with a place, on rank 0 (None elsewhere): every process writes there, and all read it.
+    """Return what is wrong with a place, on rank 0 (None elsewhere): every process writes there, all read it.
 
-    Nothing is left behind, neither files nor folders that were not there before.
+    Files and folders made for this are deleted again.
     """
     token = ranks.broadcast(uuid.uuid4().hex.encode() if ranks.rank == 0 else None).decode()
     missing = _missing_folders(place)
@@ -29,17 +29,17 @@ def probe_place(
     deadline = time.monotonic() + patience_seconds
     unseen = [rank for rank in able if not _sees(place, options, _key(token, rank), token, deadline)]
     all_unseen = _shared(ranks, unseen)
-    with contextlib.suppress(Exception):  # whoever could not write there cannot delete there
+    with contextlib.suppress(Exception):  # without permission to write there is none to delete
         open_backend(place, options).delete(_key(token, ranks.rank))
     _wait_for_all(ranks)
-    with contextlib.suppress(OSError):  # of the ranks on one node, the first removes it
+    with contextlib.suppress(OSError):  # the first rank of a node deletes it
         for folder in missing:
             folder.rmdir()
     return list(_problems(place, failures, all_unseen)) if ranks.rank == 0 else None
 
 
 def _shared(ranks: Transport, mine: Any) -> list[Any]:
-    """Everyone's value in rank order, on every rank."""
+    """Return the values of all ranks in rank order, on every rank."""
     payloads = ranks.gather(json.dumps(mine).encode())
     values = None if payloads is None else json.dumps([json.loads(payload) for payload in payloads]).encode()
     shared: list[Any] = json.loads(ranks.broadcast(values))
@@ -47,7 +47,7 @@ def _shared(ranks: Transport, mine: Any) -> list[Any]:
 
 
 def _wait_for_all(ranks: Transport) -> None:
-    """Return when every process has come here."""
+    """Return when every process has called this."""
     _shared(ranks, None)
 
 
@@ -56,23 +56,23 @@ def _key(token: str, rank: int) -> str:
 
 
 def _write(place: str, options: StorageOptions, key: str, token: str) -> str | None:
-    """Why this process cannot write there; None if it can."""
+    """Return why this process cannot write there; None if it can."""
     try:
         open_backend(place, options).create(key, token.encode())
     except (StoreError, OSError) as error:
         return str(error)
-    except Exception as error:  # an object store raises what its client library likes
+    except Exception as error:  # the errors of object stores have no common type
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _sees(place: str, options: StorageOptions, key: str, token: str, deadline: float) -> bool:
-    """Whether this process sees what another wrote."""
+    """Return whether this process sees what another one wrote."""
     while True:
         try:
             if open_backend(place, options).read(key) == token.encode():
                 return True
-        except Exception:  # an unreachable place has been reported by whoever tried to write there
+        except Exception:  # reported already by the process that tried to write there
             return False
         if time.monotonic() > deadline:
             return False
@@ -80,7 +80,7 @@ def _sees(place: str, options: StorageOptions, key: str, token: str, deadline: f
 
 
 def _missing_folders(place: str) -> list[Path]:
-    """The folders that writing will make, the innermost first."""
+    """Return the folders that writing will create, the innermost first."""
     if "://" in place:
         return []
     path = Path(place).absolute()

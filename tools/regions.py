@@ -1,4 +1,4 @@
-"""Where a heatmap is strongest, as a box."""
+"""The box around the strongest region of a heatmap."""
 
 # Shapes: n heatmaps, W their side.
 
@@ -9,10 +9,10 @@ from bigscl.store import Array
 
 
 def strongest_boxes(heatmaps: Array, share: float = 0.5) -> NDArray[np.float64]:
-    """`[n,4]` (x0, y0, x1, y1) in 0..1: the box around the connected cells that hold the peak of each map.
+    """Return `[n,4]` (x0, y0, x1, y1) in 0..1: the box around the connected cells at the peak of each map.
 
-    Cells belong together if they share an edge and have at least `share` of the peak. A map without heat has
-    no box: NaN.
+    Cells are connected if they share an edge and have at least `share` of the peak. The box of a map of zeros
+    is NaN.
     """
     values = heatmaps.astype(np.float32)
     num_maps, side, _ = values.shape
@@ -30,7 +30,7 @@ def strongest_boxes(heatmaps: Array, share: float = 0.5) -> NDArray[np.float64]:
 
 
 def _grown(region: NDArray[np.bool_], hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """All hot cells that can be reached from the region, of all maps at once."""
+    """Return all hot cells that are connected to the region, for all maps at once."""
     while True:
         wider = region.copy()
         wider[:, 1:] |= region[:, :-1]

@@ -1,4 +1,4 @@
-"""`bigscl render`: pictures of samples with the heatmaps that the store remembers."""
+"""`bigscl render`: draw samples with their stored heatmaps."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,20 +12,7 @@ from bigscl.plots.samples import Box, Panel, SamplePicture, classes_to_show, dra
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.choosing import Choice, choose_samples
 from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.opening import (
-    Anonymous,
-    AsJson,
-    AtSnapshot,
-    Data,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
-    Store,
-    need_data,
-    open_store,
-    options,
-)
+from bigscl.tools.opening import AsJson, AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.samples import find_class, find_samples
 from bigscl.tools.text import tell
 
@@ -35,49 +22,48 @@ SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 
 def command(
     store: Store,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .pdf, .svg or .jpg.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
     sample: Annotated[
-        list[str] | None, typer.Option(help="This sample, by key or id; may be repeated.")
+        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
     ] = None,
     choose: Annotated[
         Choice,
         typer.Option(
-            help="Or samples chosen from all: at random, tracked ones, those whose scores changed most since "
-            "the snapshot before, or those with the highest score of a class that is not annotated."
+            help="How to choose samples: random; tracked; most-changed: largest change of a score since the "
+            "previous snapshot; confident: highest score of a class that is not annotated."
         ),
     ] = "random",
     class_name: Annotated[
-        str | None, typer.Option("--class", help="Choose by this class only: its name or number.")
+        str | None, typer.Option("--class", help="Choose by this class only, by name or number.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="Samples chosen.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Another seed, other random samples.")] = 0,
-    heatmaps: Annotated[int, typer.Option(min=1, max=1000, help="Heatmaps of a sample.")] = 6,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Number of samples to choose.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0,
+    heatmaps: Annotated[int, typer.Option(min=1, max=1000, help="Number of heatmaps per sample.")] = 6,
     epochs: Annotated[
-        bool, typer.Option("--epochs", help="A row per class, a column per epoch; for tracked samples.")
+        bool,
+        typer.Option("--epochs", help="Draw one row per class and one column per epoch, of tracked samples."),
     ] = False,
     against: Annotated[
-        str | None, typer.Option(metavar="STORE", help="Another store of the same data, below each sample.")
+        str | None,
+        typer.Option(metavar="STORE", help="Second store of the same data, drawn below each sample."),
     ] = None,
-    across: Annotated[int, typer.Option(min=1, max=100, help="Samples side by side.")] = 1,
+    across: Annotated[int, typer.Option(min=1, max=100, help="Number of samples in a row.")] = 1,
     snapshot: AtSnapshot = None,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Draw samples with heatmaps laid over them: annotated, unannotated and negative classes.
+    """Draw samples with the heatmaps of annotated, unannotated and negative classes.
 
     Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
     """
     if output.suffix not in SUFFIXES:
         raise ValueError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
-    reach = options(endpoint, region, anonymous)
-    fingerprint = open_store(store, snapshot, reach).spec.fingerprint
-    data = need_data("render", store, fingerprint, shards, index)
-    opened = open_store(store, snapshot, reach, data)
-    stores = [opened] if against is None else [opened, open_store(against, None, reach, data)]
+    fingerprint = open_store(store, snapshot, storage).spec.fingerprint
+    data = source.need("render", store, fingerprint)
+    opened = open_store(store, snapshot, storage, data)
+    stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
     number = None if class_name is None else find_class(class_name, data.index)
     if sample:
         ids = find_samples(sample, opened.spec, data.index)
@@ -86,11 +72,11 @@ def command(
         ids = choose_samples(opened, data, choice, count, number, seed)
     if epochs and against is not None:
         raise ValueError("--epochs: has no effect with --against; draw one picture for each store")
-    # Where the shards say what is there, nobody needs to know what is expected.
+    # The expected positives are needed only if the shards do not say which classes are present.
     expected = None if data.index.labels is not None else expected_at(opened)
-    looks = _Looks(opened, data, ids, expected)
+    images = _Images(opened, data, ids, expected)
     draw = _over_epochs if epochs else _side_by_side
-    pictures = draw(stores, looks, data, ids, heatmaps)
+    pictures = draw(stores, images, data, ids, heatmaps)
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}"
     draw_samples(pictures, output, title=title, across=across)
     facts: dict[str, Any] = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
@@ -107,8 +93,8 @@ def _listed(facts: dict[str, Any]) -> str:
     return "\n".join(f"  {one['id']:>9}  {one['name']}" for one in facts["samples"])
 
 
-class _Looks:
-    """What a picture needs of each sample beside the store: pixels, labels, boxes."""
+class _Images:
+    """What a picture needs from the shards for each sample: pixels, labels, boxes."""
 
     def __init__(
         self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: Expected | None
@@ -120,7 +106,7 @@ class _Looks:
             self.images = read_images(data.index, ids)
             metadata = read_metadata(data.index, ids)
         except Unreadable as error:
-            raise ValueError(f"{error}. Choose other samples, or mend the shards.") from error
+            raise ValueError(f"{error}. Choose other samples, or write the shards again.") from error
         self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
         self.names = data.index.class_names
         self.annotated = data.annotated(ids)
@@ -129,15 +115,15 @@ class _Looks:
             assert expected is not None
             present = expected.of(store.read(ids).scores, ids)
         self.there = present
-        """Classes that are there, or expected to be where the shards do not say."""
+        """Classes that are present, or expected positives if the shards do not say."""
 
     def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
-        """The sample's picture with these panels."""
+        """Return the sample's picture with these panels."""
         return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
 
 
 def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
-    """Boxes by class."""
+    """Return the boxes by class."""
     found: dict[int, list[Box]] = {}
     for number, x0, y0, x1, y1 in metadata.get("boxes", ()):
         found.setdefault(int(number), []).append((x0, y0, x1, y1))
@@ -145,46 +131,46 @@ def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
 
 
 def _side_by_side(
-    stores: Sequence[HeatmapStore], looks: _Looks, data: Data, ids: NDArray[np.int64], count: int
+    stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
-    """A picture per sample and store; every store shows the classes that the first one has most to say of."""
+    """Return one picture per sample and store, with the classes that are strongest in the first store."""
     memories = [store.read(ids) for store in stores]
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))
-        annotated, there = looks.annotated[place], looks.there[place]
+        annotated, there = images.annotated[place], images.there[place]
         classes = classes_to_show(first, annotated, there, count)
         for store, memory in zip(stores, memories, strict=True):
             rows = memory.take(slice(place, place + 1))
             panels = [
-                panel_of(rows, number, looks.names, annotated, there, looks.boxes[sample])
+                panel_of(rows, number, images.names, annotated, there, images.boxes[sample])
                 for number in classes
             ]
             title = data.index.name(sample)
             title += f"   {store.backend.url}" if len(stores) > 1 else ""
-            pictures.append(looks.picture(sample, title, panels))
+            pictures.append(images.picture(sample, title, panels))
     return pictures
 
 
 def _over_epochs(
-    stores: Sequence[HeatmapStore], looks: _Looks, data: Data, ids: NDArray[np.int64], count: int
+    stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
-    """A picture per sample and class: how its heatmap moved over the epochs."""
+    """Return one picture per sample and class, with its heatmap in each epoch."""
     store = stores[0]
     pictures: list[SamplePicture] = []
     for place, sample in enumerate(ids.tolist()):
         history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
         if not history:
             raise ValueError(
-                f"{data.index.name(sample)}: no heatmaps over epochs; those are kept of tracked samples: "
+                f"{data.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
                 f"{', '.join(data.index.key(one) for one in store.spec.tracked[:8])} ..."
             )
-        pictures += _epochs_of(looks, place, sample, history, count, data.index.name(sample))
+        pictures += _epochs_of(images, place, sample, history, count, data.index.name(sample))
     return pictures
 
 
 def _epochs_of(
-    looks: _Looks,
+    images: _Images,
     place: int,
     sample: int,
     history: dict[int, Rows],
@@ -192,12 +178,12 @@ def _epochs_of(
     name: str,
 ) -> Iterator[SamplePicture]:
     last = history[max(history)]
-    annotated, there = looks.annotated[place], looks.there[place]
+    annotated, there = images.annotated[place], images.there[place]
     shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
     for number in classes_to_show(last, annotated, there, count):
-        labels = {epoch: [f"epoch {epoch}"] * len(looks.names) for epoch in shown}
+        labels = {epoch: [f"epoch {epoch}"] * len(images.names) for epoch in shown}
         panels = [
-            panel_of(history[epoch], number, labels[epoch], annotated, there, looks.boxes[sample])
+            panel_of(history[epoch], number, labels[epoch], annotated, there, images.boxes[sample])
             for epoch in shown
         ]
-        yield looks.picture(sample, f"{name}: {looks.names[number]}", panels)
+        yield images.picture(sample, f"{name}: {images.names[number]}", panels)

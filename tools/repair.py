@@ -1,10 +1,9 @@
-"""`bigscl repair`: reset what is damaged in a store, so that its run can resume."""
+"""`bigscl repair`: reset the damaged rows of a store, so that its run can resume."""
 
 import json
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,43 +14,36 @@ from bigscl.store import (
     HeatmapStore,
     Problem,
     Snapshot,
-    StorageOptions,
     read_holder,
     verify,
 )
 from bigscl.tools.damage import Source, damaged_rows, repaired_shard
 from bigscl.tools.opening import (
-    Anonymous,
     Apply,
     AsJson,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
+    DataFlags,
+    StorageFlags,
     Store,
     checkpoints_by_snapshot,
     locate,
-    need_data,
     open_store,
-    options,
     run_folder,
 )
-from bigscl.tools.progress import progress
+from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, spans, tell
 
-THREADS = min(4, os.cpu_count() or 1)
 MAX_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Report:
-    """What is damaged, and the snapshot that must be whole for the run to resume."""
+    """The damage, and the snapshot from which the run resumes."""
 
     target: Snapshot
     checkpoints: dict[int, list[str]]
     """Names of the run's checkpoints by the snapshot they resume from."""
     damage: dict[int, dict[int, list[Problem]]]
-    """By snapshot and shard; whole snapshots have no shard."""
+    """Problems by snapshot and shard; intact snapshots have no shard."""
 
     @property
     def shards(self) -> dict[int, list[Problem]]:
@@ -63,38 +55,35 @@ def command(
     store: Store,
     run: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run that resumes from the store. Default: the one it lies in."),
+        typer.Option(help="Folder of the run that uses the store. Default: the folder that contains it."),
     ] = None,
     apply: Apply = False,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Reset the rows in damaged chunks of the snapshot that the newest checkpoint resumes from.
+    """Reset the rows in damaged chunks of the snapshot from which the newest checkpoint resumes.
 
-    They get their values of an older snapshot where that is whole, else their initial values; all other rows
-    stay. The repaired state is a new snapshot, and the checkpoint names it. Exit code 1 if damage is found
-    and --apply is not given.
+    They get the values of an older snapshot if these are intact, otherwise their initial values; all other
+    rows stay. The repaired state is a new snapshot, and the checkpoint refers to it. Exit code 1 if there is
+    damage and --apply is not given.
 
     Example: bigscl repair runs/imagenet --apply
     """
-    reach = options(endpoint, region, anonymous)
-    opened = open_store(store, None, reach)
+    opened = open_store(store, None, storage)
     folder = _run_folder(store, run)
-    report = examine(store, reach, opened.snapshots(), checkpoints_by_snapshot(folder))
+    report = examine(store, storage, opened.snapshots(), checkpoints_by_snapshot(folder))
     facts = _facts(opened, report)
     if apply and report.shards:
-        data = need_data("--apply", store, opened.spec.fingerprint, shards, index)
+        data = source.need("--apply", store, opened.spec.fingerprint)
         with HeatmapStore.open(
             locate(store),
             annotations=data.annotations,
             mode="w",
             snapshot=report.target.id,
             run=report.target.run,
-            options=reach,
+            options=storage.options,
         ) as writer:
             facts |= {"applied": True, **repair(writer, report, folder)}
     tell(facts, _text(facts), as_json)
@@ -109,20 +98,20 @@ def _run_folder(store: str, run: Path | None) -> Path | None:
 
 
 def examine(
-    store: str, reach: StorageOptions, snapshots: list[Snapshot], checkpoints: dict[int, list[str]]
+    store: str, storage: StorageFlags, snapshots: list[Snapshot], checkpoints: dict[int, list[str]]
 ) -> Report:
-    """Read all that retained snapshots name, what they share once."""
+    """Read all versions that the snapshots name, each once."""
     there = {one.id: one for one in snapshots}
     newest = max(checkpoints, key=lambda number: max(checkpoints[number]), default=max(there))
     if newest not in there:
         raise ValueError(
-            f"{locate(store)}: checkpoint {max(checkpoints[newest])} names snapshot {newest}, retained are "
-            f"{list(there)}. Resume from an older checkpoint, or restore the store from a copy."
+            f"{locate(store)}: checkpoint {max(checkpoints[newest])} needs snapshot {newest}, but the store "
+            f"has {list(there)}. Resume from an older checkpoint, or restore the store from a copy."
         )
     known: dict[tuple[str, int, int], list[Problem]] = {}
     damage = {}
     for number in there:
-        at = open_store(store, number, reach)
+        at = open_store(store, number, storage)
         _read_new(at, known)
         versions = {shard: (at.snapshot.group, slot, shard) for shard, slot in enumerate(at.snapshot.slots)}
         damage[number] = {shard: known[one] for shard, one in versions.items() if known.get(one)}
@@ -130,27 +119,26 @@ def examine(
 
 
 def _read_new(store: HeatmapStore, known: dict[tuple[str, int, int], list[Problem]]) -> None:
-    """Find the problems of the versions that no snapshot before named."""
+    """Find the problems of the versions that no earlier snapshot named."""
     named = store.snapshot
     wanted = [
         shard
         for shard, slot in enumerate(named.slots)
         if slot >= 0 and (named.group, slot, shard) not in known
     ]
-    with (
-        progress(f"reading snapshot {named.id}", len(wanted), "shards") as advance,
-        ThreadPoolExecutor(THREADS, thread_name_prefix="repair") as pool,
-    ):
-        for found in pool.map(lambda shard: list(verify(store, [shard])), wanted):
-            for shard, problems in found:
-                known[named.group, named.slots[shard], shard] = problems
-                advance(1, f"shard {shard}")
+    work = partial(_problems, store)
+    for shard, problems in pass_over(f"reading snapshot {named.id}", wanted, work):
+        known[named.group, named.slots[shard], shard] = problems
+
+
+def _problems(store: HeatmapStore, shard: int) -> list[Problem]:
+    return [problem for _, problems in verify(store, [shard]) for problem in problems]
 
 
 def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str, Any]:
-    """Commit the repaired state, let the checkpoints of the damaged one name it, then drop that one.
+    """Commit the repaired state, point the checkpoints of the damaged one to it, then drop the damaged one.
 
-    Interrupted before the checkpoint names the new snapshot, the damaged one is still there: run it again.
+    If it is interrupted before a checkpoint is changed, the damaged snapshot still exists: run it again.
     """
     old = report.target
     kept = [number for number in report.damage if number != old.id]
@@ -179,7 +167,7 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
 
 
 def _name_snapshot(path: Path, snapshot: int) -> None:
-    """Let a checkpoint resume from another snapshot; the file is replaced whole, or stays as it was."""
+    """Point a checkpoint to another snapshot, by replacing its file atomically."""
     values = {**(read_json_object(path) or {}), "snapshot": snapshot}
     write_text(path, json.dumps(values, indent=1))
 
@@ -210,7 +198,7 @@ def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:
 def _text(facts: dict[str, Any]) -> str:
     at = _named(facts["snapshot"], facts["checkpoints"])
     if not facts["shards"]:
-        lines = [f"{facts['url']}: {at} is whole; nothing to repair"]
+        lines = [f"{facts['url']}: {at} is intact; nothing to repair"]
     else:
         found = counted(len(facts["shards"]), "damaged shard")
         lines = [f"{facts['url']}: {at} has {found} of {facts['num_shards']}", *_damage_lines(facts)]
@@ -220,7 +208,9 @@ def _text(facts: dict[str, Any]) -> str:
     elif facts["shards"]:
         held = facts["holder"]
         advice = (
-            "nothing was changed; add --apply to reset these samples" if held is None else f"in use by {held}"
+            "nothing was changed. Add --apply to reset these samples."
+            if held is None
+            else f"in use by {held}"
         )
         lines.append(f"  {advice}")
     return "\n".join(lines)
@@ -245,15 +235,15 @@ def _other_lines(facts: dict[str, Any]) -> Iterator[str]:
     for one in facts["others"]:
         at = _named(one["snapshot"], one["checkpoints"])
         if one["shards"]:
-            yield f"  {at} is damaged too, in {counted(len(one['shards']), 'shard')}; it stays as it is"
+            yield f"  {at} is also damaged, in {counted(len(one['shards']), 'shard')}; it is not changed"
         elif facts["shards"] and one["checkpoints"] and not facts["applied"]:
-            yield f"  {at} is whole: training can also be resumed from it, with --resume CHECKPOINT"
+            yield f"  {at} is intact: training can also resume from it, with --resume CHECKPOINT"
 
 
 def _done_lines(facts: dict[str, Any]) -> list[str]:
     lines = [f"  samples {spans(ids)}: reset to {origin}" for origin, ids in facts["reset"].items()]
     names = ", ".join(facts["checkpoints"])
-    told = f"checkpoint {names} names it now. Resume the run with its usual command."
-    alone = "no checkpoint named the damaged one. Give the run's folder with --run if it has one."
+    told = f"checkpoint {names} refers to it now. Resume the run with its usual command."
+    alone = "no checkpoint referred to the damaged one. If the store has a run, give its folder with --run."
     lines.append(f"  repaired as snapshot {facts['repaired_as']}; {told if names else alone}")
     return lines

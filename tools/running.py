@@ -1,4 +1,4 @@
-"""Commands that a verb starts: shown as one would type them, run in the environment that this one runs in."""
+"""Commands that a verb starts, in the environment in which the verb itself runs."""
 
 import os
 import shlex
@@ -13,23 +13,23 @@ from threading import Lock
 from typing import Any
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-MODULES = {"bigscl": ("-m", "bigscl.tools.cli"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
+MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
 
 
 def launcher() -> tuple[str, ...]:
-    """How a run is started on this machine: `accelerate launch` for a GPU, or for the CPU."""
+    """Return the command that starts a run on this machine: `accelerate launch` for a GPU, or for the CPU."""
     import torch
 
     gpu = torch.cuda.is_available()
     config = CONFIGS / "accelerate" / ("1gpu.yaml" if gpu else "cpu.yaml")
-    # Runs that fit a CPU are small: there a second thread would only stand in the way of the loader.
+    # Runs on a CPU are small: a second thread would only compete with the loader.
     threads = () if gpu else ("--num_cpu_threads_per_process", "1")
     return ("accelerate", "launch", "--config_file", os.path.relpath(config), *threads)
 
 
 class Runner:
-    """Runs commands, several at a time if asked from several threads, and ends them when it is left."""
+    """Runs commands, in parallel if several threads call it, and stops them at the end of its block."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -39,13 +39,13 @@ class Runner:
     def run(
         self, words: Sequence[str], *, log: Path | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Run a command to its end, what it says going to a file if one is named; ValueError if it fails."""
+        """Run a command, with its output in a file if `log` is given; raise ValueError if it fails."""
         command = [sys.executable, *MODULES.get(words[0], ()), *words[1:]]
         with _opened(log) as output:
             with self._lock:
                 if self._stopped:
                     raise KeyboardInterrupt
-                # In a session of its own, a launcher and all it has started can be told to stop together.
+                # In its own session, a launcher and all its processes receive a signal together.
                 process = subprocess.Popen(
                     command,
                     stdout=output,
@@ -60,20 +60,21 @@ class Runner:
         if self._stopped:
             raise KeyboardInterrupt
         if code:
-            where = f" What it said is in {log}." if log is not None else ""
+            where = f" Its output is in {log}." if log is not None else ""
             raise ValueError(
-                f"this command failed: {shlex.join(words)}.{where} Mend it and start again: it goes on here."
+                f"this command failed: {shlex.join(words)}.{where} Fix the cause and rerun the same command: "
+                f"finished steps are skipped."
             )
 
     def stop(self) -> None:
-        """Tell what runs to save itself, and wait for that; start nothing any more."""
+        """Ask all running commands to save and exit, wait for them, and start no more."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
         for process in running:
             _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + SECONDS_TO_SAVE
-        # The launcher leads the group; what it has started may outlive it.
+        # The launcher leads the group; its children may outlive it.
         while any(_signal(process, 0) for process in running) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in running:
@@ -99,7 +100,7 @@ def _opened(log: Path | None) -> Iterator[Any]:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Send a signal to all that the command has started; False if nothing of it is left."""
+    """Send a signal to all processes of a command; return False if none is left."""
     process.poll()
     try:
         os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""Samples as users name them: by id, by key, or by shard and key."""
+"""Find samples by id, by key, or by shard and key; and classes by name or number."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_samples(wanted: Sequence[str], spec: StoreSpec, index: "Index | None") -> NDArray[np.int64]:
-    """The ids of these samples, in their order. A key comes before an id that looks the same."""
+    """Return the ids of these samples, in their order. A key has precedence over an equal id."""
     return np.array([_find(name, spec, index) for name in wanted], dtype=np.int64)
 
 
@@ -23,7 +23,9 @@ def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
         rows = _rows_of(name, index)
         if len(rows) > 1:
             names = ", ".join(index.name(row) for row in rows[:3])
-            raise ValueError(f"sample {name!r}: in several shards: {names}. Name it by shard and key, or id.")
+            raise ValueError(
+                f"sample {name!r}: is in several shards: {names}. Give shard and key, or the id."
+            )
         if len(rows):
             return int(rows[0])
     if not name.isdecimal():
@@ -33,14 +35,14 @@ def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
     shard, position = divmod(number, spec.rows_per_shard)
     if shard >= spec.num_shards or position >= spec.shard_sizes[shard]:
         raise ValueError(
-            f"sample {name}: no such id; there are {spec.num_samples} samples, {spec.rows_per_shard} ids to "
-            f"each of {spec.num_shards} shards, the last of them {last_id(spec)}."
+            f"sample {name}: no such id. There are {spec.num_samples} samples in {spec.num_shards} shards of "
+            f"{spec.rows_per_shard} ids each; the last id is {last_id(spec)}."
         )
     return number
 
 
 def _rows_of(name: str, index: "Index") -> list[int]:
-    """The rows with this key, or the one with this shard and key."""
+    """Return the rows with this key, or the one with this shard and key."""
     rows = _rows_with_key(name, index)
     shard, _, key = name.rpartition("/")
     if not rows and shard:
@@ -51,34 +53,38 @@ def _rows_of(name: str, index: "Index") -> list[int]:
 def _rows_with_key(key: str, index: "Index") -> list[int]:
     wanted = np.frombuffer(key.encode(errors="surrogateescape"), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)
-    # One comparison per letter: a million keys are not decoded to find one.
+    # One comparison per letter, so that a million keys are not decoded to find one.
     for place, letter in enumerate(wanted):
         rows = rows[index.keys.values[index.keys.offsets[rows] + place] == letter]
     return [int(row) for row in rows]
 
 
 def last_id(spec: StoreSpec) -> int:
-    """The largest sample id."""
+    """Return the largest sample id."""
     shard = max(number for number, size in enumerate(spec.shard_sizes) if size)
     return shard * spec.rows_per_shard + spec.shard_sizes[shard] - 1
 
 
 def name_of(sample: int, index: "Index | None") -> str:
-    """A sample for people: its shard and key, or its id."""
+    """Return the name of a sample for people: its shard and key, or its id."""
     return f"sample {sample}" if index is None else index.name(sample)
 
 
 def class_name(number: int, index: "Index | None") -> str:
-    """A class for people."""
+    """Return the name of a class for people."""
     return f"class {number}" if index is None else printable(index.class_names[number])
 
 
 def find_class(name: str, index: "Index") -> int:
-    """The number of a class, by name or number. A name comes before a number that looks the same."""
+    """Return the number of a class, given by name or number. A name has precedence over an equal number."""
     if name in index.class_names:
         return index.class_names.index(name)
     if name.isdecimal() and int(name) < index.num_classes:
         return int(name)
     near = [printable(known) for known in index.class_names if name.lower() in known.lower()][:3]
-    hint = f"Did you mean {', '.join(near)}?" if near else f"There are {index.num_classes}, from 0 on."
+    hint = (
+        f"Did you mean {', '.join(near)}?"
+        if near
+        else f"There are {index.num_classes} classes, numbered from 0."
+    )
     raise ValueError(f"class {name!r}: no such class. {hint}")

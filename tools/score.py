@@ -1,4 +1,4 @@
-"""`bigscl score`: the report on saved predictions, without the network."""
+"""`bigscl score`: make the report of saved predictions, without the network."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,25 +12,25 @@ Activation = Literal["sigmoid", "softmax"]
 
 def command(
     predictions: Annotated[
-        Path, typer.Argument(help="A folder of bigscl.evaluate, or another tool's logits: .npz, or .npy.")
+        Path, typer.Argument(help="Folder of an evaluation, or another tool's logits: .npz or .npy.")
     ],
     keys: Annotated[
-        Path | None, typer.Option(help="Names of the .npy's images: one a line, or .npy.")
+        Path | None, typer.Option(help="Keys of the images in the .npy: one per line, or .npy.")
     ] = None,
     labels: Annotated[
-        Path | None, typer.Option(help=".npy with a class number for each image, or 1, 0, -1 for each class.")
+        Path | None, typer.Option(help=".npy with one class number per image, or with 1, 0 or -1 per class.")
     ] = None,
     real: Annotated[
-        Path | None, typer.Option(help="real.json: score ImageNet's validation images by the ReaL labels.")
+        Path | None, typer.Option(help="real.json: score ImageNet-val by the ReaL labels.")
     ] = None,
-    activation: Annotated[Activation, typer.Option(help="What makes scores of logits.")] = "sigmoid",
-    name: Annotated[str | None, typer.Option(help="What the report calls the model.")] = None,
+    activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
+    name: Annotated[str | None, typer.Option(help="Name of the model in the report.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write report.md, report.json, scores.png there.")
+        Path | None, typer.Option("--output", "-o", help="Folder for report.md, report.json and scores.png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
-    """Score saved predictions: the same report as bigscl.evaluate gives."""
+    """Make the report of saved predictions, the same as `bigscl evaluate` makes."""
     from bigscl.evaluation.predictions import load_predictions
     from bigscl.evaluation.real_labels import read_real_labels
     from bigscl.evaluation.report import make_report

@@ -1,4 +1,4 @@
-"""`bigscl show`: what a store is, how big, who writes it, what it remembers of a sample."""
+"""`bigscl show`: print the layout, size, snapshots and lease of a store, or its memory of a sample."""
 
 import socket
 from dataclasses import asdict
@@ -23,21 +23,15 @@ from bigscl.store import (
 )
 from bigscl.tools.expected import Expected, expected_at, in_mid_epoch
 from bigscl.tools.opening import (
-    Anonymous,
     AsJson,
     AtSnapshot,
     Data,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
+    DataFlags,
+    StorageFlags,
     Store,
     checkpoints_by_snapshot,
-    find_data,
     has_selection,
-    need_data,
     open_store,
-    options,
     run_folder,
 )
 from bigscl.tools.passes import pass_over
@@ -53,31 +47,33 @@ def command(
     snapshot: AtSnapshot = None,
     sample: Annotated[
         list[str] | None,
-        typer.Option(help="What is remembered of this sample, by key or id; may be repeated."),
+        typer.Option(help="Sample whose memory is shown, by key or id; may be repeated."),
     ] = None,
-    classes: Annotated[int, typer.Option(min=1, help="Classes shown of a sample, by falling score.")] = 10,
+    classes: Annotated[
+        int, typer.Option(min=1, help="Number of classes shown of a sample, by falling score.")
+    ] = 10,
     histograms: Annotated[
-        bool, typer.Option("--histograms", help="How scores and heatmaps are distributed; reads everything.")
+        bool,
+        typer.Option("--histograms", help="Show histograms of scores and heatmaps; reads the whole store."),
     ] = False,
-    shards: Shards = None,
-    index: IndexFile = None,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """What a store is: layout, size, snapshots, lease, rows visited; or what it holds of a sample.
+    """Show a store: layout, size, snapshots, lease and visited rows; or its memory of a sample.
 
     Example: bigscl show runs/quickstart/store --sample train_000003
     """
-    reach = options(endpoint, region, anonymous)
-    opened = open_store(store, snapshot, reach)
+    opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
     if sample:
         wants_keys = not all(name.isdecimal() for name in sample)
-        find = need_data if wants_keys else _find_quietly
-        data = find("--sample KEY", store, fingerprint, shards, index)
-        opened = open_store(store, opened.snapshot.id, reach, data)
+        # Ids can be shown without the data, if they were visited.
+        data = (
+            source.need("--sample KEY", store, fingerprint) if wants_keys else source.find(store, fingerprint)
+        )
+        opened = open_store(store, opened.snapshot.id, storage, data)
         ids = find_samples(sample, opened.spec, None if data is None else data.index)
         expected = expected_at(opened)
         facts: dict[str, Any] = {
@@ -93,11 +89,6 @@ def command(
         facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
         text = _text(facts)
     tell(facts, text, as_json)
-
-
-def _find_quietly(what: str, *arguments: Any) -> Data | None:
-    """The data if it is told; ids can be shown without it, as long as they were visited."""
-    return find_data(*arguments)
 
 
 # The store as a whole
@@ -137,7 +128,7 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
 
 
 def _alive(holder: Holder) -> bool | None:
-    """Whether the process that holds the lease lives; None on another host, which only time could tell."""
+    """Return whether the process that holds the lease is alive; None if it is on another host."""
     here = holder.host == socket.gethostname()
     return process_start(holder.pid) == holder.started if here else None
 
@@ -158,7 +149,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
-    """Bytes by array as `group/array`, of the tracked samples' history, of snapshots, and of the rest."""
+    """Return the bytes of each array as `group/array`, of the history, of the snapshots and of the rest."""
     totals: dict[str, int] = {}
     for key, num_bytes in listing:
         parts = key.split("/")
@@ -169,7 +160,7 @@ def _bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
 
 
 def _visits(store: HeatmapStore) -> dict[str, int]:
-    """How many samples were last visited in each epoch; `never` for none yet."""
+    """Return how many samples were last visited in each epoch, or `never`."""
     sizes = np.asarray(store.spec.shard_sizes)
     real = np.arange(store.spec.rows_per_shard) < sizes[:, None]
     epochs, counts = np.unique(store.visited().reshape(real.shape)[real], return_counts=True)
@@ -276,13 +267,13 @@ def _sample(
 
 
 def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    """Classes, annotated ones first, then by falling score."""
+    """Return the classes, annotated ones first, then by falling score."""
     first = np.zeros(len(scores), bool) if annotated is None else annotated
     return np.lexsort((np.arange(len(scores)), -scores.astype(np.float32), ~first))
 
 
 def _peak(rows: Rows, number: int) -> float | None:
-    """The largest value of a class's heatmap; None if none is kept."""
+    """Return the largest value of a class's heatmap; None if it is not kept."""
     from bigscl.plots.samples import heatmap_of
 
     heatmap = heatmap_of(rows, number)
@@ -295,13 +286,13 @@ def _sample_text(facts: dict[str, Any]) -> str:
     rows = []
     for place, one in enumerate(facts["classes"]):
         words = [word for word in ("annotated", "expected") if one[word]]
-        words += ["there, not annotated"] if one["present"] and not one["annotated"] else []
+        words += ["present, not annotated"] if one["present"] and not one["annotated"] else []
         peak = "-" if one["peak"] is None else f"{one['peak']:.3f}"
         moved = [f"{facts['history'][epoch][place]:.2f}" for epoch in epochs]
         rows.append([one["name"], f"{one['score']:.3f}", peak, ", ".join(words), *moved])
     heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
     title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
-    tail = "\n  scores after each epoch on the right" if epochs else ""
+    tail = "\n  on the right: scores after each epoch" if epochs else ""
     return f"{title}\n{table(heads, rows)}{tail}"
 
 
@@ -309,7 +300,7 @@ def _sample_text(facts: dict[str, Any]) -> str:
 
 
 def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
-    """Values in tenths of 0 to 1, over all visited samples."""
+    """Return histograms of the values of all visited samples, in ten bins from 0 to 1."""
     written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
     counts: dict[str, NDArray[np.int64]] = {}
     for _, found in pass_over("reading", written, partial(_histograms_of_shard, store), [store]):
@@ -331,7 +322,7 @@ def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[n
 
 
 def histogram(values: Array) -> NDArray[np.int64]:
-    """As `np.histogram` of float16 values in 0 to 1, by their bits: 46 times as fast."""
+    """Return `np.histogram` of float16 values in 0 to 1, computed from their bits: 46 times as fast."""
     edges = np.linspace(0, 1, BINS + 1, dtype=np.float16).view(np.uint16)
     bits = values.reshape(-1).view(np.uint16)
     at_least = [np.count_nonzero(bits >= edge) for edge in edges[1:-1]]
@@ -343,4 +334,4 @@ def _histogram_text(facts: dict[str, Any]) -> str:
     parts = [f"{facts['url']}: values of visited samples at snapshot {facts['snapshot']}"]
     for name, counts in facts["histograms"].items():
         parts.append(f"{name}\n{bars(labels, counts)}")
-    return "\n".join(parts if facts["histograms"] else [*parts, "  no sample was visited yet"])
+    return "\n".join(parts if facts["histograms"] else [*parts, "  no sample has been visited yet"])

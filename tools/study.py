@@ -1,4 +1,4 @@
-"""`bigscl study`: configs beside each other over seeds, to a table with spread, and pictures."""
+"""`bigscl study`: train configs with several seeds, and compare them in a table and plots."""
 
 import os
 import re
@@ -24,57 +24,58 @@ SAMPLES_TO_LOOK_AT = 100
 
 def command(
     out: Annotated[Path, typer.Argument(help="Folder for the runs and the results.")],
-    configs: Annotated[
-        list[Path], typer.Argument(help="What to compare; the first is what others differ from.")
-    ],
+    configs: Annotated[list[Path], typer.Argument(help="Configs to compare; the first is the baseline.")],
     seeds: Annotated[
-        int, typer.Option(min=1, max=1000, help="Runs of each, with seeds from --first-seed on.")
+        int, typer.Option(min=1, max=1000, help="Number of seeds per config, starting with --first-seed.")
     ] = 3,
     first_seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of training and of the observed labels.")
+        int, typer.Option(min=0, max=2**32 - 1, help="First seed of training and of the observed labels.")
     ] = 0,
     same_labels: Annotated[
-        bool, typer.Option("--same-labels", help="Let all seeds see the labels of the config or the shards.")
+        bool, typer.Option("--same-labels", help="Use the same observed labels for all seeds.")
     ] = False,
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="'KEY=VALUE ...'", help="One more variant of every config; may be repeated. An ablation."
+            metavar="'KEY=VALUE ...'",
+            help="Additional variant of every config, for an ablation; may be repeated.",
         ),
     ] = None,
     only_varied: Annotated[
-        bool, typer.Option("--only-varied", help="Leave the configs as they are out, run variants only.")
+        bool, typer.Option("--only-varied", help="Run only the variants, not the configs themselves.")
     ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of all runs; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of all runs; may be repeated."),
     ] = None,
     test: Annotated[
         list[str] | None,
-        typer.Option(help="Shards to evaluate on; may be repeated. [default: the validation shards]"),
+        typer.Option(help="Shards to evaluate on; may be repeated. Default: the validation shards."),
     ] = None,
     no_boxes: Annotated[
-        bool, typer.Option("--no-boxes", help="The shards have no boxes: leave the pointing game out.")
+        bool, typer.Option("--no-boxes", help="Skip the pointing game, for shards without boxes.")
     ] = False,
     parallel: Annotated[
         int,
         typer.Option(
-            min=1, max=1000, help="Runs at a time: one per core or GPU is most. Their output goes to log.txt."
+            min=1,
+            max=1000,
+            help="Number of runs at a time, at most one per core or GPU. Output goes to log.txt.",
         ),
     ] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands, and run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
 ) -> None:
-    """Train and evaluate each config with several seeds, and set the results beside each other.
+    """Train and evaluate each config with several seeds, and compare the results.
 
-    Observed labels are drawn anew for each seed, unless --same-labels. Called again, it goes on where it
-    stopped, in the middle of a run too. It leaves results.md, results.json, scores.png and heatmaps.png in
-    OUT. Example, an ablation:
+    Each seed draws its own observed labels, except with --same-labels. Run the same command again to resume,
+    even in the middle of a run. Writes results.md, results.json, scores.png and heatmaps.png to OUT. Example
+    of an ablation:
 
     bigscl study runs/momentum configs/voc12_lite0_scl.yaml --vary store.momentum=0.5
     """
     variants = [*([] if only_varied else [""]), *(vary or [])]
     if not variants:
-        raise ValueError("--only-varied: there is no --vary to run")
+        raise ValueError("--only-varied: needs at least one --vary")
     trials = plan_trials(
         out,
         configs,
@@ -98,59 +99,59 @@ class Trial:
 
     config: Path
     variant: str
-    """What differs from the config, as it was written; empty if nothing does."""
+    """The settings that differ from the config, as given; empty for the config itself."""
     seed: int
     folder: Path
     settings: tuple[str, ...]
-    """What is said on the command line of the trainer."""
+    """Settings on the command line of the trainer."""
     test: tuple[str, ...] = ()
-    """Shards to evaluate on; none: the validation shards."""
+    """Shards to evaluate on; empty for the validation shards."""
     boxes: bool = True
-    """Whether the shards say where objects are, so that heatmaps can be judged."""
+    """Whether the shards have boxes, which the pointing game needs."""
 
     @property
     def row(self) -> str:
-        """The line of the table that the run counts for."""
+        """The line of the table that the run belongs to."""
         return f"{self.config.stem} {self.variant}".strip()
 
     @property
     def trained(self) -> bool:
-        """Whether training is over."""
+        """Whether training is finished."""
         return (self.folder / "done").exists()
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether training and evaluation are finished."""
         return self.trained and self.report.exists()
 
     @property
     def report(self) -> Path:
-        """The evaluation, in a folder of its own for each choice of shards."""
+        """The report, in a separate folder for each choice of shards."""
         name = f"test-{_slug(' '.join(self.test))}" if self.test else "validation"
         return self.folder / name / "report.json"
 
     def resolved(self) -> "Config":
-        """The config of the run; ConfigError if there is anything wrong with it."""
+        """Return the config of the run; raise ConfigError if it is wrong."""
         from bigscl.config import load_config
 
         return load_config(self.config, self.settings)
 
     def check_unchanged(self) -> None:
-        """Refuse what was begun with other settings: it would count for a row that says otherwise."""
+        """Refuse a run that was started with other settings: it would be in the wrong line of the table."""
         from bigscl.config import changed_settings
 
         if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
             raise ValueError(
-                f"{self.folder}: was begun with other settings than now ({'; '.join(changed)}). Choose "
-                f"another folder for the study, or delete that of the run."
+                f"{self.folder}: was started with other settings ({'; '.join(changed)}). Choose "
+                f"another folder for the study, or delete the folder of the run."
             )
 
     def training(self) -> tuple[str, ...]:
-        """The command that trains it."""
+        """Return the command that trains it."""
         return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
 
     def evaluation(self) -> tuple[str, ...]:
-        """The command that evaluates it at its best validation epoch, and its stored heatmaps."""
+        """Return the command that evaluates its best validation epoch and its stored heatmaps."""
         words = ["python", "-m", "bigscl.evaluate", str(self.folder), "-o", str(self.report.parent)]
         words += ["--workers", "1"]
         if self.test:
@@ -171,9 +172,9 @@ def plan_trials(
     test: Sequence[str] = (),
     boxes: bool = True,
 ) -> list[Trial]:
-    """Every run, seed by seed, so that what is there early can be compared; all checked before one runs.
+    """Return all runs, ordered by seed so that early results can be compared; all are checked first.
 
-    With `redraw`, each seed draws the observed labels anew, where training sees part of the labels only.
+    With `redraw`, each seed draws its own observed labels, if training sees only a part of the labels.
     """
     trials = []
     for seed in seeds:
@@ -207,12 +208,12 @@ def _split(variant: str) -> list[str]:
 
 
 def _slug(text: str) -> str:
-    """The text as part of a file's name."""
+    """Return the text as part of a file's name."""
     return re.sub(r"[^\w.=-]+", "_", text).strip("_")
 
 
 def _observes(config: Path) -> bool:
-    """Whether training sees part of the labels only, so that another part can be drawn."""
+    """Return whether training sees only a part of the labels, so that another part can be drawn."""
     from bigscl.config import load_config
 
     return load_config(config).data.labels == "observed"
@@ -226,7 +227,7 @@ def _setting(word: str) -> str:
 
 
 def _check_boxes(trials: Sequence[Trial]) -> None:
-    """Find out now, not after the first training, that there is nothing to judge heatmaps by."""
+    """Refuse shards without boxes before the first training, not after it."""
     from bigscl.data.reader import read_metadata
     from bigscl.training.run import open_data
 
@@ -235,17 +236,17 @@ def _check_boxes(trials: Sequence[Trial]) -> None:
         found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
         if trial.boxes and not any(fields.get("boxes") for fields in found.values()):
             raise ValueError(
-                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
-                f"heatmaps are judged. Add --no-boxes to leave that out."
+                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
+                f"pointing game needs. Add --no-boxes to skip it."
             )
 
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
-    """Do what is left, show the table, and say what is not in it: by name, and by the exit code."""
+    """Run what is not finished, print the table, and name the runs that failed (exit code 1)."""
     try:
         failures = _run_all(trials, parallel, out)
     except KeyboardInterrupt:
-        typer.echo("stopped; what was running is saved. The same command goes on from there.", err=True)
+        typer.echo("stopped; the current runs are saved. Resume with the same command.", err=True)
         raise typer.Exit(130) from None
     from bigscl.tools.study_report import write_results
 
@@ -257,7 +258,7 @@ def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
 
 
 def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
-    """Do what is left of the runs; gives back what went wrong. One that fails does not stop the others."""
+    """Run what is not finished and return the failures. A run that fails does not stop the others."""
     from bigscl.tools.study_report import write_results
 
     left = [trial for trial in trials if not trial.done]
@@ -267,7 +268,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
     for place in range(parallel):
         places.put(place)
     failures = []
-    # Those that wait in the pool are given up first when it is left; then what runs is told to stop.
+    # On an error, waiting runs are cancelled first, then the current ones are asked to stop.
     with (
         ThreadPoolExecutor(parallel) as pool,
         Runner() as runner,
@@ -291,7 +292,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
 
 
 def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
-    """What is left to do of a run, in one of the places that there are for runs."""
+    """Train and evaluate a run, as far as it is not finished, in one of the parallel places."""
     place = places.get()
     log = trial.folder / "log.txt" if quiet else None
     variables = _own_gpu(place) if quiet else {}
@@ -315,14 +316,14 @@ def _show(words: Sequence[str], log: Path | None) -> None:
 
 
 def _note_time(trial: Trial, seconds: float) -> None:
-    """One line for every attempt: a run that was stopped and went on took their sum."""
+    """Append the time of this attempt: a run that was resumed took the sum of its attempts."""
     trial.folder.mkdir(parents=True, exist_ok=True)
     with (trial.folder / "seconds.txt").open("a") as file:
         file.write(f"{seconds:.1f}\n")
 
 
 def _own_gpu(place: int) -> dict[str, str]:
-    """Where there are several GPUs, runs at the same time take one each."""
+    """Give each of the parallel runs its own GPU, if there are several."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""What a study found: a table over its runs, the score distributions and heatmaps beside each other."""
+"""The results of a study: a table of its runs, score distributions, and heatmaps."""
 
 import json
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from bigscl.tools.study import Trial
 
-MAKE_AGAIN = "Delete the file and run the command again: it is made again."
+MAKE_AGAIN = "Delete the file and run the command again to make it again."
 FIGURES = {
     "f1": "F1 at 0.5",
     "observed": "pointing: observed",
@@ -27,16 +27,16 @@ FIGURES = {
     "mined_precision": "mined: precision",
     "mined_recall": "recall",
 }
-"""What the table shows of each row beside its mAP, in percent."""
+"""Columns of the table after the mAP, in percent."""
 
 
 def write_results(trials: Sequence["Trial"], out: Path) -> str:
-    """Put results.json, results.md and the pictures of what is done so far into a folder; gives the table."""
+    """Write results.json, results.md and plots of the finished runs to a folder, and return the table."""
     from bigscl.evaluation.report_files import plain
 
     done = [trial for trial in trials if trial.done]
     if not done:
-        return "no run is done yet"
+        return "no run is finished yet"
     figures = {trial: _figures(trial) for trial in done}
     runs = [
         {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
@@ -52,7 +52,7 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
 
 
 def _about(trials: Sequence["Trial"]) -> str:
-    """What the runs were made with: the revisions of the sources, the libraries, and this machine."""
+    """Return a sentence on the revisions of the sources, the libraries and this machine."""
     import torch
 
     lines = [
@@ -78,9 +78,9 @@ def _short_revision(revision: str | None) -> str:
 
 
 def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDArray[np.float64]"]) -> str:
-    """A line for every row: mean and standard deviation over its seeds, in percent; and the time it took.
+    """Return the table: mean and standard deviation over the seeds, in percent, and the time per run.
 
-    `maps` has the mAP in resamples of the images, by row and seed.
+    `maps` has the mAP of each bootstrap resample of the images, by row and seed.
     """
     from bigscl.evaluation.report_files import markdown_table
 
@@ -89,7 +89,7 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDA
     lines = []
     for row in rows:
         own = [run for run in runs if run["row"] == row]
-        # Seeds draw the labels, which moves all rows alike: differences are taken within a seed.
+        # A seed draws the labels of all rows, so differences are taken within a seed.
         paired = {run["seed"]: run["map"] for run in own if row != rows[0] and run["seed"] in first}
         line = [
             mean_and_spread(run["map"] for run in own),
@@ -99,12 +99,12 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDA
             f"{statistics.fmean(run['minutes'] for run in own):.1f}",
         ]
         lines.append([row, str(len(own)), *line])
-    header = ["", "seeds", "mAP", "beside the first", "95% over images", *FIGURES.values(), "minutes a run"]
+    header = ["", "seeds", "mAP", "difference", "95% over images", *FIGURES.values(), "minutes per run"]
     return markdown_table(header, lines)
 
 
 def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
-    """How the mean difference over seeds varies over other draws of the images, which all seeds share."""
+    """Return the 95% bootstrap interval over images of the mean difference over seeds."""
     import numpy as np
 
     from bigscl.evaluation.compare import limits
@@ -124,7 +124,7 @@ def _resampled_maps(trial: "Trial") -> "NDArray[np.float64]":
 
 
 def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
-    """In percent: the mean, and the standard deviation where there are several; a dash of none."""
+    """Return mean and standard deviation in percent; only the mean of a single value, a dash for none."""
     values = [100 * value for value in fractions if not math.isnan(value)]
     if not values:
         return "–"
@@ -133,13 +133,13 @@ def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
 
 
 def _figures(trial: "Trial") -> dict[str, float]:
-    """What the table shows of a run."""
+    """Return the numbers of a run in the table."""
     from bigscl.evaluation.localization import STORED
 
     report = _read_report(trial)
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
-    # Nothing is missing for a run that is told all labels.
+    # A run that is given all labels has no missing ones.
     missing = {} if trial.resolved().data.labels == "labels" else heat.get("missing", {})
     return {
         "map": report["mean_ap"]["present"],
@@ -153,7 +153,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
 
 
 def _read_report(trial: "Trial") -> dict[str, Any]:
-    """The evaluation of a run."""
+    """Return the report of a run's evaluation."""
     from bigscl.files import parsing
 
     with parsing(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
@@ -167,10 +167,12 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
 
 
 def _minutes(file: Path) -> float:
-    """Of all attempts at a run; a crash may have left half a line."""
+    """Return the minutes of all attempts at a run."""
     from bigscl.files import parsing
 
-    with parsing(file, "a list of seconds", "Delete the lines that are no numbers, then run it again."):
+    with parsing(
+        file, "a list of seconds", "Delete the lines that are not numbers, then run the command again."
+    ):
         return sum(map(float, file.read_text().split())) / 60
 
 
@@ -179,7 +181,7 @@ def _number(value: float | None) -> float:
 
 
 def _mined(trial: "Trial") -> dict[str, Any]:
-    """Precision and recall of the positives that the run's memory has found; kept in its folder."""
+    """Return precision and recall of the positives that the run's memory has found; cached in its folder."""
     file = trial.folder / "mined.json"
     known = read_json_object(file) if file.exists() else None
     if known is None:
@@ -215,7 +217,7 @@ def _find_mined(trial: "Trial") -> dict[str, Any]:
 
 
 def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
-    """How high the 1st to 4th highest scores of the images are, a line for every row, all seeds together."""
+    """Draw the distribution of the 1st to 4th highest score of an image, one line per row, over all seeds."""
     import numpy as np
 
     from bigscl.evaluation.report_files import draw_score_distributions
@@ -229,7 +231,7 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
-    """What the runs of the first seed remember of the same images, where all their labels are known."""
+    """Draw the heatmaps of the runs of the first seed for the same images, if all their labels are known."""
     from bigscl.plots.runs import draw_side_by_side
     from bigscl.training.run import open_data
 
@@ -241,7 +243,7 @@ def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
 
 
 def _short_names(rows: Sequence[str]) -> list[str]:
-    """The rows' names without what they all begin with."""
+    """Return the names of the rows without their common prefix."""
     parts = [re.split("(?<=[_ ])", row) for row in rows]
     shared = 0
     while len({tuple(words[: shared + 1]) for words in parts}) == 1 and shared + 1 < min(map(len, parts)):

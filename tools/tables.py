@@ -1,4 +1,4 @@
-"""Tables as CSV, JSON lines or Parquet, written batch by batch; a file appears whole or not at all."""
+"""Tables as CSV, JSON lines or Parquet, written batch by batch and atomically."""
 
 import csv
 import importlib
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from bigscl.files import atomic_write
 
 Columns = Mapping[str, type]
-"""Names and types: int, float, str or bool."""
+"""Names and types of the columns: int, float, str or bool."""
 Batch = Mapping[str, NDArray[Any]]
-"""Equally long columns, strings as objects; NaN stands for no value."""
+"""Columns of equal length, strings as objects; NaN means no value."""
 Write = Callable[[Batch], None]
 
-# Readers skip and decode Parquet by row group: a group per shard would be a thousand of a few hundred rows.
+# Readers of Parquet work by row group: a group per shard would make thousands of small ones.
 ROWS_PER_GROUP = 2**17
 
 
 @contextmanager
 def table_writer(path: Path, columns: Columns) -> Iterator[Write]:
-    """Gives `write(batch)`, as often as there are batches; the suffix says which format."""
+    """Yield `write(batch)`, to call for each batch; the suffix of the path gives the format."""
     writers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
         raise ValueError(f"{path}: tables are written as {', '.join(writers)}")
@@ -42,7 +42,7 @@ def _csv(path: Path, columns: Columns) -> Iterator[Write]:
 
 
 def _values(column: NDArray[Any]) -> list[Any]:
-    """Plain values; None for NaN."""
+    """Return plain values, with None for NaN."""
     if column.dtype.kind != "f":
         return list(column.tolist())
     values = column.astype(object)
@@ -60,7 +60,7 @@ def _jsonl(path: Path, columns: Columns) -> Iterator[Write]:
 
 
 def _as_json(column: NDArray[Any]) -> list[str]:
-    """Each value as JSON. Most columns repeat few values, and encoding is what takes the time."""
+    """Return each value as JSON. Most columns repeat a few values, so each is encoded once."""
     distinct, places = np.unique(column, return_inverse=True)
     encoded = np.array([json.dumps(value) for value in _values(distinct)], dtype=object)
     return list(encoded[places])

@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables for people."""
 
 import json
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from bigscl.text import size as size
 
 
 def tell(facts: Any, text: str, as_json: bool) -> None:
-    """Print facts for machines, or a text that may hold names from files for people."""
+    """Print the facts as JSON, or the text with control characters escaped."""
     print(json.dumps(facts) if as_json else printable(text, keep="\n\t"))
 
 
 def counted(number: int, what: str) -> str:
-    """`1 shard`, `2 shards`, `1,281 shards`."""
+    """Return `1 shard`, `2 shards`, `1,281 shards`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def spans(numbers: Sequence[int], most: int = 5) -> str:
-    """Rising numbers in few words: `3, 16-31, 40`; after so many spans, how many more there are."""
+    """Return rising numbers as `3, 16-31, 40`; after `most` spans, how many more there are."""
     parts: list[tuple[int, int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -33,7 +33,7 @@ def spans(numbers: Sequence[int], most: int = 5) -> str:
 
 
 def moment(seconds: float) -> str:
-    """A point in time; seconds since 1970 where a damaged file has a number beyond all years."""
+    """Return a time in UTC; the number of seconds itself if a damaged file has an impossible one."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
@@ -41,7 +41,7 @@ def moment(seconds: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "  ") -> str:
-    """Columns under their heads; numbers to the right, all else to the left."""
+    """Return columns under their headings; numbers are aligned right, all else left."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     right = [all(isinstance(row[place], int | float) for row in rows) for place in range(len(heads))]
@@ -56,7 +56,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = 
 
 
 def bars(labels: Sequence[str], counts: Sequence[int], width: int = 40, indent: str = "  ") -> str:
-    """A histogram on its side."""
+    """Return a histogram with horizontal bars."""
     most, room = max([*counts, 1]), max(map(len, labels), default=0)
     return "\n".join(
         f"{indent}{label.rjust(room)}  {'#' * -(-count * width // most)} {count:,}"

@@ -1,4 +1,4 @@
-"""`bigscl unlock`: free a store from a run that died holding it."""
+"""`bigscl unlock`: break the lease of a run that died while it used the store."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -16,7 +16,7 @@ from bigscl.store import (
     read_holder,
     read_spec,
 )
-from bigscl.tools.opening import Anonymous, Apply, AsJson, Endpoint, Region, Store, locate, options
+from bigscl.tools.opening import Apply, AsJson, StorageFlags, Store, locate
 from bigscl.tools.text import tell
 
 
@@ -26,28 +26,27 @@ def command(
         bool,
         typer.Option(
             "--force",
-            help="Also from a holder that may be alive (it will fail to commit), or a damaged lease.",
+            help="Also break a damaged lease, or that of a run that may be alive (it will fail to commit).",
         ),
     ] = False,
     apply: Apply = False,
     patience: Annotated[
         float,
         typer.Option(
-            min=0, max=86_400, help="Seconds without a sign of life after which another host is dead."
+            min=0, max=86_400, help="Seconds without a heartbeat after which another host counts as dead."
         ),
     ] = LEASE_PATIENCE_SECONDS,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    *,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Say who holds a store and whether it is dead; with --apply, break the lease of a dead one.
+    """Show which run uses a store and whether it is dead; with --apply, break the lease of a dead run.
 
-    A run takes over the lease of a dead one by itself: this is for looking, and for the cases in doubt.
+    A run takes over the lease of a dead run by itself: this is to look, and for cases of doubt.
 
     Example: bigscl unlock runs/quickstart/store --apply
     """
-    backend = open_backend(locate(store), options(endpoint, region, anonymous))
+    backend = open_backend(locate(store), storage.options)
     read_spec(backend)
     lease = _examine(backend, patience)
     may = lease.exists and (lease.dead or force)
@@ -68,16 +67,16 @@ def command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What the lease file says."""
+    """The content of the lease file."""
 
     holder: Holder | None = None
     damage: str | None = None
-    """Why it cannot be read; then nobody knows who holds the store."""
+    """Why it cannot be read; then the holder is unknown."""
     dead: bool = False
 
     @property
     def exists(self) -> bool:
-        """Whether there is a lease at all."""
+        """Whether there is a lease."""
         return self.holder is not None or self.damage is not None
 
 
@@ -92,9 +91,9 @@ def _examine(backend: Backend, patience_seconds: float) -> State:
 def _text(url: str, lease: State, may: bool, broken: bool) -> str:
     done = "its lease is broken" if broken else _advice(may)
     if lease.damage is not None:
-        return f"{lease.damage} Nobody can tell who holds the store; {done}"
+        return f"{lease.damage} The holder of the store is unknown; {done}"
     if lease.holder is None:
-        return f"{url}: nobody holds it"
+        return f"{url}: no run uses it"
     state = "which is dead" if lease.dead else "which may be alive"
     return f"{url}: held by {lease.holder}, {state}; {done}"
 

@@ -1,4 +1,4 @@
-"""`bigscl verify`: read everything a store's snapshots name, and say what is wrong with it."""
+"""`bigscl verify`: read all data that the snapshots of a store name, and list the problems."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,24 +17,11 @@ from bigscl.store import (
     HeatmapStore,
     IndexMismatch,
     SnapshotLog,
-    StorageOptions,
     Version,
     shard_bytes,
     verify,
 )
-from bigscl.tools.opening import (
-    Anonymous,
-    AsJson,
-    AtSnapshot,
-    Endpoint,
-    IndexFile,
-    Region,
-    Shards,
-    Store,
-    find_data,
-    open_store,
-    options,
-)
+from bigscl.tools.opening import AsJson, AtSnapshot, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, size, tell
 
@@ -43,7 +30,7 @@ MAX_LINES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong, and where."""
+    """A problem and its place."""
 
     snapshot: int | None
     where: str
@@ -60,35 +47,32 @@ def command(
     store: Store,
     snapshot: AtSnapshot = None,
     all_snapshots: Annotated[
-        bool, typer.Option("--all", help="Every retained snapshot; what they share is read once.")
+        bool, typer.Option("--all", help="Check all snapshots; what they share is read once.")
     ] = False,
-    shards: Shards = None,
-    index: IndexFile = None,
+    *,
+    source: DataFlags,
     threads: Annotated[
-        int, typer.Option(min=1, max=1024, help="Shards read at the same time.")
+        int, typer.Option(min=1, max=1024, help="Number of shards read at the same time.")
     ] = PASS_THREADS,
-    endpoint: Endpoint = None,
-    region: Region = None,
-    anonymous: Anonymous = False,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Check checksums, ranges, visit stamps, class ids and the index; exit code 1 if anything is wrong.
+    """Check checksums, ranges, visit stamps, class ids and the index. Exit code 1 if there are problems.
 
     Example: bigscl verify runs/quickstart --all
     """
-    reach = options(endpoint, region, anonymous)
-    opened = open_store(store, snapshot, reach)
+    opened = open_store(store, snapshot, storage)
     findings: list[Finding] = []
     annotations = None
     try:
-        data = find_data(store, opened.spec.fingerprint, shards, index)
+        data = source.find(store, opened.spec.fingerprint)
         annotations = None if data is None else data.annotations
     except IndexMismatch as error:
         findings.append(Finding(snapshot=None, where="index", samples=(), reason=str(error)))
     started = time.perf_counter()
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
-    for one in _stores(store, numbers, reach, findings):
+    for one in _stores(store, numbers, storage, findings):
         findings += _check_cuts(one)
         findings += _check_shards(one, annotations, threads, checked)
     seconds = time.perf_counter() - started
@@ -108,14 +92,14 @@ def command(
 
 
 class _Checked:
-    """What has been read already: snapshots share the shards that did not change between them."""
+    """The versions that have been read: snapshots share the shards that did not change between them."""
 
     def __init__(self) -> None:
         self.versions: set[tuple[Version, tuple[tuple[str, int], ...]]] = set()
         self.num_bytes = 0
 
     def new(self, store: HeatmapStore) -> list[int]:
-        """The shards whose version at this snapshot was not yet read."""
+        """Return the shards whose version at this snapshot has not been read yet, and mark them as read."""
         found = []
         for shard, slot in enumerate(store.snapshot.slots):
             digests = tuple(sorted(store.snapshot.digests_of(shard).items()))
@@ -128,18 +112,18 @@ class _Checked:
 
 
 def _stores(
-    store: str, numbers: Sequence[int], reach: StorageOptions, findings: list[Finding]
+    store: str, numbers: Sequence[int], storage: StorageFlags, findings: list[Finding]
 ) -> Iterator[HeatmapStore]:
-    """The store at each snapshot, oldest first; a snapshot that cannot be opened is a finding."""
+    """Yield the store at each snapshot, oldest first; a snapshot that cannot be opened is a finding."""
     for number in numbers:
         try:
-            yield open_store(store, number, reach)
+            yield open_store(store, number, storage)
         except (BadFile, ChunkCorrupt) as error:
             findings.append(Finding(snapshot=number, where="snapshot file", samples=(), reason=str(error)))
 
 
 def _check_cuts(store: HeatmapStore) -> Iterator[Finding]:
-    """The selection of a snapshot must have a cut for each class."""
+    """Check that the selection of a snapshot has a cut for each class."""
     cuts = store.snapshot.attributes.get("selection")
     if cuts is None:
         return
@@ -158,7 +142,7 @@ def _check_shards(
     for _, found in pass_over(title, checked.new(store), work, threads=threads):
         yield from found
     if not SnapshotLog(store.backend).exists(number):
-        reason = "was dropped while it was read; what was found may be a newer version's. Run it again."
+        reason = "was dropped while it was read; problems may belong to a newer version. Run it again."
         yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)
 
 
@@ -180,7 +164,7 @@ def _check_shard(store: HeatmapStore, annotations: Annotations | None, shard: in
 
 
 def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -> Iterator[Finding]:
-    """Annotated positives whose heatmaps are not kept: the data is not that of the store."""
+    """Yield annotated positives whose heatmaps are not kept: the store was created for other data."""
     slot = store.snapshot.slots[shard]
     classes = store.arrays.read(shard, slot, ("classes",))["classes"]
     positions, positives = annotations.of_shard(shard)
@@ -206,7 +190,7 @@ def _text(facts: dict[str, Any], findings: list[Finding]) -> str:
         f"{size(facts['bytes'])} at {rate}/s"
     )
     if not facts["checksums"]:
-        lines.append("  made without checksums: damage that leaves values in range goes unnoticed")
+        lines.append("  created without checksums: damage that leaves values in range is not noticed")
     if not facts["index"]:
-        lines.append("  not compared with its data: add --shards to do so")
+        lines.append("  not compared with its data. Add --shards to do so.")
     return "\n".join(lines)
