@@ -92,7 +92,7 @@ def test_a_compacted_store_is_compacted_further_and_compressed(topk):
 def test_checkpoints_that_lose_their_snapshot_are_named(run):
     (run / "checkpoints" / "step-00000020").mkdir(parents=True)
     (run / "checkpoints" / "step-00000020" / "progress.json").write_text('{"snapshot": 3}')
-    assert "no longer possible: going on from step-00000020" in bigscl("compact", run).out
+    assert "no longer possible: resuming from step-00000020" in bigscl("compact", run).out
     assert "no longer possible" not in bigscl("compact", run, "--keep", 3).out
 
 
@@ -100,7 +100,7 @@ def test_a_leased_store_is_refused(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="busy"):
         answer = bigscl("compact", run)
         assert answer.code == 1
-        assert "refused for now: in use by run 'busy'" in answer.out
+        assert "not possible now: in use by run 'busy'" in answer.out
         answer = bigscl("compact", run, "--apply")
         assert answer.code == 2
         assert "in use by run 'busy'" in answer.err
@@ -109,10 +109,10 @@ def test_a_leased_store_is_refused(run, index):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("dense", ["--slots", "2"], "is rewritten only with --top K"),
-        ("dense", ["--keep", "9"], "--keep 9: no such snapshot; there are [3, 4]"),
+        ("dense", ["--slots", "2"], "can be rewritten only with --top K"),
+        ("dense", ["--keep", "9"], "--keep 9: no such snapshot. Snapshots of this store: [3, 4]"),
         ("topk", ["--top", "4"], "nothing to rewrite"),
-        ("topk", ["--top", "6"], "only 4 classes per image are there"),
+        ("topk", ["--top", "6"], "keeps only 4 classes per image"),
     ],
 )
 def test_what_cannot_be_done_is_refused(runs, name, arguments, message):

@@ -78,7 +78,7 @@ def test_stores_of_other_data_are_not_compared(runs, tmp_path):
     make_store(tmp_path / "other", make_shards(tmp_path / "data", train=4), epochs=1)
     answer = bigscl("diff", runs / "dense", tmp_path / "other")
     assert answer.code == 2
-    assert "not of the same images" in answer.err
+    assert "of different images" in answer.err
 
 
 def test_initial_rows_are_compared_when_the_data_is_told(runs, tmp_path, index):

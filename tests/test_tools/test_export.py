@@ -246,7 +246,7 @@ def test_heatmaps_go_to_pngs_cell_by_cell(runs, index, tmp_path):
     ("arguments", "message"),
     [
         (["{runs}/dense", "labels", "-o", "{out}/x.txt"], "tables are written as .csv, .jsonl, .parquet"),
-        (["{runs}/dense", "labels", "-o", "{out}/there.csv"], "exists already"),
+        (["{runs}/dense", "labels", "-o", "{out}/there.csv"], "already exists"),
         (["{runs}/dense", "scores", "-o", "{out}/x.csv"], "scores are written as .npy"),
         (["{runs}/dense", "heatmaps", "-o", "{out}/x.npz"], "which samples?"),
         (["{runs}/dense", "heatmaps", "--sample", "3", "-o", "{out}/x.jpg"], "as .npz, or as PNGs"),
@@ -254,7 +254,7 @@ def test_heatmaps_go_to_pngs_cell_by_cell(runs, index, tmp_path):
             ["{runs}/dense", "labels", "--sample", "3", "-o", "{out}/x.csv"],
             "--sample: has no effect on labels",
         ),
-        (["{bare}", "labels", "-o", "{out}/x.csv"], "labels: the shards are needed"),
+        (["{bare}", "labels", "-o", "{out}/x.csv"], "labels: needs the shards"),
         (["{runs}/dense", "labels", "--snapshot", "7", "-o", "{out}/x.csv"], "no snapshot 7"),
     ],
 )
@@ -276,7 +276,7 @@ def test_before_the_first_selection_there_is_nothing_to_mine(index, tmp_path):
     out = ("--shards", shards, "-o", tmp_path / "x.csv")
     answer = bigscl("export", tmp_path / "store", "labels", *out)
     assert answer.code == 2
-    assert "no expected positives were chosen" in answer.err
+    assert "no expected positives were selected" in answer.err
     assert (
         bigscl("export", tmp_path / "store", "labels", "--which", "all", *out, "--json").json()["rows"] == 30
     )

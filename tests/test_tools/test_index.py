@@ -84,7 +84,7 @@ def test_changed_data_is_said_when_indexed_again(tmp_path):
         (["http://127.0.0.1:9/x.tar"], "needs a local path"),
         (
             ["{folder}", "--output", "{folder}/nowhere/index.npz"],
-            "its folder is missing or cannot be written",
+            "its folder does not exist or is not writable",
         ),
         (["{folder}", "--classes", "0"], "--classes: 0, expected at least 1"),
         (["{folder}", "--classes", "{folder}/empty.txt"], "expected a different name on each line"),

@@ -9,20 +9,20 @@ from typer.testing import CliRunner
 from bigscl.config import load_config
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
-from bigscl.tools.quickstart import DEFAULT_FOLDER, METHODS, Kitchen, _figures, _table
+from bigscl.tools.quickstart import DEFAULT_FOLDER, METHODS, QuickstartRun, _figures, _table
 from bigscl.tools.running import CONFIGS, Runner
 
 
 def test_default_commands_need_no_settings_beyond_the_configs():
     for name in ("pretrain", *METHODS):
-        assert Kitchen(DEFAULT_FOLDER, 0, None, Runner())._settings(name) == []
+        assert QuickstartRun(DEFAULT_FOLDER, 0, None, Runner())._settings(name) == []
         config = load_config(CONFIGS / f"quickstart_{name}.yaml")
         assert config.run == DEFAULT_FOLDER / name
 
 
 @pytest.mark.parametrize("name", ["pretrain", *METHODS])
 def test_another_folder_and_seed_reach_the_run_as_settings(name):
-    settings = Kitchen(Path("elsewhere"), 3, 2, Runner())._settings(name)
+    settings = QuickstartRun(Path("elsewhere"), 3, 2, Runner())._settings(name)
     config = load_config(CONFIGS / f"quickstart_{name}.yaml", settings)
     assert (config.run, config.seed, config.schedule.main.epochs) == (Path("elsewhere") / name, 3, 2)
     assert config.data.train.startswith("elsewhere/scenes/")
@@ -32,13 +32,13 @@ def test_another_folder_and_seed_reach_the_run_as_settings(name):
 
 def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(Kitchen, "_run", lambda self, *words: ran.append(words))
+    monkeypatch.setattr(QuickstartRun, "_run", lambda self, *words: ran.append(words))
     (tmp_path / "an" / "test").mkdir(parents=True)
     (tmp_path / "an" / "done").touch()
     (tmp_path / "an" / "test" / "report.json").touch()
-    kitchen = Kitchen(tmp_path, 0, None, Runner())
-    kitchen.train("an")
-    kitchen.evaluate("an")
+    quickstart_run = QuickstartRun(tmp_path, 0, None, Runner())
+    quickstart_run.train("an")
+    quickstart_run.evaluate("an")
     assert ran == []
 
 

@@ -71,7 +71,7 @@ def test_epochs_are_drawn_for_tracked_samples(runs, tmp_path):
     assert ids == list(tracked[:2])
     answer = bigscl("render", runs / "dense", "--epochs", "--sample", 1, "-o", tmp_path / "y.png")
     assert answer.code == 2
-    assert "kept of tracked samples" in answer.err
+    assert "Tracked samples have them" in answer.err
 
 
 def test_two_stores_are_drawn_one_below_the_other(runs, tmp_path):
@@ -92,10 +92,10 @@ def test_samples_never_visited_are_drawn_with_their_initial_heatmaps(tmp_path, i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{bare}"], "render: the shards are needed"),
+        (["{bare}"], "render: needs the shards"),
         (["{runs}/dense", "--class", "cow"], "no such class"),
         (["{runs}/dense", "--epochs", "--against", "{runs}/weak"], "has no effect with --against"),
-        (["{runs}/dense", "--choose", "most-changed", "--snapshot", "3"], "is the oldest there is"),
+        (["{runs}/dense", "--choose", "most-changed", "--snapshot", "3"], "is the oldest one"),
         (["{runs}/dense", "-o", "{out}.xyz"], "xyz"),
     ],
 )

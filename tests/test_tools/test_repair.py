@@ -73,7 +73,7 @@ def rows_of(run, ids, annotations=None, **options):
 def test_a_whole_store_needs_no_repair(wide_run):
     answer = bigscl("repair", wide_run)
     assert answer.code == 0
-    assert "is whole; nothing to repair" in answer.out
+    assert "is intact; nothing to repair" in answer.out
 
 
 def test_damage_is_named_and_nothing_changed_without_apply(wide_run):
@@ -84,8 +84,8 @@ def test_damage_is_named_and_nothing_changed_without_apply(wide_run):
     assert answer.code == 1
     assert f"snapshot {target} (checkpoint step-00000020) has 1 damaged shard of 2" in answer.out
     assert "shard 0, heatmaps, samples 16-31: " in answer.out
-    assert "(checkpoint step-00000010) is whole: training can also be resumed from it" in answer.out
-    assert "add --apply" in answer.out
+    assert "(checkpoint step-00000010) is intact: training can also resume from it" in answer.out
+    assert "Add --apply" in answer.out
     assert {file: file.read_bytes() for file in wide_run.rglob("*") if file.is_file()} == before
 
 
@@ -135,7 +135,7 @@ def test_rows_that_are_damaged_in_every_snapshot_get_their_initial_values(wide_r
     assert not after.counts[40:].any()
     assert bigscl("verify", wide_run).code == 0
     # The older checkpoint is damaged as before, and that is said.
-    assert "is damaged too, in 1 shard; it stays as it is" in bigscl("repair", wide_run).out
+    assert "is also damaged, in 1 shard; it is not changed" in bigscl("repair", wide_run).out
 
 
 def test_lost_stamps_become_those_of_the_snapshot_and_values_stay(wide_run, wide):
@@ -200,7 +200,7 @@ def test_a_checkpoint_without_its_snapshot_is_said(wide_run):
     add_checkpoint(wide_run, 99, 77)
     answer = bigscl("repair", wide_run)
     assert answer.code == 2
-    assert "checkpoint step-00000099 names snapshot 77" in answer.err
+    assert "checkpoint step-00000099 needs snapshot 77" in answer.err
 
 
 def test_spans_of_numbers_are_short():

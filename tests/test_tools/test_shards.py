@@ -103,7 +103,7 @@ def test_scenes_need_no_source_and_a_second_run_writes_nothing(tmp_path):
 def test_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path):
     pytest.importorskip("sklearn")
     result = run("scenes", tmp_path / "out", *SMALL, "--dry-run")
-    assert "would hold scenes, 10 classes" in result.stdout
+    assert "would contain scenes, 10 classes" in result.stdout
     assert "train: 4 samples in 2 shards of up to 2" in result.stdout
     assert not (tmp_path / "out").exists()
 

@@ -122,9 +122,9 @@ def test_histograms_have_the_bins_of_numpy_for_every_possible_value():
         (["{folder}"], "nothing there"),
         (["{runs}/dense", "--snapshot", "99"], "no snapshot 99; retained are [3, 4]"),
         (["{runs}/dense", "--sample", "nobody"], "there is no such key"),
-        (["{runs}/dense", "--sample", "31"], "no such id; there are 30 samples"),
+        (["{runs}/dense", "--sample", "31"], "no such id. There are 30 samples"),
         (["{bare}", "--sample", "train_000003"], "Add --shards PATTERN"),
-        (["{runs}/dense", "--sample", "3", "--shards", "{other}"], "made for data"),
+        (["{runs}/dense", "--sample", "3", "--shards", "{other}"], "created for data"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_2(tmp_path, runs, bare, other_shards, arguments, message):
@@ -150,7 +150,7 @@ def test_labels_drawn_anew_by_the_run_are_found_through_its_config(tmp_path, ind
     (tmp_path / "run" / "config.yaml").write_text(config)
     assert bigscl("show", tmp_path / "run", "--sample", index.key(3)).code == 0
     (tmp_path / "run" / "config.yaml").write_text(config.replace("seed: 7", "seed: 8"))
-    assert "made for data" in bigscl("show", tmp_path / "run", "--sample", index.key(3)).err
+    assert "created for data" in bigscl("show", tmp_path / "run", "--sample", index.key(3)).err
 
 
 def test_a_store_on_s3_is_shown_like_one_on_disk(s3_options, index):

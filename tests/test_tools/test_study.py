@@ -97,7 +97,7 @@ def test_shards_without_boxes_are_noticed_before_training(tmp_path):
     config = write_config(tmp_path / "bare.yaml", tmp_path, **data)
     answer = bigscl("study", tmp_path / "out", config, "--seeds", 1)
     assert answer.code == 2
-    assert "Add --no-boxes to leave that out" in answer.err
+    assert "Add --no-boxes to skip it" in answer.err
     assert not (tmp_path / "out").exists()
     told = bigscl("study", tmp_path / "out", config, "--seeds", 1, "--no-boxes", "--dry-run")
     assert "--heatmaps" not in told.out
@@ -189,7 +189,7 @@ def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards,
     study.send_signal(signal.SIGTERM)
     said = study.communicate(timeout=60)[1]
     assert study.returncode == 130
-    assert "what was running is saved" in said
+    assert "the current runs are saved" in said
     assert list((run / "checkpoints").iterdir())
     assert not (run / "done").exists()
 
@@ -238,4 +238,4 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, forked_comman
 
     changed = bigscl(*arguments, "--set", "store.momentum=0.3")
     assert changed.code == 2
-    assert "was begun with other settings than now (store.momentum: 0.3)" in changed.err
+    assert "was started with other settings (store.momentum: 0.3)" in changed.err

@@ -37,7 +37,7 @@ def held(run):
 
 def test_a_free_store_needs_no_unlocking(run):
     answer = bigscl("unlock", run)
-    assert (answer.code, answer.out.strip()) == (0, f"{run}/store: nobody holds it")
+    assert (answer.code, answer.out.strip()) == (0, f"{run}/store: no run uses it")
 
 
 def test_a_dead_holder_is_named_and_its_lease_broken_only_when_told(dead):
@@ -89,5 +89,5 @@ def test_a_damaged_lease_is_said_and_cleared_by_force(run, index, content):
         assert "add --force --apply" in answer.out
     assert (run / "store" / KEY).read_bytes() == content
     assert bigscl("unlock", run, "--force", "--apply", "--json").json()["broken"]
-    assert bigscl("unlock", run).out.strip() == f"{run}/store: nobody holds it"
+    assert bigscl("unlock", run).out.strip() == f"{run}/store: no run uses it"
     HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w").close()

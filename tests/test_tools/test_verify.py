@@ -115,5 +115,5 @@ def test_a_store_without_checksums_says_so(tmp_path, index):
     make_store(tmp_path / "store", index, epochs=1, checksum=False)
     answer = bigscl("verify", tmp_path / "store")
     assert answer.code == 0
-    assert "made without checksums" in answer.out
+    assert "created without checksums" in answer.out
     assert "not compared with its data" in answer.out
