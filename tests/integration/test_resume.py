@@ -18,6 +18,7 @@ import pytest
 
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.runs import (
+    TIMEOUT,
     Running,
     assert_same_runs,
     copy_run,
@@ -78,6 +79,21 @@ def stop(running):
     running.ranks()[-1].send_signal(signal.SIGTERM)
     assert running.wait(60) == 0, running.output
     return STOPPED in running.output
+
+
+def stop_forked_ranks(server, config, step):
+    """The same without a launcher, in the middle of a run on two ranks."""
+    output = config.with_suffix(".txt")
+    words = ("tests.fork_server:run_module", "bigscl.train", config)
+    ranks = server.start_ranks(*words, processes=2, output=output)
+    deadline = time.monotonic() + TIMEOUT
+    while steps_of(config.with_suffix("")) < step:
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.01)
+    os.kill(ranks[-1], signal.SIGTERM)
+    ended = server.wait_all(ranks)
+    assert [ended[rank].code for rank in ranks] == [0, 0], output.read_text()
+    return STOPPED in output.read_text()
 
 
 def stop_everything(running):
@@ -157,11 +173,9 @@ def test_resumed_ranks_add_up_gradients_in_the_same_order(tmp_path, shards, proc
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
-def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, shards):
+def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, trainer_server, shards):
     config = noisy_config(tmp_path / "run.yaml", shards)
-    with Running(tmp_path / "run", config, processes=2) as running:
-        assert running.wait_for_step(12)
-        assert stop(running)
+    assert stop_forked_ranks(trainer_server, config, step=12)
     epoch, had = visited_by_checkpoint(tmp_path / "run", shards)
     logged = ids_of(tmp_path / "run")
     assert {n for seen, n in logged if seen == epoch} == had
