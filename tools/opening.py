@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -21,6 +21,7 @@ from bigscl.store import (
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from bigscl.config import DataConfig, ObservedConfig
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
@@ -89,14 +90,14 @@ class DataFlags:
         from bigscl.data.index import load_index
 
         settings = _data_settings(store)
-        patterns: Any = self.shards or settings.get("train")
+        patterns = self.shards or (None if settings is None else settings.train)
         if patterns is None:
             return None
         file = self.index
-        if file is None and self.shards is None and settings.get("train_index"):
-            file = Path(settings["train_index"])
+        if file is None and self.shards is None and settings is not None:
+            file = settings.train_index
         index = load_index(patterns, file)
-        for candidate, labels in _labellings(index, settings.get("observed")):
+        for candidate, labels in _labellings(index, None if settings is None else settings.observed):
             annotations = candidate.annotations(labels)
             if annotations.fingerprint == fingerprint:
                 return Data(index=candidate, labels=labels, annotations=annotations)
@@ -142,61 +143,28 @@ def open_store(
     )
 
 
-def _labellings(index: "Index", drawn: dict[str, int] | None) -> "list[tuple[Index, Labels]]":
-    """Return every set of annotated labels that a run may have taken from these shards."""
+def _labellings(index: "Index", drawn: "ObservedConfig | None") -> "list[tuple[Index, Labels]]":
+    """Return every set of observed labels that a run may have taken from these shards."""
     found: list[tuple[Index, Labels]] = [(index, "observed")]
     if index.labels is not None:
         found.append((index, "labels"))
         if drawn:
-            found.append((index.draw_observed(**drawn), "observed"))
+            found.append((index.draw_observed(drawn.seed, drawn.positives, drawn.negatives), "observed"))
     return found
 
 
-def _data_settings(store: str) -> dict[str, Any]:
-    """Return the data section of the config that the store's run saved; empty if there is none."""
+def _data_settings(store: str) -> "DataConfig | None":
+    """Return the data section of the config that the store's run saved; None if there is no usable one."""
+    from bigscl.config import ConfigError, load_data_settings
+
     folder = run_folder(store)
     if folder is None:
-        return {}
-    import yaml
-
-    path = folder / "config.yaml"
+        return None
     try:
-        config = yaml.safe_load(path.read_text())
-    except (ValueError, RecursionError, AttributeError, TypeError, yaml.YAMLError) as error:
-        logger.warning(
-            "%s: damaged, so its data settings are unknown: %s", path, " ".join(str(error).split())
-        )
-        return {}
-    section = config.get("data") if isinstance(config, dict) else None
-    if not isinstance(section, dict):
-        return {}
-    if wrong := [name for name, check in _CHECKS.items() if not check(section.get(name))]:
-        logger.warning("%s: data.%s: damaged and ignored", path, ", data.".join(wrong))
-    return {name: value for name, value in section.items() if name not in wrong}
-
-
-def _is_patterns(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _all_are(value, list, str)
-
-
-def _is_drawing(value: Any) -> bool:
-    names = {"seed", "positives", "negatives"}
-    return value is None or (
-        "seed" in value if _all_are(value, dict, int) and {*value} <= names else value == {}
-    )
-
-
-def _all_are(values: Any, kind: type, inner: type) -> bool:
-    parts = values.values() if isinstance(values, dict) else values
-    return isinstance(values, kind) and all(isinstance(part, inner) for part in parts)
-
-
-_CHECKS = {
-    "train": _is_patterns,
-    "train_index": lambda value: value is None or isinstance(value, str),
-    "observed": _is_drawing,
-}
-"""A check for each setting that is read here."""
+        return load_data_settings(folder / "config.yaml")
+    except ConfigError as error:
+        logger.warning("%s. Its data settings are ignored", " ".join(str(error).split()))
+        return None
 
 
 def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:

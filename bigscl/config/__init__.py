@@ -4,18 +4,22 @@ from bigscl.config.reading import (
     ConfigError,
     changed_settings,
     load_config,
+    load_data_settings,
     make_config,
     parse_yaml,
     to_yaml,
 )
-from bigscl.config.schema import Config, StoreConfig
+from bigscl.config.schema import Config, DataConfig, ObservedConfig, StoreConfig
 
 __all__ = [
     "Config",
     "ConfigError",
+    "DataConfig",
+    "ObservedConfig",
     "StoreConfig",
     "changed_settings",
     "load_config",
+    "load_data_settings",
     "make_config",
     "parse_yaml",
     "to_yaml",

@@ -4,12 +4,12 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from bigscl.config.schema import Config
+from bigscl.config.schema import Config, DataConfig
 from bigscl.method.objective import Objective
 from bigscl.store import STORE_SCHEMES
 from bigscl.text import first_few, printable, reason_of
@@ -19,6 +19,7 @@ MOST_VALUES = 10_000
 MOST_LEVELS = 20
 MOST_MISTAKES = 50
 LONGEST_INPUT = 80
+Section = TypeVar("Section")
 # Shortens the values that messages quote.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
@@ -34,6 +35,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
     return make_config(values, str(path))
+
+
+def load_data_settings(path: Path) -> DataConfig:
+    """Return the data section of the config that a run saved; its other sections are not checked."""
+    section = _read(path).get("data")
+    return _validated(TypeAdapter(DataConfig), section, f"{path}: data")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -84,16 +91,21 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
 
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
     """Return the config of plain values; ConfigError lists all mistakes."""
+    config = _validated(_adapter(), values, source)
+    if problems := list(_conflicts(config)):
+        raise ConfigError(_listed(source, problems))
+    return config
+
+
+def _validated(adapter: TypeAdapter[Section], values: Any, source: str) -> Section:
+    """Return plain values as a dataclass of the config; ConfigError lists all mistakes."""
     try:
-        config = _adapter().validate_python(values)
+        return adapter.validate_python(values)
     except ValidationError as error:
         problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
         raise ConfigError(_listed(source, problems)) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, expected sections with settings") from None
-    if problems := list(_conflicts(config)):
-        raise ConfigError(_listed(source, problems))
-    return config
 
 
 @cache

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigscl.config import Config, ConfigError, changed_settings, load_config, make_config, to_yaml
+from bigscl.config import (
+    Config,
+    ConfigError,
+    changed_settings,
+    load_config,
+    load_data_settings,
+    make_config,
+    to_yaml,
+)
 
 ARCHIVES = sorted((Path(__file__).parents[1] / "integration" / "fixtures").glob("run-*.tar.xz"))
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -194,6 +202,17 @@ def test_every_setting_has_a_sentence_below_it():
                     check(inner)
 
     check(Config)
+
+
+def test_data_settings_of_a_run_are_read_even_if_other_sections_are_damaged(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: 3\ndata: {train: t, observed: {seed: 7}, setting_of_tomorrow: 1}")
+    data = load_data_settings(path)
+    assert (data.train, data.observed.seed, data.observed.positives) == ("t", 7, 1)
+    for damaged in ("", "data: 3", "data: {train: [1]}", "data: {train: t, observed: {}}", "data: ["):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"config\.yaml"):
+            load_data_settings(path)
 
 
 def test_changed_settings_are_named_even_if_another_section_has_the_same_line(tmp_path):
