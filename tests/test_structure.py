@@ -1,6 +1,7 @@
 """The shape of the project: which way imports point, and that the README's commands are the ones CI runs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,39 @@ def test_ci_runs_the_test_command_of_the_readme():
     command = "pip install -e '.[test]' && pytest -n 2"
     assert command in (ROOT / "README.md").read_text().splitlines()
     assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def folders_of_the_map():
+    """Text of the README's map by folder: `bigscl/config` and so on."""
+    text = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+    found, folder = {}, ""
+    for line in text.strip("\n").splitlines():
+        name = line[:16].strip()
+        if name:
+            folder = f"bigscl/{name.rstrip('/')}" if line.startswith(" ") else name.rstrip("/")
+        found[folder] = f"{found.get(folder, '')} {line[16:]}"
+    return found
+
+
+def test_map_of_the_readme_names_every_module():
+    found = folders_of_the_map()
+    for name, file in modules():
+        words = set(re.findall(r"\w+", found[str(file.parent.relative_to(ROOT))]))
+        assert file.stem in words or file.stem in ("__init__", "__main__"), f"{name}: not in the README's map"
+
+
+def test_map_of_the_readme_names_no_module_that_is_gone():
+    """Words with an underscore are names of modules; other words are not checked."""
+    for folder, text in folders_of_the_map().items():
+        stems = {file.stem for file in (ROOT / folder).glob("*.py")}
+        for part in re.split(r"[;:]", text):
+            words = re.findall(r"[a-z]\w*", part)
+            named = [word for word in words if word in stems]
+            unknown = [word for word in words if "_" in word and word not in stems and folder != "tests"]
+            assert not unknown, f"{folder}: {unknown}, near {named}"
+
+
+def test_map_of_the_readme_fits_on_one_screen():
+    text = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 120
