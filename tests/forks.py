@@ -249,7 +249,10 @@ class ForkServer:
 
 
 class Child:
-    """A forked process with the methods of `subprocess.Popen`, which runs `python -m name arguments`."""
+    """A forked process that runs `python -m name arguments`, with the methods of `subprocess.Popen`.
+
+    Threads may share it.
+    """
 
     def __init__(
         self,
@@ -259,7 +262,7 @@ class Child:
         output: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._server = server
+        self._server, self._lock = server, threading.Lock()
         self.returncode: int | None = None
         self.pid = server.start(
             "tests.fork_server:run_module",
@@ -273,9 +276,11 @@ class Child:
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
-        if self.returncode is None and (found := self._server.wait_any([self.pid], 0.0)):
-            self.returncode = found[self.pid].returncode
-        return self.returncode
+        # Only one thread may learn of the end from the server, which then forgets the process.
+        with self._lock:
+            if self.returncode is None and (found := self._server.wait_any([self.pid], 0.0)):
+                self.returncode = found[self.pid].returncode
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code when the process has ended; TimeoutExpired if it does not in time."""
@@ -305,7 +310,10 @@ def wait_for_an_end(pids: Sequence[int], seconds: float) -> None:
     poll = select.poll()
     with ExitStack() as stack:
         for pid in pids:
-            descriptor = os.pidfd_open(pid)
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return
             stack.callback(os.close, descriptor)
             poll.register(descriptor, select.POLLIN)
         poll.poll(1000 * seconds)

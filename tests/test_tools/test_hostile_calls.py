@@ -69,6 +69,8 @@ def no_commands(monkeypatch):
         raise ValueError(f"this command failed: {' '.join(words)}")
 
     monkeypatch.setattr("bigscl.tools.running.Runner.run", refuse)
+    # Trying bf16 in another process takes seconds, and is tested with the code that does it.
+    monkeypatch.setattr("bigscl.tools.doctor._bf16", lambda: True)
     # The lease of a damaged run is that of another host.
     monkeypatch.setitem(Lease.acquire.__func__.__kwdefaults__, "patience_seconds", 0.05)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
