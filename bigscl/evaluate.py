@@ -32,10 +32,9 @@ from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.processes.ranks import transport
-from bigscl.store import HeatmapStore
+from bigscl.processes.ranks import process_group
 from bigscl.training.log import start_logging
-from bigscl.training.run import open_data
+from bigscl.training.run import open_data, read_store
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
@@ -93,7 +92,7 @@ class Evaluation:
             raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
         state = PartialState()
         self._device = state.device
-        self._ranks = transport()
+        self._ranks = process_group()
         if self._device.type == "cpu":
             # Sums are split among threads, so their number would show in the last bits. For speed there
             # are processes.
@@ -181,9 +180,7 @@ def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
 def _stored_pointing(config: Config) -> dict[str, Pointing]:
     """Of the run's training images, at the newest snapshot of its store."""
     data = open_data(config)
-    with HeatmapStore.open(
-        config.store_url, annotations=data.annotations, options=config.store.options()
-    ) as store:
+    with read_store(config, data.annotations) as store:
         return pointing(store, data.train)
 
 

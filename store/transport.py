@@ -37,11 +37,11 @@ class SingleProcess:
         return payload
 
 
-def on_rank_zero(transport: Transport, action: Callable[[], bytes]) -> bytes:
+def on_rank_zero(transport: Transport, action: Callable[[], bytes | None]) -> bytes:
     """What the action gave on rank 0, on every rank; its failure too, so that nobody waits for it."""
     if transport.rank == 0:
         try:
-            answer = b"+" + action()
+            answer = b"+" + (action() or b"")
         except Exception as error:
             transport.broadcast(b"-" + str(error).encode())
             raise

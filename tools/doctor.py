@@ -68,14 +68,14 @@ def _launched_ranks() -> Iterator[Transport]:
     """Yield the processes of the launcher as one group, or this process alone."""
     import torch.distributed as dist
 
-    from bigscl.processes.ranks import transport
+    from bigscl.processes.ranks import process_group
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
-        yield transport()
+        yield process_group()
         return
     dist.init_process_group("gloo")
     try:
-        yield transport()
+        yield process_group()
     finally:
         dist.destroy_process_group()
 

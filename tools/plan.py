@@ -16,8 +16,7 @@ from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
-    from bigscl.data.plan import Plan
-    from bigscl.training.forecast import MemoryPhase
+    from bigscl.training.forecast import Forecast, MemoryPhase
 
 
 def command(
@@ -94,35 +93,26 @@ def _data(
 
 def _heatmap_size(config: "Config", num_classes: int) -> int:
     from bigscl.models.spatial import build_model
-    from bigscl.training.state import map_side
+    from bigscl.training.model_state import map_side
 
     return 2 * map_side(build_model(config.model.backbone, num_classes), config.data.size)
 
 
-def _plan(config: "Config", spec: StoreSpec, processes: int) -> "Plan":
-    from bigscl.data.plan import training_plan
+def _forecast(config: "Config", spec: StoreSpec, processes: int) -> "Forecast":
+    from bigscl.training.epoch_plan import plan_epoch
+    from bigscl.training.forecast import forecast
 
-    return training_plan(
-        np.asarray(spec.shard_sizes),
-        spec.rows_per_shard,
-        seed=config.seed,
-        epoch=0,
-        batch_size=config.data.batch_size,
-        world_size=processes,
-        workers=config.data.workers,
-        shuffle_buffer=config.data.shuffle_buffer,
-    )
+    sizes = np.asarray(spec.shard_sizes)
+    plan = plan_epoch(config, sizes, spec.rows_per_shard, epoch=0, world_size=processes)
+    return forecast(config, spec, plan)
 
 
 def _facts(
     config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
-    from bigscl.training import forecast
+    from bigscl.training.forecast import warnings
 
-    plan = _plan(config, spec, processes)
-    phases = forecast.memory_phases(config, spec, plan)
-    steps = -(-plan.num_steps // config.optimizer.accumulate)
-    disk_bytes = forecast.disk_needed(config, spec, plan)
+    needs = _forecast(config, spec, processes)
     free = _free_bytes(config.store_url) if config.store.kind == "disk" else None
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -134,20 +124,20 @@ def _facts(
         "processes": processes,
         "images_per_second": rate,
         "epochs": config.schedule.epochs,
-        "steps_per_epoch": steps,
+        "steps_per_epoch": needs.num_steps,
         "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
-        "samples_per_rank": asdict(forecast.samples_per_rank(plan)),
-        "shards_per_rank": asdict(forecast.shards_per_rank(plan)),
-        "shards_per_worker": asdict(forecast.shards_per_worker(plan)),
-        "imbalance": forecast.imbalance(plan),
+        "samples_per_rank": asdict(needs.samples_per_rank),
+        "shards_per_rank": asdict(needs.shards_per_rank),
+        "shards_per_worker": asdict(needs.shards_per_worker),
+        "imbalance": needs.imbalance,
         "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
         "store_url": config.store_url if config.store.kind == "disk" else None,
-        "disk_bytes": disk_bytes,
+        "disk_bytes": needs.disk_bytes,
         "free_bytes": free,
-        "phases": [_phase(config, phase, rate * processes) for phase in phases],
-        "warnings": list(forecast.warnings(config, plan, phases, disk_bytes, free, ram)),
+        "phases": [_phase(phase, rate * processes) for phase in needs.phases],
+        "warnings": list(warnings(config, needs, free, ram)),
     }
 
 
@@ -160,9 +150,7 @@ def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
     return int(workers * (config.data.shuffle_buffer * mean_bytes + batches))
 
 
-def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any]:
-    from bigscl.training.forecast import ram_needed
-
+def _phase(phase: "MemoryPhase", rate: float) -> dict[str, Any]:
     return {
         "first_epoch": phase.epochs.start,
         "last_epoch": phase.epochs.stop - 1,
@@ -171,8 +159,8 @@ def _phase(config: "Config", phase: "MemoryPhase", rate: float) -> dict[str, Any
         "slot_bytes": phase.slot_bytes,
         "versions": phase.versions,
         "disk_bytes": phase.disk_bytes,
-        "bytes_per_second": phase.image_bytes * rate,
-        "resident_bytes": ram_needed(config, phase),
+        "bytes_per_second": 2 * phase.image_bytes * rate,
+        "resident_bytes": phase.ram_bytes,
     }
 
 
@@ -189,9 +177,8 @@ def _free_bytes(url: str) -> int | None:
 def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Measure whether a place reads and writes the bytes of the largest phase fast enough."""
     from bigscl.tools.probe import measure
-    from bigscl.training import forecast
 
-    phases = forecast.memory_phases(config, spec, _plan(config, spec, 1))
+    phases = _forecast(config, spec, 1).phases
     if not phases:
         raise ValueError("--probe: has no effect with store.kind: none")
     heaviest = max(phases, key=lambda phase: phase.image_bytes)

@@ -195,8 +195,7 @@ def _find_mined(trial: "Trial") -> dict[str, Any]:
     from bigscl.evaluation.mining import mined_positives
     from bigscl.evaluation.predictions import true_labels
     from bigscl.evaluation.report_files import plain
-    from bigscl.store import HeatmapStore
-    from bigscl.training.run import open_data
+    from bigscl.training.run import open_data, read_store
 
     config = trial.resolved()
     data = open_data(config)
@@ -209,9 +208,7 @@ def _find_mined(trial: "Trial") -> dict[str, Any]:
         import torch
 
         expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
-    with HeatmapStore.open(
-        config.store_url, annotations=data.annotations, options=config.store.options()
-    ) as store:
+    with read_store(config, data.annotations) as store:
         found: dict[str, Any] = plain(asdict(mined_positives(store, data.train, expected)))
     return found
 

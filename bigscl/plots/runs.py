@@ -12,8 +12,8 @@ from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.plots.epochs import boxes_by_class
 from bigscl.plots.samples import MEANINGS, Kind, SamplePicture, draw_samples, panel_of
-from bigscl.store import HeatmapStore, Rows
-from bigscl.training.run import open_data
+from bigscl.store import Rows
+from bigscl.training.run import open_data, read_store
 
 KINDS: tuple[Kind, ...] = ("annotated", "unannotated", "negative")
 
@@ -69,9 +69,7 @@ def _remembered(config: Config, ids: NDArray[np.int64]) -> list[Held]:
     """What a run remembers of each of these images."""
     data = open_data(config)
     annotated = data.train.labels_of(ids, config.data.labels) == 1
-    with HeatmapStore.open(
-        config.store_url, annotations=data.annotations, options=config.store.options()
-    ) as store:
+    with read_store(config, data.annotations) as store:
         rows = store.read(ids)
     return [Held(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
 

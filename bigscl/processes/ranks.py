@@ -1,29 +1,30 @@
-"""The ranks of a run as one group on the host: bytes and small sums, whatever backend moves the tensors."""
+"""The ranks of a run as one group on the host: they exchange bytes and small sums without a GPU."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from bigscl import store
-from bigscl.store import Transport
+from bigscl.files import explain
+from bigscl.store import StoreError, Transport
 
 
 class Ranks(Transport, Protocol):
-    """A transport that can also add numbers up."""
+    """A transport that can also sum numbers."""
 
     wait_seconds: float
-    """How long this rank has waited for the others to join in a sum."""
+    """How long this rank has waited for other ranks in sums."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each number summed over the ranks, on every rank."""
+        """Return each number summed over the ranks, on every rank."""
         ...
 
 
-class GlooTransport:
-    """All ranks of the initialised process group, over a gloo group of its own: nothing touches the GPU."""
+class GlooRanks:
+    """All ranks of the initialised process group, over a gloo group: nothing touches the GPU."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -34,20 +35,20 @@ class GlooTransport:
         self.wait_seconds = 0.0
 
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """Everyone's payload in rank order on rank 0, None elsewhere."""
+        """Return the payloads of all ranks in rank order on rank 0, None elsewhere."""
         payloads: list[bytes] | None = [b""] * self.world_size if self.rank == 0 else None
         dist.gather_object(payload, payloads, dst=0, group=self._group)
         return payloads
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload, on every rank."""
+        """Return rank 0's payload, on every rank."""
         box = [payload]
         dist.broadcast_object_list(box, src=0, group=self._group)
         assert box[0] is not None
         return box[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each number summed over the ranks, on every rank."""
+        """Return each number summed over the ranks, on every rank."""
         # float64 holds every count exactly.
         totals = torch.tensor(values, dtype=torch.float64)
         asked = time.perf_counter()
@@ -62,12 +63,36 @@ class SingleProcess(store.SingleProcess):
     wait_seconds = 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The numbers themselves."""
+        """Return the numbers unchanged."""
         return list(values)
 
 
-def transport() -> Ranks:
-    """The group this process belongs to: all ranks of torch.distributed, or this process alone."""
+def process_group() -> Ranks:
+    """Return the group this process belongs to: all ranks of torch.distributed, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooTransport()
+        return GlooRanks()
     return SingleProcess()
+
+
+def failure_on_any(ranks: Ranks, action: Callable[[], object]) -> str:
+    """Run the action on every rank; return the reason of the first failure on every rank, or nothing.
+
+    Only expected errors count: of the store, of values and of files.
+    """
+    reason = ""
+    try:
+        action()
+    except (StoreError, ValueError) as error:
+        reason = str(error)
+    except OSError as error:
+        reason = explain(error) or f"{type(error).__name__}: {error}"
+    reports = ranks.gather(reason.encode())
+    answer = None if reports is None else _first_failure([report.decode() for report in reports])
+    return ranks.broadcast(answer).decode()
+
+
+def _first_failure(reasons: list[str]) -> bytes:
+    failed = [rank for rank, reason in enumerate(reasons) if reason]
+    if not failed:
+        return b""
+    return (reasons[failed[0]] + (f" (on rank {failed[0]})" if failed[0] else "")).encode()

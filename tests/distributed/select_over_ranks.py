@@ -8,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bigscl.method.selection import select
-from bigscl.processes.ranks import transport
+from bigscl.processes.ranks import process_group
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, NUM_CLASSES = 600, 7
@@ -47,7 +47,7 @@ def select_all(rank, world_size):
     for name, values in scores.items():
         for gather_bytes in (2**26, 500):
             chunks = [(ids[part], values[part]) for part in np.array_split(rows, 3 + rank)]
-            selection = select(chunks, NUM_EXPECTED, transport(), gather_bytes=gather_bytes)
+            selection = select(chunks, NUM_EXPECTED, process_group(), gather_bytes=gather_bytes)
             found[f"{name}, {gather_bytes} bytes"] = selection.to_json()
     return found
 

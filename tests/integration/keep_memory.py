@@ -16,7 +16,7 @@ def main(path: str, arguments: list[str]) -> None:
     config = load_config(Path(arguments[0]), arguments[1:])
     with Trainer(config, "auto", sys.argv) as trainer:
         trainer.train()
-        rows = trainer.store.read(trainer.data.train.ids())
+        rows = trainer.memory.store.read(trainer.data.train.ids())
         np.savez(path, **dict(rows.arrays()))
 
 

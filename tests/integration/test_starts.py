@@ -126,9 +126,8 @@ def test_kill_between_a_checkpoint_and_the_drop_of_old_snapshots(tmp_path, train
     """Every slot is named by then, as all checkpoints are of one array group without `top`."""
     folder, once = tmp_path / "run", tmp_path / "once"
     assert train(config, "--run", once, "--store.top", "null")[0] == 0
-    train(
-        config, "--run", folder, "--store.top", "null", kill="bigscl.train:Trainer._drop_snapshots before 3"
-    )
+    moment = "bigscl.training.saving:Saver.drop_snapshots before 3"
+    train(config, "--run", folder, "--store.top", "null", kill=moment)
     assert_resumed(train(config, "--run", folder, "--store.top", "null"), folder, once, shards)
 
 
@@ -148,7 +147,7 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
         f"{FOLDERS}:remove_folder before 1",
         "os:unlink after 2",
         "os:unlink after 4",
-        "bigscl.training.log:Journal.keep_until after 1",
+        "bigscl.training.log:MetricsLog.drop_after after 1",
     ],
 )
 def test_resume_of_an_older_checkpoint_killed_at_a_chosen_moment(train, config, again, whole, shards, moment):

@@ -22,7 +22,7 @@ from bigscl.training.checkpoint import (
     write_tensors,
 )
 from bigscl.training.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
-from bigscl.training.state import rng_state
+from bigscl.training.random_state import rng_state
 
 
 def files(value):

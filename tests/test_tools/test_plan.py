@@ -11,6 +11,7 @@ from bigscl.data.plan import training_plan
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure
 from bigscl.training import forecast
+from bigscl.training.epoch_plan import plan_epoch
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 
@@ -195,5 +196,5 @@ def test_phases_after_the_last_epoch_are_left_out():
     spec = StoreSpec(
         fingerprint="", num_classes=20, heatmap_size=12, rows_per_shard=100, shard_sizes=(100,) * 10
     )
-    plan = training_plan(np.full(10, 100), 100, seed=0, epoch=0, batch_size=10)
-    assert [phase.group.layout for phase in forecast.memory_phases(made, spec, plan)] == ["dense"]
+    plan = plan_epoch(made, np.full(10, 100), 100, epoch=0, world_size=1)
+    assert [phase.group.layout for phase in forecast.forecast(made, spec, plan).phases] == ["dense"]

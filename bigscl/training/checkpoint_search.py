@@ -1,0 +1,213 @@
+"""Find the checkpoint that a run resumes from: the newest one that every rank can read with its snapshot."""
+
+import json
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.method.selection import Selection
+from bigscl.processes.ranks import failure_on_any
+from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
+from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
+from bigscl.training.epoch_progress import EpochProgress
+from bigscl.training.model_state import ModelState
+from bigscl.training.run import Run, RunFolder, check_store, read_store
+
+logger = logging.getLogger(__name__)
+Choice = str
+"""`auto`, `never`, or the path of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What rank 0 finds in the run's folder and store before any checkpoint is read."""
+
+    run_id: str
+    """The run's id, empty if no file has it."""
+    new_id: str
+    """The id to use if no checkpoint has it either."""
+    paths: list[str]
+    """Checkpoints to try, the best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SnapshotState:
+    """What the store's snapshot adds to a checkpoint."""
+
+    selection: Selection
+    skipped: list[int]
+    """Samples of the current epoch that could not be read."""
+    visited: NDArray[np.bool_]
+    """Rows that the current epoch has had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """A checkpoint that was read and checked, with its snapshot if the run has a store."""
+
+    checkpoint: Checkpoint
+    snapshot: SnapshotState | None
+    run_id: str
+    """The id of the run that saved it; empty if it does not say."""
+
+
+class CheckpointSearch:
+    """Reads checkpoints until one is usable. All ranks make the same calls together; nothing is changed."""
+
+    def __init__(self, run: Run, state: ModelState, progress: EpochProgress, choice: Choice) -> None:
+        self._run, self._state, self._progress = run, state, progress
+        self._choice = choice
+        self.unusable: list[Path] = []
+        """Checkpoints that could not be read, newer than the one that was found."""
+
+    def find_candidates(self) -> Candidates:
+        """Return the checkpoints to try and the ids that the files give; refuse a store of another run."""
+        return Candidates(**json.loads(on_rank_zero(self._run.ranks, self._find_candidates)))
+
+    def _find_candidates(self) -> bytes:
+        folder, store = self._run.folder, self._run.config.store
+        known, paths = folder.read_id() or "", list_candidates(folder, self._choice)
+        if store.kind == "memory" and paths:
+            raise ValueError(
+                f"{folder.path}: its store was in memory (store.kind: memory) and ended with the "
+                f"process, so it cannot be resumed. Start again in another folder, with "
+                f"store.kind: disk if it should be."
+            )
+        snapshots = check_store(self._run) if store.kind == "disk" else []
+        new = known or (not paths and self._recovered_id(snapshots)) or uuid.uuid4().hex
+        if not paths:
+            _check_ours(self._run.config.store_url, snapshots, new)
+        return json.dumps({"run_id": known, "new_id": new, "paths": [str(path) for path in paths]}).encode()
+
+    def _recovered_id(self, snapshots: list[Snapshot]) -> str:
+        """Return the run's id from its store, if its run.json is damaged or was not yet written."""
+        ours = (self._run.folder.path / "run.json").exists() or self._run.config.store.url is None
+        return snapshots[-1].run if snapshots and ours else ""
+
+    def read_best(self, candidates: Candidates) -> Saved | None:
+        """Return the first of the checkpoints that every rank can read; None if there are none at all."""
+        reasons = []
+        for path in map(Path, candidates.paths):
+            saved, reason = self._try(path, candidates)
+            if saved is not None:
+                logger.info("resuming from %s", path)
+                return saved
+            if self._choice != "auto":
+                raise CheckpointError(f"--resume: {reason}")
+            reasons.append(reason)
+            self.unusable.append(path)
+            if self._run.ranks.rank == 0:
+                logger.warning("cannot resume from %s", reason)
+        if reasons:
+            listed = "\n".join(f"  {reason}" for reason in reasons)
+            raise CheckpointError(
+                f"{self._run.folder.path}: has checkpoints, but none can be resumed from. Restore one of "
+                f"them or what it needs from a copy, or start again in another folder:\n{listed}"
+            )
+        return None
+
+    def _try(self, path: Path, candidates: Candidates) -> tuple[Saved | None, str]:
+        """Return a checkpoint that every rank could read; or None, and the reason."""
+        read: list[Saved] = []
+        reason = failure_on_any(self._run.ranks, lambda: read.append(self._read(path, candidates)))
+        return (None, reason) if reason else (read[0], "")
+
+    def _read(self, path: Path, candidates: Candidates) -> Saved:
+        """Read and check a checkpoint with its snapshot."""
+        checkpoint = Checkpoint(path)
+        progress, snapshot, names = checkpoint.progress, None, [checkpoint.progress.run]
+        store = self._open_snapshot(path, progress)
+        if store is not None:
+            names.append(store.snapshot.run)
+        owner = self._check_owner(path, candidates, [name for name in names if name])
+        if store is not None:
+            check_snapshot(path, progress, store.snapshot)
+            snapshot = read_snapshot(store, progress.epoch, self._run.data.train.num_classes)
+        self._state.check(checkpoint)
+        self._progress.check(checkpoint)
+        return Saved(checkpoint=checkpoint, snapshot=snapshot, run_id=owner)
+
+    def _check_owner(self, path: Path, candidates: Candidates, names: list[str]) -> str:
+        """Return the run that saved a checkpoint, by the names in its files; refuse one of another run."""
+        inside = path.absolute().parent == (self._run.folder.path / "checkpoints").absolute()
+        owner = candidates.run_id or (names[0] if inside and names else "")
+        for name in names:
+            if name != owner:
+                this = f"run {owner}" if owner else "a new run"
+                raise CheckpointError(
+                    f"{path}: was saved by run {name}, this folder is {this}. Resume it in its own folder."
+                )
+        return owner
+
+    def _open_snapshot(self, path: Path, progress: Progress) -> HeatmapStore | None:
+        kind = self._run.config.store.kind
+        if kind == "none":
+            return None
+        if progress.snapshot is None:
+            raise CheckpointError(
+                f"{path}: names no snapshot, as it was saved with store.kind: none, and store.kind is "
+                f"{kind}. Resume with store.kind: none, or start again in another folder."
+            )
+        try:
+            return read_store(self._run.config, self._run.data.annotations, progress.snapshot)
+        except StoreError as error:
+            raise CheckpointError(
+                f"{path}: needs snapshot {progress.snapshot} of its store: {error}"
+            ) from None
+
+
+def list_candidates(folder: RunFolder, choice: Choice) -> list[Path]:
+    """Return the checkpoints to try, the best first."""
+    newest_first = folder.checkpoints.paths()[::-1]
+    if choice == "never" and newest_first:
+        raise ValueError(
+            f"{folder.path}: has checkpoints up to {newest_first[0].name}, and --resume is never. "
+            f"Choose another run folder, or omit --resume to resume."
+        )
+    return newest_first if choice in ("auto", "never") else [Path(choice)]
+
+
+def _check_ours(url: str, snapshots: list[Snapshot], run_id: str) -> None:
+    """Refuse a store with rows that another run has written: this run would start it from the beginning."""
+    for snapshot in snapshots:
+        if max(snapshot.slots) >= 0 and snapshot.run not in ("", run_id):
+            raise StoreError(
+                f"{url}: was written by run {snapshot.run}, this is a new one. Use another store.url, "
+                f"or resume that run in its own folder."
+            )
+
+
+def check_snapshot(path: Path, progress: Progress, snapshot: Snapshot) -> None:
+    """Raise CheckpointError unless the snapshot was committed at the checkpoint's step and epoch."""
+    epoch = snapshot.attributes.get("next_epoch", progress.epoch)
+    if (snapshot.step, epoch) != (progress.step, progress.epoch):
+        raise CheckpointError(
+            f"{path}: stands at step {progress.step} in epoch {progress.epoch}, but its snapshot "
+            f"{snapshot.id} was committed at step {snapshot.step} in epoch {epoch}. Resume "
+            f"from another checkpoint with --resume."
+        )
+
+
+def read_snapshot(store: HeatmapStore, epoch: int, num_classes: int) -> SnapshotState:
+    """Return the selection of a snapshot, and the samples that its epoch has had."""
+    visited = store.visited() == epoch
+    attributes = store.snapshot.attributes
+    try:
+        selection = Selection.from_json(attributes["selection"])
+        skipped = [int(sample) for sample in attributes["skipped"]]
+        visited[skipped] = True
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{store.backend.url}: snapshot {store.snapshot.id}: its selection and skipped samples cannot "
+            f"be read ({error!r}). Resume from another checkpoint with --resume."
+        ) from None
+    if len(selection.tau) != num_classes:
+        raise CheckpointError(
+            f"{store.backend.url}: snapshot {store.snapshot.id}: its selection has {len(selection.tau)} "
+            f"classes, expected {num_classes}. Resume from another checkpoint with --resume."
+        )
+    return SnapshotState(selection=selection, skipped=skipped, visited=np.asarray(visited))

@@ -1,0 +1,206 @@
+"""The model of a run and all that trains with it: optimizer, phases, average of the weights, estimator."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from bigscl.config import Config
+from bigscl.method.estimator import LabelEstimator
+from bigscl.method.schedule import Schedule
+from bigscl.models.spatial import SpatialClassifier, build_model
+from bigscl.models.sync_batchnorm import synchronize_batchnorm
+from bigscl.processes.ranks import Ranks
+from bigscl.training.checkpoint import Checkpoint, CheckpointError, Writer, write_state, write_tensors
+from bigscl.training.checkpoint_contents import check_optimizer, check_tensors, misfit
+from bigscl.training.run import Data
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, OPTIMIZER, AVERAGE, ESTIMATOR = "model.safetensors", "optimizer.pt", "average.pt", "estimator.pt"
+"""Files of a checkpoint."""
+
+
+class ModelState:
+    """Network, optimizer, average of the weights and label estimator of a run, on one rank."""
+
+    def __init__(self, config: Config, data: Data, accelerator: Accelerator, ranks: Ranks) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._schedule: Schedule = config.schedule
+        self._phase_began: int | None = None
+        self.accelerator = accelerator
+        self.network = make_network(config, data.train.num_classes, accelerator.device, ranks.rank)
+        self.model: nn.Module = self.network
+        """The network as Accelerate wraps it for the phase."""
+        self.optimizer: Any = None
+        self.average = make_average(config, self.network)
+        self.estimator = None
+        if config.objective.needs.estimates:
+            self.estimator = LabelEstimator(data.annotations, config.seed)
+
+    @property
+    def evaluated(self) -> SpatialClassifier:
+        """The network that is validated and kept: with averaged weights, if the run averages them."""
+        if self.average is None:
+            return self.network
+        assert isinstance(self.average.module, SpatialClassifier)
+        return self.average.module
+
+    # Phases and steps
+
+    def enter_phase(self, epoch: int, checkpoint: Checkpoint | None = None) -> None:
+        """Freeze what the epoch's phase freezes, and start with a new optimizer or the saved one."""
+        began = self._schedule.phase_start(epoch)
+        if began == self._phase_began:
+            return
+        if self.optimizer is not None:
+            # DDP noted which parameters train when it was made: remove it and wrap the network again.
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            self.accelerator.free_memory()
+        warmup = self._schedule.is_warmup(epoch)
+        self.network.freeze_stages(self._config.model.freeze_stages)
+        self.network.freeze_statistics(self._config.model.freeze_statistics)
+        self.network.freeze_backbone(warmup)
+        parameters = [each for each in self.network.parameters() if each.requires_grad]
+        optimizer = make_optimizer(self._config, parameters)
+        self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
+        self._phase_began = began
+        if checkpoint is not None:
+            self._restore_optimizer(checkpoint)
+        count = sum(parameter.numel() for parameter in parameters)
+        name = "warmup" if warmup else "main"
+        logger.info("phase %s from epoch %d on: %s parameters train", name, began + 1, f"{count:,}")
+
+    def begin_step(self, learning_rate: float) -> None:
+        """Set the learning rate and clear the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.zero_grad()
+
+    def end_step(self) -> None:
+        """Clip the gradients, step the optimizer, and update the average of the weights."""
+        if self._config.optimizer.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.network)
+
+    def share_estimates(self) -> None:
+        """Give every rank the label estimates of all ranks."""
+        if self.estimator is not None:
+            self.estimator.share(self._ranks)
+
+    def share_buffers(self) -> None:
+        """Give every rank the batch statistics of rank 0, as DDP does before each step."""
+        if self._ranks.world_size > 1:
+            for buffer in self.network.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
+    # Saving and restoring
+
+    def files(self) -> dict[str, Writer]:
+        """Return the writers of a checkpoint's files."""
+        scaler = self.accelerator.scaler
+        optimizer = {
+            "phase_began": self._phase_began,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        files = {
+            WEIGHTS: write_tensors(self.network.network.state_dict()),
+            OPTIMIZER: write_state(optimizer),
+        }
+        if self.average is not None:
+            files[AVERAGE] = write_state(self.average.state_dict())
+        if self.estimator is not None:
+            files[ESTIMATOR] = write_state(self.estimator.state())
+        return files
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Read these files of a checkpoint; raise CheckpointError if one is damaged or does not fit."""
+        weights = checkpoint.tensors(WEIGHTS)
+        check_tensors(checkpoint.path / WEIGHTS, weights, self.network.network.state_dict())
+        check_optimizer(checkpoint.path / OPTIMIZER, checkpoint.state(OPTIMIZER))
+        if self.average is not None:
+            average = checkpoint.state(AVERAGE)
+            check_tensors(checkpoint.path / AVERAGE, average, self.average.state_dict())
+        if self.estimator is not None:
+            estimator = checkpoint.state(ESTIMATOR)
+            check_tensors(checkpoint.path / ESTIMATOR, estimator, self.estimator.state())
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint that was checked; `enter_phase` loads its optimizer."""
+        self.network.network.load_state_dict(checkpoint.tensors(WEIGHTS))
+        if self.average is not None:
+            self.average.load_state_dict(checkpoint.state(AVERAGE))
+        if self.estimator is not None:
+            self.estimator.load(checkpoint.state(ESTIMATOR))
+
+    def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state(OPTIMIZER)
+        if state["phase_began"] != self._phase_began:
+            return  # the checkpoint is the end of the phase before
+        saved = state["optimizer"]
+        if reason := misfit(saved, self.optimizer.state_dict(), self.optimizer.param_groups):
+            raise CheckpointError(
+                f"{checkpoint.path / OPTIMIZER}: does not fit optimizer.name "
+                f"{self._config.optimizer.name} and what trains in this phase: {reason}. Resume with "
+                f"the settings it was saved with."
+            )
+        self.optimizer.load_state_dict(saved)
+        if state["scaler"] is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def make_network(config: Config, num_classes: int, device: torch.device, rank: int) -> SpatialClassifier:
+    """Return the network with the same weights on every rank; later random numbers differ between ranks."""
+    set_seed(config.seed)
+    network = build_model(
+        config.model.backbone, num_classes, weights=config.model.weights, pooling=config.model.pooling
+    )
+    if config.hardware.sync_batchnorm:
+        synchronize_batchnorm(network, config.data.size)
+    network = network.to(device)
+    if config.hardware.channels_last:
+        network = network.to(memory_format=torch.channels_last)
+    if config.hardware.compile:
+        network.compile()
+    set_seed(config.seed * 1009 + rank)
+    return network
+
+
+def make_average(config: Config, network: SpatialClassifier) -> AveragedModel | None:
+    """Return an average of the weights over the steps, or None if the config sets no `weight_ema`."""
+    if config.weight_ema is None:
+        return None
+    average = get_ema_multi_avg_fn(config.weight_ema)  # type: ignore[no-untyped-call]
+    return AveragedModel(network, multi_avg_fn=average, use_buffers=True)
+
+
+def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that the config names; its learning rate is set before every step."""
+    settings = config.optimizer
+    decay = settings.weight_decay
+    match settings.name:
+        case "adam":
+            return torch.optim.Adam(parameters, weight_decay=decay)
+        case "adamw":
+            return torch.optim.AdamW(parameters, weight_decay=decay)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=1.0, momentum=settings.momentum, weight_decay=decay)
+
+
+def map_side(network: SpatialClassifier, size: int) -> int:
+    """Return G, the side of the network's score maps for images of this size."""
+    was_training = network.training
+    parameter = next(network.parameters())
+    with torch.no_grad():
+        maps = network.eval().maps(torch.zeros(1, 3, size, size, device=parameter.device))
+    network.train(was_training)
+    return maps.shape[-1]
