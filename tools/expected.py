@@ -69,21 +69,14 @@ def expected_at(store: HeatmapStore) -> Expected:
     if in_mid_epoch(snapshot):
         return _recomputed(store)
     note = f"expected positives as selected at the end of epoch {snapshot.epoch}"
-    return _by_cuts(snapshot.attributes["selection"], recomputed=False, note=note)
+    cuts = snapshot.attributes["selection"]
+    tau, last_id = np.asarray(cuts["tau"], np.float16), np.asarray(cuts["last_id"], np.int64)
+    return Expected(tau=tau, last_id=last_id, recomputed=False, note=note)
 
 
 def in_mid_epoch(snapshot: Snapshot) -> bool:
     """Return whether some rows were updated after the run last selected."""
     return bool(snapshot.attributes.get("next_epoch") == snapshot.epoch)
-
-
-def _by_cuts(cuts: dict[str, Any], *, recomputed: bool, note: str) -> Expected:
-    return Expected(
-        tau=np.asarray(cuts["tau"], np.float16),
-        last_id=np.asarray(cuts["last_id"], np.int64),
-        recomputed=recomputed,
-        note=note,
-    )
 
 
 def _recomputed(store: HeatmapStore) -> Expected:
@@ -95,7 +88,7 @@ def _recomputed(store: HeatmapStore) -> Expected:
         f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives were "
         f"selected from its scores, since the run's last cuts are of the end of epoch {snapshot.epoch - 1}"
     )
-    return _by_cuts(cuts, recomputed=True, note=note)
+    return Expected(tau=cuts.tau, last_id=cuts.last_id, recomputed=True, note=note)
 
 
 def _counted(store: HeatmapStore) -> NDArray[np.int64]:

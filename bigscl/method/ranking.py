@@ -10,9 +10,8 @@ enter: the more it has seen, the fewer survive. Rank 0 ranks the survivors of al
 
 # Shapes: L classes, n rows of a chunk.
 
-import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,14 @@ ONE = int(np.float16(1).view(np.uint16))
 NOTHING = np.uint64(2**64 - 1)
 """A floor no key exceeds: what a class that expects no positives keeps."""
 
-Cuts = dict[str, list[Any]]
-"""By class `tau`, `last_id` and `num_expected`, as `bigscl.method.selection.Selection` has them."""
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cuts:
+    """A cut per class, as `bigscl.method.selection.Selection` has them, in numpy."""
+
+    tau: NDArray[np.float16]
+    last_id: NDArray[np.int64]
+    num_expected: NDArray[np.int64]
 
 
 def rank(
@@ -35,18 +40,19 @@ def rank(
     *,
     gather_bytes: int = 2**26,
 ) -> Cuts:
-    """The cuts of `bigscl.method.selection.select`, as plain numbers, on every rank."""
+    """Return the cuts of `bigscl.method.selection.select`, on every rank."""
     contenders = _Contenders(num_expected)
     for ids, scores in chunks:
         contenders.add(ids, scores)
     cuts = _merge(contenders, transport, gather_bytes)
-    payload = None if cuts is None else json.dumps(cuts).encode()
-    found: Cuts = json.loads(transport.broadcast(payload))
-    return found
+    payload = transport.broadcast(None if cuts is None else cuts.last_id.tobytes() + cuts.tau.tobytes())
+    last_id = np.frombuffer(payload, np.int64, len(num_expected))
+    tau = np.frombuffer(payload, np.float16, offset=last_id.nbytes)
+    return Cuts(tau=tau.copy(), last_id=last_id.copy(), num_expected=num_expected)
 
 
 def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -> Cuts | None:
-    """The cuts over the contenders of all ranks, on rank 0; None elsewhere."""
+    """Return the cuts over the contenders of all ranks, on rank 0; None elsewhere."""
     contenders.compact()
     merged = _Contenders(contenders.num_expected)
     keys_per_rank = gather_bytes // (contenders.best.itemsize * transport.world_size)
@@ -116,12 +122,11 @@ class _Contenders:
         return self.best[bounds[first] : bounds[last]]
 
     def cuts(self) -> Cuts:
-        """The worst expected positive of each class, after `compact`; every float16 is exact in them."""
+        """Return the worst expected positive of each class, after `compact`."""
         bits, ids = self._unpack(self.floor)
         # Where a class has room left, the floor 0 unpacks to score 0 and the largest id: all are expected.
         bits[self.floor == NOTHING], ids[self.floor == NOTHING] = ONE, -1
-        tau = bits.view(np.float16)
-        return {"tau": tau.tolist(), "last_id": ids.tolist(), "num_expected": self.num_expected.tolist()}
+        return Cuts(tau=bits.view(np.float16), last_id=ids, num_expected=self.num_expected)
 
     def _add_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> None:
         floor_bits, floor_ids = self._unpack(self.floor)

@@ -81,4 +81,9 @@ def select(
     twice; they are read once. Memory beyond a chunk is about 60 bytes per expected positive: it grows with
     K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at a time.
     """
-    return Selection.from_json(rank(chunks, num_expected, transport, gather_bytes=gather_bytes))
+    cuts = rank(chunks, num_expected, transport, gather_bytes=gather_bytes)
+    return Selection(
+        tau=torch.from_numpy(cuts.tau),
+        last_id=torch.from_numpy(cuts.last_id),
+        num_expected=torch.from_numpy(cuts.num_expected),
+    )
