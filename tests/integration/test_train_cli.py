@@ -182,7 +182,7 @@ def test_variants_resume_in_mid_epoch_bit_for_bit(base, ended, small):
     for name, end in call_all(calls).items():
         once, again = base.parent / name, base.parent / f"{name} resumed"
         assert end["code"] == 0, end["errors"]
-        assert "going on from" in end["errors"]
+        assert "resuming from" in end["errors"]
         assert losses_of(again) == losses_of(once), name
         assert_same_weights(weights_of(again), weights_of(once))
         assert_same_weights(*(load_file(run / "best" / "model.safetensors") for run in (again, once)))
