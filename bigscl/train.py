@@ -255,11 +255,11 @@ def train(options: TrainingOptions) -> None:
     if options.print_config:
         print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
         return
-    listening = Interrupts(speaks=first_on_this_machine())
+    listening = Interrupts(prints=first_on_this_machine())
     try:
         with listening as interrupts, Trainer(config, options.resume, sys.argv) as trainer:
             start_is_over()
-            interrupts.save_first(trainer.stop_soon)
+            interrupts.stop_with(trainer.stop_soon)
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:

@@ -1,4 +1,4 @@
-"""What this machine can compute in, found out before a run depends on it, and how it is made to go faster."""
+"""The precision that this machine can compute in, and a setting that makes training on the CPU faster."""
 
 import ctypes
 import logging
@@ -8,14 +8,14 @@ import sys
 import torch
 
 logger = logging.getLogger(__name__)
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def usable_precision(wanted: str, device: torch.device) -> str:
-    """The precision to train in: the one that was asked for, or fp32 where this CPU cannot do bf16.
+    """Return the precision to train in: the one of the config, or fp32 if this CPU cannot compute in bf16.
 
-    Some CPUs that claim bf16 die of an illegal instruction, so it is tried in another process.
+    Some CPUs that report bf16 stop the process with an illegal instruction, so another process tries it.
     """
     if wanted == "fp16" and device.type != "cuda":
         raise ValueError(
@@ -36,11 +36,10 @@ def _bf16_works() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let freed memory stay with this process, for the next step of a training on the CPU.
+    """Keep freed memory in this process, for the next training step on the CPU.
 
-    Otherwise glibc gives large tensors back to the kernel one by one, and the kernel clears every page of the
-    next ones: a third of the time of a network with large feature maps. Where there is no glibc, nothing
-    changes.
+    Otherwise glibc returns each large tensor to the kernel, and the kernel clears every page of the next one:
+    a third of the time of a network with large feature maps. Without glibc nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=0, strict=True)]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from; the message names the file and says why."""
+    """A checkpoint cannot be resumed from; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Progress:
     step: Count = 0
     """Optimizer steps so far."""
     snapshot: Count | None = None
-    """The committed state of the store that belongs to it."""
+    """The snapshot of the store that belongs to it; None without a store."""
     best: float | None = None
     """The best validation metric so far."""
     best_epoch: Count | None = None
     run: str = ""
     """The id of the run; empty in checkpoints of earlier versions."""
     ends_epoch: bool = True
-    """Whether it was saved at the end of an epoch, not within one; earlier versions do not say."""
+    """Whether it was saved at the end of an epoch, not within one; earlier versions did not save it."""
 
 
 # Files of a checkpoint
@@ -56,26 +56,26 @@ def write_files(path: Path, files: Mapping[str, Writer], check: Callable[[], obj
 
 
 def write_json(values: Any) -> Writer:
-    """A writer of plain values."""
+    """Return a writer of plain values as JSON."""
     return lambda path: path.write_text(json.dumps(values, indent=1))
 
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> Writer:
-    """A writer of named tensors as safetensors."""
+    """Return a writer of named tensors as safetensors."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
     return lambda path: path.write_bytes(save(plain))
 
 
 def write_state(state: Any) -> Writer:
-    """A writer of nested tensors and numbers, readable without running code."""
+    """Return a writer of nested tensors and numbers, which can be read without running code."""
 
     def write(path: Path) -> None:
         try:
             with path.open("wb") as file:
                 torch.save(state, file)
         except RuntimeError as error:
-            # A failed write, as torch's zip writer reports it when it closes.
+            # This is how torch's zip writer reports a failed write when it closes.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -87,7 +87,7 @@ def write_state(state: Any) -> Writer:
 
 
 class Checkpoint:
-    """One checkpoint folder; what was read of it stays in memory, so that it is read once."""
+    """One checkpoint folder. Each file is read once and stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = find_folder(path)
@@ -95,12 +95,12 @@ class Checkpoint:
         self._read: dict[str, Any] = {}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The named tensors of a safetensors file."""
+        """Return the named tensors of a safetensors file."""
         found: dict[str, Tensor] = self._parsed(name, load_file)
         return found
 
     def state(self, name: str) -> Any:
-        """What `write_state` wrote."""
+        """Return what `write_state` wrote."""
         return self._parsed(name, lambda path: torch.load(path, map_location="cpu", weights_only=True))
 
     def _parsed(self, name: str, parse: Callable[[Path], Any]) -> Any:
@@ -109,7 +109,7 @@ class Checkpoint:
                 self._read[name] = parse(self.path / name)
             except FileNotFoundError:
                 raise CheckpointError(f"{self.path / name}: no such file. {REMEDY}") from None
-            except Exception as error:  # of damaged bytes torch's readers make any error there is
+            except Exception as error:  # damaged bytes make torch's readers raise anything
                 reason = str(error).split("\n")[0][:200] or type(error).__name__
                 raise CheckpointError(f"{self.path / name}: damaged: {reason}. {REMEDY}") from error
         return self._read[name]
@@ -130,14 +130,14 @@ def _read_progress(path: Path) -> Progress:
 
 
 class Checkpoints:
-    """The checkpoints of a run, oldest first; `keep` of them stay."""
+    """The checkpoints of a run, oldest first, of which `keep` are kept."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
     def paths(self) -> list[Path]:
-        """Every checkpoint folder, readable or not; also one that a crash caught while it was replaced."""
+        """Return all checkpoint folders, readable or not, and those that a crash left half replaced."""
         names = {path.name for path in self._folder.glob("step-*")}
         names |= {path.name[1:-4] for path in self._folder.glob(".step-*.old")}
         # Not a user's copy, such as step-00000200.good.
@@ -145,7 +145,7 @@ class Checkpoints:
         return [self._folder / name for name in ours]
 
     def all(self) -> list[Checkpoint]:
-        """Every checkpoint that says where it stands."""
+        """Return all checkpoints whose progress can be read."""
         found = []
         for path in self.paths():
             try:
@@ -155,7 +155,7 @@ class Checkpoints:
         return found
 
     def latest(self) -> Checkpoint | None:
-        """The newest one."""
+        """Return the newest checkpoint."""
         found = self.all()
         return found[-1] if found else None
 
@@ -165,7 +165,7 @@ class Checkpoints:
         files: Mapping[str, Writer],
         check: Callable[[], object] = lambda: None,
     ) -> Path:
-        """Write a checkpoint, then remove those that are no longer kept; `check` as in `atomic_folder`."""
+        """Write a checkpoint, then remove those that are not kept any more; `check` as in `atomic_folder`."""
         path = self._folder / f"step-{progress.step:08d}"
         write_files(path, {**files, PROGRESS: write_json(asdict(progress))}, check)
         self.prune()
@@ -180,29 +180,29 @@ class Checkpoints:
                 remove_folder(checkpoint.path)
 
     def repair(self) -> None:
-        """Undo what a crash left half done in the folder."""
+        """Complete or undo what a crash interrupted in the folder."""
         for leftover in self._folder.glob(".step-*"):
             repair_folder(self._folder / leftover.name[1:].rpartition(".")[0])
 
     def drop_after(self, kept: Checkpoint) -> None:
-        """Remove newer ones than this, which a run resumes from: their snapshots are gone with it."""
+        """Remove checkpoints newer than the one that the run resumes from: their snapshots are dropped."""
         for checkpoint in self.all():
             if checkpoint.progress.step > kept.progress.step:
                 remove_folder(checkpoint.path)
 
     def set_aside(self, paths: Iterable[Path]) -> None:
-        """Rename unusable ones, so that they are neither resumed from nor lost."""
+        """Rename unusable checkpoints, so that they are neither resumed from nor lost."""
         for path in paths:
             rename_folder(path, path.with_name(f"unusable-{path.name}"))
 
     def snapshots(self) -> set[int]:
-        """The snapshots that checkpoints name, and so must stay."""
+        """Return the snapshots that the checkpoints name, which must not be dropped."""
         named = {checkpoint.progress.snapshot for checkpoint in self.all()}
         return {number for number in named if number is not None}
 
 
 def kept_of(found: list[Checkpoint], keep: int) -> list[Checkpoint]:
-    """The newest checkpoint, then the newest ends of epochs, then the newest of the others."""
+    """Return the checkpoints to keep: the newest, then the newest ends of epochs, then the newest others."""
     newest, older = found[-1:], reversed(found[:-1])
     # Sorting keeps the order of equals: within each kind the newest comes first.
     return [*newest, *sorted(older, key=lambda one: not one.progress.ends_epoch)][:keep]

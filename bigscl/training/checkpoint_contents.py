@@ -1,4 +1,4 @@
-"""What the files of a checkpoint must hold, checked before a run resumes from it."""
+"""Checks of the contents of a checkpoint's files, made before a run resumes from it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from bigscl.training.checkpoint import CheckpointError
 
 
 def check_tensors(file: Path, found: Any, expected: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless these are tensors of the names and shapes that are expected."""
+    """Raise CheckpointError unless these are tensors of the expected names and shapes."""
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise CheckpointError(f"{file}: holds {type(found).__name__}, expected names and tensors")
     if reason := differences(found, expected):
@@ -23,7 +23,7 @@ def check_tensors(file: Path, found: Any, expected: Mapping[str, Tensor]) -> Non
 
 
 def check_optimizer(file: Path, found: Any) -> None:
-    """Raise CheckpointError unless this is what `State.files` writes of the optimizer."""
+    """Raise CheckpointError unless this is what `ModelState.files` writes of the optimizer."""
     fields = {"phase_began": int | None, "optimizer": dict, "scaler": dict | None}
     inner = {"state": dict, "param_groups": list}
     if (
@@ -51,7 +51,7 @@ def check_ranks(file: Path, found: Any, num_rows: int) -> None:
 
 
 def _first_length(packed: bytes) -> int | None:
-    """The length of the first generator's state, if all of it is there."""
+    """Return the length of the first generator's state, or None if the bytes are incomplete."""
     length = int.from_bytes(packed[:8], "little")
     return length if len(packed) >= 8 + length else None
 
@@ -63,7 +63,7 @@ def _has(found: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def misfit(saved: Any, own: Any, groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a saved optimizer state cannot be loaded into one of this state with these parameters."""
+    """Return why a saved optimizer state does not fit an optimizer with this state and these parameters."""
     pairs = zip(saved["param_groups"], own["param_groups"], strict=False)
     if not all(_same_kind(group, other) for group, other in pairs):
         return "it is the state of another optimizer"
@@ -81,7 +81,7 @@ def misfit(saved: Any, own: Any, groups: Sequence[Mapping[str, Any]]) -> str | N
 
 
 def _same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two groups are of one optimizer: by what it needs, as torch does not save its name."""
+    """Return whether two groups are of the same kind of optimizer, whose name torch does not save."""
     decoupled = other.get("decoupled_weight_decay")  # AdamW; older versions of torch do not save it
     return (
         all((name in group) == (name in other) for name in ("betas", "momentum"))

@@ -1,6 +1,6 @@
-"""How far a run is: the steps of an epoch with the time left, and long work between epochs.
+"""Progress for people: the steps of an epoch with the time left, and long work between epochs.
 
-A terminal gets a bar, anything else lines with the same facts.
+A terminal shows a bar; elsewhere lines have the same facts.
 """
 
 import logging
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Pace:
-    """Where an epoch stands, and when it and the run will end at the speed it had so far."""
+    """The steps done of an epoch, and the time left of the epoch and the run at the speed so far."""
 
     def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
         self._epoch, self._epochs = epoch, epochs
@@ -27,7 +27,7 @@ class Pace:
         self._started = time.perf_counter()
 
     def seconds_left(self) -> tuple[float, float]:
-        """Of the epoch and of the run, both without what happens between epochs."""
+        """Return the seconds left of the epoch and of the run, without the work between epochs."""
         trained = max(1, self.done - self._first)
         per_step = (time.perf_counter() - self._started) / trained
         epoch = (self.total - self.done) * per_step
@@ -38,7 +38,7 @@ class Pace:
 
 
 class EpochBar:
-    """The bar of an epoch's steps, for a terminal; everything in it fits into 100 columns."""
+    """The bar of an epoch's steps, for a terminal of at least 100 columns."""
 
     def __init__(self, pace: Pace, epoch: int, epochs: int, console: Console) -> None:
         self.progress = Progress(
@@ -54,11 +54,11 @@ class EpochBar:
         self.advance()
 
     def advance(self) -> None:
-        """Show the step that the epoch is at."""
+        """Show the current step."""
         self.progress.update(self._task, completed=self._pace.done)
 
     def show(self, values: Mapping[str, float]) -> None:
-        """Show the time left of epoch/run, loss, speed and waits."""
+        """Show the time left of epoch and run, the loss, the speed and the largest waits."""
         epoch, run = self._pace.seconds_left()
         state = f"left {clock(epoch)}/{clock(run)} loss {values['total']:.4f} "
         state += f"{values['images_per_second']:.0f}/s {largest_waits(values)}"
@@ -66,7 +66,7 @@ class EpochBar:
 
 
 def describe(pace: Pace, values: Mapping[str, float]) -> str:
-    """The line of a step, with what the bar shows and all waits."""
+    """Return a step's line: what the bar shows, and all waits."""
     epoch, run = pace.seconds_left()
     waits = " ".join(f"{name} {share:.0%}" for name, share in waits_in(values).items())
     return (
@@ -76,18 +76,18 @@ def describe(pace: Pace, values: Mapping[str, float]) -> str:
 
 
 def waits_in(values: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the time that the step stood still, by what it waited for."""
+    """Return the shares of the time that the step waited, by what it waited for."""
     return {name.removeprefix("wait_"): values[name] for name in values if name.startswith("wait_")}
 
 
 def largest_waits(values: Mapping[str, float]) -> str:
-    """The two that matter most: there is no room for more."""
+    """Return the two largest waits as text."""
     waits = sorted(waits_in(values).items(), key=lambda wait: -wait[1])
     return " ".join(f"{name} {share:.0%}" for name, share in waits[:2])
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, or hours too; days and hours of what takes longer than a day."""
+    """Return a duration as `m:ss`, `h:mm:ss`, or days and hours."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
@@ -97,9 +97,9 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def working(title: str, total: int | None, console: Console | None) -> Iterator[Callable[[int], None]]:
-    """Say that work begins, and how far it is: `show(done)` is for its units, if it has any.
+    """Show the title of long work and its progress; call what the block gets with the units done.
 
-    A bar on the console, or without one a line every ten seconds.
+    The console shows a bar; without one, a line is logged every ten seconds.
     """
     logger.info("%s", title)
     shown = _in_a_bar(title, total, console) if console is not None else _in_lines(title, total)

@@ -58,7 +58,7 @@ def test_signals_ask_to_stop_and_close_together_count_as_one():
         start("""
 interrupts.SAME_REQUEST_SECONDS = 1e9
 with interrupts.Interrupts() as listening:
-    listening.save_first(lambda: asked.put(None))
+    listening.stop_with(lambda: asked.put(None))
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)
         asked.get(timeout=60)
@@ -75,7 +75,7 @@ def test_second_interrupt_ends_a_process_that_hangs_and_its_workers(second):
     process = start(f"""
 interrupts.SAME_REQUEST_SECONDS = 0
 with interrupts.Interrupts() as listening:
-    listening.save_first(lambda: asked.put(None))
+    listening.stop_with(lambda: asked.put(None))
     worker = multiprocessing.get_context("fork").Process(target=wait_for_ever)
     worker.start()
     print(worker.pid, flush=True)
@@ -95,7 +95,7 @@ def test_second_sigterm_still_lets_the_run_save():
         start("""
 interrupts.SAME_REQUEST_SECONDS = 0
 with interrupts.Interrupts() as listening:
-    listening.save_first(lambda: asked.put(None))
+    listening.stop_with(lambda: asked.put(None))
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
         asked.get(timeout=60)
@@ -126,7 +126,7 @@ def signal_itself():
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(7)
 with interrupts.Interrupts() as listening:
-    listening.save_first(lambda: asked.put(None))
+    listening.stop_with(lambda: asked.put(None))
     worker = multiprocessing.get_context("fork").Process(target=signal_itself)
     worker.start()
     worker.join()
@@ -153,7 +153,7 @@ RUN = """
 import os, signal, sys, time
 from bigscl.processes import signals as interrupts
 with interrupts.Interrupts() as listening:
-    listening.save_first(lambda: print("asked", flush=True))
+    listening.stop_with(lambda: print("asked", flush=True))
     print(os.getpid(), flush=True)
     while os.path.exists(sys.argv[1]):
         time.sleep(0.02)
