@@ -1,4 +1,4 @@
-"""The annotated positives of every row: all the store needs to know of the labels."""
+"""The annotated positives of every row: all that the store needs of the labels."""
 
 from dataclasses import dataclass
 

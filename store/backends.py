@@ -1,6 +1,7 @@
 """Where a store's bytes live: a file system, an object store, or memory.
 
-Zarr moves the chunks. What Zarr lacks is here: files created whole and exclusively, syncing, listing, sizes.
+Zarr reads and writes the chunks. This module adds what Zarr lacks: files that are created whole and only
+once, syncing, listing and sizes.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class Backend(Protocol):
     url: str
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """The same place as Zarr sees it."""
+        """A Zarr store over the same files."""
         ...
 
     def read(self, key: str) -> bytes | None:
@@ -41,11 +42,11 @@ class Backend(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Make a new file, whole and durable, or raise AlreadyExists."""
+        """Create a file, whole and durable, or raise AlreadyExists."""
         ...
 
     def replace(self, key: str, data: bytes) -> None:
-        """Make or overwrite a file; readers see the old or the new bytes, never a mixture."""
+        """Create or overwrite a file; readers see the old or the new bytes, never a mixture."""
         ...
 
     def delete(self, key: str) -> None:
@@ -81,7 +82,7 @@ class Backend(Protocol):
 
 
 def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise what the file system says as our own error, with the place."""
+    """Raise errors of the file system as StorageFailed, with the place."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -189,7 +190,7 @@ class LocalBackend:
 
     @_own_errors
     def delete(self, key: str) -> None:
-        """Remove a file if it is there, for good."""
+        """Remove a file if it is there, and sync its folder."""
         path = self.root / key
         path.unlink(missing_ok=True)
         if path.parent.exists():
@@ -247,7 +248,7 @@ class LocalBackend:
 
 
 class MemoryBackend:
-    """A store that lives and dies with this process."""
+    """Files in the memory of this process; they end with it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -339,5 +340,5 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
 
 
 def forget_memory(url: str) -> None:
-    """Let go of a named memory store."""
+    """Remove a named memory store."""
     _memories.pop(url, None)

@@ -1,4 +1,4 @@
-"""Digests of versions, made of the checksums that chunks carry: reading and writing cost nothing more.
+"""Digests of versions, computed from the checksums in the chunks, at no extra cost.
 
 A chunk ends in its CRC-32C. The digest of an array of a version is the CRC-32 over those four bytes of each
 of its chunks, in order.

@@ -1,12 +1,14 @@
 """From heatmaps of all classes (or none yet) to those of the k strongest classes of each image."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import ARRAYS, Compaction
 from bigscl.store.layout import choose_classes
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
 
 
 def check_top(annotations: Annotations, top: int) -> None:
@@ -19,6 +21,24 @@ def check_top(annotations: Annotations, top: int) -> None:
         raise ValueError(
             f"top: {top} would lose annotated positives: sample {row} has {most}. Choose at least {most}."
         )
+
+
+def compacted_group(
+    old: GroupSpec, generation: int, top: int, slots: int | None, codec: Codec | None
+) -> GroupSpec:
+    """The array group that a writer's compaction makes; slots and codec stay as they are by default."""
+    if old.top is not None and top > old.top:
+        raise ValueError(f"top: {top}, but only {old.top} classes per image are there")
+    return replace(
+        old,
+        # A number that no other writer chooses, even one that was frozen in a compaction of its own.
+        name=f"arrays-{int(old.name.split('-')[1]) + generation:03d}",
+        generations=GENERATIONS,
+        layout="topk",
+        top=top,
+        slots=slots or old.slots,
+        codec=codec or old.codec,
+    )
 
 
 def compact_rows(rows: Rows, annotated: NDArray[np.bool_], spec: StoreSpec, group: GroupSpec) -> Rows:

@@ -1,4 +1,4 @@
-"""Errors sorted by what a handler would do; every message says what was found, expected, and what to do."""
+"""Errors, one class for each reaction; a message says what was found, what was expected, and what to do."""
 
 import errno
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 
 class StoreError(Exception):
-    """Anything a user can meet and act on; a bug is an AssertionError instead."""
+    """An error that a user can act on; a bug is an AssertionError instead."""
 
 
 class NotAStore(StoreError):
-    """Nothing here, something else, or a store whose creation was interrupted: point elsewhere or create."""
+    """Nothing, something else, or a store whose creation was interrupted: correct the path, or create it."""
 
 
 class AlreadyExists(StoreError):
@@ -26,7 +26,7 @@ class IndexMismatch(StoreError):
 
 
 class BadFile(StoreError):
-    """A small file of the store cannot be what it should: it was damaged, or written by something else."""
+    """A small file of the store is invalid: it was damaged, or written by something else."""
 
 
 class StorageFailed(StoreError):
@@ -35,7 +35,7 @@ class StorageFailed(StoreError):
 
 @contextmanager
 def storage_errors(place: str) -> Iterator[None]:
-    """Raise what a file system says as our own error, with what to do next."""
+    """Raise errors of the file system as StorageFailed, with what to do next."""
     try:
         yield
     except OSError as error:
@@ -43,13 +43,13 @@ def storage_errors(place: str) -> Iterator[None]:
 
 
 def storage_error(what: str, error: OSError) -> StorageFailed:
-    """The error for a storage that refused."""
+    """The error for an operation that the storage refused."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename and str(error.filename) not in what:
         reason = f"{reason}: {error.filename}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "Use another place, or ask for the right to write there."
-        return StorageFailed(f"{what}: cannot be written to, or not be read ({reason}). {hint}")
+        hint = "Use another place, or ask for permission to write there."
+        return StorageFailed(f"{what}: cannot be written to, or cannot be read ({reason}). {hint}")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = "Free some space" if full else "Fix the storage"
     return StorageFailed(f"{what}: {reason}. {hint}, then resume: the last commit is intact.")
@@ -68,7 +68,7 @@ class LeaseHeld(StoreError):
 
 
 class ChunkCorrupt(StoreError):
-    """A chunk a snapshot names is missing or fails its checksum: roll back, or make its samples anew."""
+    """A chunk a snapshot names is missing or fails its checksum: roll back, or reset its samples."""
 
 
 class BadValues(StoreError, ValueError):
@@ -80,4 +80,4 @@ class NoFreeSlot(StoreError):
 
 
 class ReadOnly(StoreError):
-    """A write was asked of a store opened for reading."""
+    """A write to a store that is open for reading."""

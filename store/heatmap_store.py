@@ -2,25 +2,23 @@
 
 import json
 import os
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
-from bigscl.store.compact import check_top, compact_rows
-from bigscl.store.errors import BadFile, ReadOnly, StorageFailed, StoreError
-from bigscl.store.layout import annotated_mask, free_slot, initial_shard, split_by_shard
+from bigscl.store.compact import check_top, compact_rows, compacted_group
+from bigscl.store.errors import ReadOnly, StorageFailed, StoreError
+from bigscl.store.layout import annotated_mask, free_slot
 from bigscl.store.lease import Lease
-from bigscl.store.metadata import described, lay_down, present
+from bigscl.store.metadata import described, present, write_metadata
 from bigscl.store.object_storage import StorageOptions
 from bigscl.store.opening import (
     FIRST_GROUP,
@@ -32,23 +30,24 @@ from bigscl.store.opening import (
     read_spec,
 )
 from bigscl.store.passes import in_order
+from bigscl.store.reading import StoreReader
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
-from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Layout, Rows, StoreSpec
+from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 
-Location = str | os.PathLike[str]
+StorePath = str | os.PathLike[str]
 
 
-class HeatmapStore:
+class HeatmapStore(StoreReader):
     """Scores and heatmaps of every sample, at one snapshot plus what this process has written since.
 
     Every rank opens the same store. `open` for writing, `commit`, `rollback`, `drop_snapshots` and `compact`
     are collective: all ranks call them together. Reading and `save_shard` are each rank's own.
     """
 
-    # Always: what a retained snapshot names is never written to. `_pending` holds the versions this process
-    # wrote since the last commit, in slots of this writer's generation that no retained snapshot names.
+    # Invariant: what a retained snapshot names is never written to. `_pending` holds the versions that this
+    # process wrote since the last commit, in slots of its generation that no retained snapshot names.
     # Another writer has another generation, so nothing it commits is in our slots, however late we write.
     # `_lock` guards the fields that change.
 
@@ -64,31 +63,24 @@ class HeatmapStore:
         writable: bool,
         run: str = "",
     ) -> None:
-        self.spec = spec
-        self.backend = backend
-        self.annotations = annotations
-        self._transport = transport or SingleProcess()
         self._writable = writable
+        super().__init__(backend, spec, snapshot, annotations)
+        self._transport = transport or SingleProcess()
         self._lease = lease
         self._run = run
-        self._log = SnapshotLog(backend)
         self._retained = self._log.read_all() if writable else {}
         self._pending: dict[int, Written] = {}
         self._failure: Exception | None = None
-        self._lock = threading.Lock()
-        self._go_to(snapshot)
 
-    def _go_to(self, snapshot: Snapshot) -> None:
-        arrays = ArrayGroup.open(self.backend, self.spec, snapshot.group, read_only=not self._writable)
-        check_slots(self.backend.url, snapshot, self.spec, arrays.spec)
-        self._snapshot = snapshot
-        self._arrays = arrays
+    def _version(self, shard: int) -> Written:
+        """What this process wrote since the last commit, or else the committed version."""
+        return self._pending.get(shard) or super()._version(shard)
 
     # Creating and opening
 
     @staticmethod
     def create(
-        url: Location,
+        url: StorePath,
         annotations: Annotations,
         *,
         heatmap_size: int,
@@ -101,7 +93,7 @@ class HeatmapStore:
         tracked: int | Collection[int] = 64,
         options: StorageOptions | None = None,
     ) -> None:
-        """Make an empty store: every row has its initial value. A half-created one is made anew."""
+        """Create an empty store: every row has its initial value. An interrupted creation is repeated."""
         group = GroupSpec(
             name=FIRST_GROUP,
             layout=layout,
@@ -116,7 +108,7 @@ class HeatmapStore:
     @classmethod
     def open(
         cls,
-        url: Location,
+        url: StorePath,
         *,
         annotations: Annotations | None = None,
         mode: Literal["r", "w"] = "r",
@@ -158,7 +150,7 @@ class HeatmapStore:
         return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
 
     def close(self) -> None:
-        """Release the lease. What was not committed is gone."""
+        """Release the lease. What was not committed is lost."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -172,105 +164,10 @@ class HeatmapStore:
     ) -> None:
         self.close()
 
-    # What it is
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The committed state this store is at."""
-        return self._snapshot
-
-    @property
-    def group(self) -> GroupSpec:
-        """How the memory is laid out at this snapshot."""
-        return self._arrays.spec
-
-    @property
-    def arrays(self) -> ArrayGroup:
-        """The array group of this snapshot."""
-        return self._arrays
-
-    def snapshots(self) -> list[Snapshot]:
-        """All retained snapshots, oldest first."""
-        return list(self._log.read_all().values())
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes on the storage by array, as `group/array`, and of everything else by its folder or file."""
-        totals: dict[str, int] = {}
-        for key, size in self.backend.sizes(""):
-            name = "/".join(key.split("/")[: 2 if key.startswith("arrays-") else 1])
-            totals[name] = totals.get(name, 0) + size
-        return totals
-
-    # Reading
-
-    def load_shard(self, shard: int) -> Rows:
-        """All rows of a shard as last saved or committed; initial values if it never was."""
-        return Rows(**self._load(shard))
-
-    def _load(self, shard: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
-        with self._lock:
-            arrays = self._arrays
-            version = self._pending.get(shard)
-            if version is None:
-                version = Written(self._snapshot.slots[shard], self._snapshot.digests_of(shard))
-        if version.slot >= 0:
-            return arrays.read(shard, version.slot, names, version.digests)
-        if self.annotations is None:
-            raise StoreError(
-                f"{self.backend.url}: shard {shard} was never visited; its initial values come from the "
-                f"annotations. Pass the index of the shards this store was made from."
-            )
-        initial = initial_shard(self.spec, arrays.spec, self.annotations, shard)
-        return {name: array for name, array in initial.arrays() if names is None or name in names}
-
-    def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
-        """The rows of these samples, in their order. For looking around: reads whole shards each time."""
-        wanted = np.asarray(ids, dtype=np.int64)
-        self._check_ids(wanted)
-        gathered: dict[str, Array] = {}
-        for shard, positions, places in split_by_shard(wanted, self.spec.rows_per_shard):
-            for name, array in self._load(shard).items():
-                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
-                out[places] = array[positions]
-        self._check_still_retained()
-        if not gathered:
-            return self.load_shard(0).take(slice(0, 0))
-        return Rows(**gathered)
-
-    def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
-        """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
-        for shard in shards:
-            ids = self.spec.sample_ids(shard)
-            yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
-
-    def visited(self) -> NDArray[np.int32]:
-        """For every row the last epoch that updated it, -1 for none."""
-        stamps = np.full((self.spec.num_shards, self.spec.rows_per_shard), -1, np.int32)
-        for shard, slot in enumerate(self._snapshot.slots):
-            if slot >= 0 or shard in self._pending:
-                stamps[shard] = self._load(shard, ("visited",))["visited"]
-        self._check_still_retained()
-        return stamps.reshape(-1)
-
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
-        sizes = np.asarray(self.spec.shard_sizes)
-        known = (ids >= 0) & (ids < self.spec.num_rows)
-        known[known] = ids[known] % self.spec.rows_per_shard < sizes[ids[known] // self.spec.rows_per_shard]
-        if not known.all():
-            raise ValueError(
-                f"{self.backend.url}: no sample {ids[~known][0]}; "
-                f"there are {self.spec.num_samples} samples in {self.spec.num_shards} shards"
-            )
-
-    def _check_still_retained(self) -> None:
-        """A reader's snapshot may have been dropped, and its slots reused, while it was being read."""
-        if not self._writable and not self._log.exists(self._snapshot.id):
-            self._log.read(self._snapshot.id)
-
     # Writing
 
     def save_shard(self, shard: int, rows: Rows) -> None:
-        """Write a version of a shard to a free slot. It counts from the next commit on."""
+        """Write a version of a shard to a free slot. It becomes part of the store with the next commit."""
         self._check_writable()
         if self._lease is not None:
             self._lease.check_seen()
@@ -335,7 +232,7 @@ class HeatmapStore:
         try:
             self._log.publish(snapshot, self.check_lease)
         except StorageFailed as error:
-            # It may have its name all the same: then its slots must not be written to.
+            # The file may exist despite the error: then its slots must not be written to.
             self._writable = False
             self._writable = not self._log.exists(snapshot.id)
             raise StorageFailed(f"could not commit snapshot {snapshot.id}: {error}") from error
@@ -346,7 +243,7 @@ class HeatmapStore:
             self._lease.check()
 
     def _sync(self, arrays: ArrayGroup) -> Exception | None:
-        """Make pending versions durable; gives back what went wrong, so that the other ranks hear of it."""
+        """Make pending versions durable; return the error, so that the other ranks are told."""
         if self._failure is not None:
             return self._failure
         try:
@@ -358,7 +255,7 @@ class HeatmapStore:
         return None
 
     def rollback(self, snapshot: int) -> Snapshot:
-        """Return to a retained snapshot: newer ones, and what was not committed, are gone."""
+        """Return to a retained snapshot: newer ones, and what was not committed, are lost."""
         self._check_writable()
 
         def go_back() -> bytes:
@@ -414,9 +311,9 @@ class HeatmapStore:
         self.backend.delete_many(key for slot, shard in gone for key in self._arrays.keys(shard, slot))
 
     def delete_free(self) -> int:
-        """Delete the files of versions that no retained snapshot names; gives back the bytes that were freed.
+        """Delete the files of versions that no retained snapshot names; return the bytes that were freed.
 
-        For a store that nobody trains on any more: a run would write those slots anew.
+        For a store that nobody trains on any more: a run would write those slots again.
         """
         self._check_writable()
         if self._pending:
@@ -448,18 +345,7 @@ class HeatmapStore:
                 f"{self.backend.url}: commit before compacting: {len(self._pending)} shards pending"
             )
         old = self._arrays
-        if old.spec.top is not None and top > old.spec.top:
-            raise ValueError(f"top: {top}, but only {old.spec.top} classes per image are there")
-        new_spec = replace(
-            old.spec,
-            # A number that no other writer chooses, even one that was frozen in a compaction of its own.
-            name=f"arrays-{int(old.spec.name.split('-')[1]) + self._snapshot.generation:03d}",
-            generations=GENERATIONS,
-            layout="topk",
-            top=top,
-            slots=slots or old.spec.slots,
-            codec=codec or old.spec.codec,
-        )
+        new_spec = compacted_group(old.spec, self._snapshot.generation, top, slots, codec)
         new = self._create_group(new_spec)
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
@@ -488,7 +374,7 @@ class HeatmapStore:
             inside = {key: data for key, data in files.items() if key.startswith(f"{group.name}/")}
             leftovers = present(self.backend, inside)
             self.check_lease()
-            lay_down(self.backend, inside, leftovers)
+            write_metadata(self.backend, inside, leftovers)
             return b""
 
         on_rank_zero(self._transport, make)
@@ -515,22 +401,3 @@ class HeatmapStore:
         classes = [self.annotations.classes[offsets[n] : offsets[n + 1]] for n in ids]
         annotated = annotated_mask(rows.scores.shape, places, np.concatenate(classes))
         history.record(self.backend, self.spec, epoch, rows, annotated)
-
-    def history(self, sample: int) -> dict[int, Rows]:
-        """How a tracked sample looked after each epoch; empty for samples that are not tracked."""
-        return history.read_history(self.backend, sample, self.spec)
-
-
-def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec) -> None:
-    """Refuse a snapshot that cannot be one of this store."""
-    if len(snapshot.slots) != spec.num_shards:
-        raise BadFile(
-            f"{url}: snapshot {snapshot.id} names {len(snapshot.slots)} shards, the store has "
-            f"{spec.num_shards}. Restore the file from a copy, or use an older snapshot."
-        )
-    highest = max(snapshot.slots, default=-1)
-    if highest >= group.num_slots:
-        raise BadFile(
-            f"{url}: snapshot {snapshot.id} names slot {highest}, the arrays have {group.num_slots}. "
-            f"Restore the file from a copy, or use an older snapshot."
-        )

@@ -1,4 +1,4 @@
-"""Where rows live and what they start as: pure functions of the specs."""
+"""Where rows are stored and their initial values: pure functions of the specs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 The lease itself never changes while it is held; its holder bumps a counter in a file of its own, which others
 watch. Losing the lease cannot hurt the store: each writer has slots and a snapshot number of its own (see
-FORMAT.md). The lease tells people early, and keeps two runs from working in vain.
+FORMAT.md). The lease only tells a second run early that its work would be lost.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def _start_without_proc(pid: int) -> str | None:
 
 
 def read_holder(backend: Backend) -> Holder | None:
-    """Who holds the lease now, if anyone."""
+    """The holder of the lease, or None."""
     data = backend.read(KEY)
     return None if data is None else _holder_in(backend, data)
 
@@ -161,7 +161,7 @@ def _sign_of_life(backend: Backend, holder: Holder) -> tuple[int, bytes | None]:
 
 
 class Lease:
-    """Held from `acquire` to `release`; a thread bumps its counter so that others can see we live."""
+    """Held from `acquire` to `release`; a thread increments a counter as a sign of life."""
 
     def __init__(self, backend: Backend, holder: Holder, beat_seconds: float) -> None:
         self._backend = backend
@@ -216,7 +216,7 @@ class Lease:
                 logger.warning("lease of %s: heartbeat failed: %s", self._backend.url, error)
 
     def is_ours(self) -> bool:
-        """Whether nobody took the lease from us meanwhile."""
+        """Whether this process still holds the lease."""
         try:
             seen = read_holder(self._backend)
         except BadFile:
@@ -243,7 +243,7 @@ class Lease:
         return LeaseHeld(f"{self._backend.url}: the lease of {self._holder} was overwritten. {REMEDY}")
 
     def release(self) -> None:
-        """Give the store back; a lease that was taken from us stays with its taker."""
+        """Release the lease, if this process still holds it."""
         self._released.set()
         self._thread.join(JOIN_SECONDS)
         _free(self._backend, self._holder.to_bytes())
@@ -251,7 +251,7 @@ class Lease:
 
 
 def break_lease(backend: Backend, holder: Holder | None = None) -> Holder | None:
-    """Take the lease from this holder (from anyone, if none is given) and say whose it was."""
+    """Release the lease of this holder (of any, if none is given); return whose it was."""
     data = backend.read(KEY)
     if data is None:
         return None
@@ -264,7 +264,7 @@ def break_lease(backend: Backend, holder: Holder | None = None) -> Holder | None
 
 
 def _free(backend: Backend, held: bytes) -> None:
-    """Make a lease nobody's, if it still is as given.
+    """Mark a lease as free, if it is still as given.
 
     A mark stays: deleting the file, or trying again after a lost answer, could remove the lease of another.
     """

@@ -1,4 +1,4 @@
-"""Zarr metadata as plain files, laid down so that two creators cannot mix theirs."""
+"""Zarr metadata as plain files, written so that the files of two creators cannot mix."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -7,7 +7,7 @@ from bigscl.store.errors import AlreadyExists
 
 
 def described(build: Callable[[Backend], None]) -> dict[str, bytes]:
-    """The metadata files that `build` makes, by key."""
+    """The metadata files that `build` creates, by key."""
     scratch = MemoryBackend("memory://description")
     build(scratch)
     return {key: scratch.read(key) or b"" for key, _ in scratch.sizes("")}
@@ -19,7 +19,7 @@ def present(backend: Backend, keys: Iterable[str]) -> dict[str, bytes]:
     return {key: data for key, data in found.items() if data is not None}
 
 
-def lay_down(backend: Backend, files: Mapping[str, bytes], leftovers: Mapping[str, bytes]) -> None:
+def write_metadata(backend: Backend, files: Mapping[str, bytes], leftovers: Mapping[str, bytes]) -> None:
     """Write files that are not there, and put them in place of leftovers of an interrupted creation.
 
     Nothing is deleted, and a file that is neither ours nor the leftover that was seen is another creator's: a

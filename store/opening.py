@@ -1,4 +1,4 @@
-"""Making a store, finding out what is at a place, and clearing away what a crash left."""
+"""Creating a store, finding out what is at a place, and deleting what a crash left."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NewerForm
 from bigscl.store.fields import Fields
 from bigscl.store.lease import KEY as LEASE_KEY
 from bigscl.store.lease import Lease, is_beat
-from bigscl.store.metadata import described, lay_down, present
+from bigscl.store.metadata import described, present, write_metadata
 from bigscl.store.snapshots import FOLDER as SNAPSHOTS
 from bigscl.store.snapshots import Check, Snapshot, SnapshotLog
 from bigscl.store.spec import FORMAT, GroupSpec, StoreSpec
@@ -102,7 +102,7 @@ def create_store(
         files = described(lambda scratch: _describe(scratch, spec, group))
         leftovers = present(backend, files)
         lease.check()
-        lay_down(backend, files, leftovers)
+        write_metadata(backend, files, leftovers)
         nothing = (-1,) * spec.num_shards
         first = Snapshot(
             id=0, parent=None, time=time.time(), run="", epoch=-1, step=0, group=group.name, slots=nothing

@@ -1,4 +1,4 @@
-"""Rows that arrive before the step asks: a thread runs ahead of training and fetches what comes next."""
+"""Reading ahead: a thread loads the rows of the next batches while the step trains."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ Batch = TypeVar("Batch")
 
 
 class _Stop(Exception):
-    """Nobody asks for batches any more."""
+    """The consumer has stopped."""
 
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds the training step stood still, by what it waited for."""
+    """Seconds that the training step waited, by what it waited for."""
 
     data: float = 0.0
     heatmaps: float = 0.0
@@ -95,10 +95,10 @@ class Prefetcher:
             raise _Stop
 
     def close(self) -> None:
-        """Stop after the batch at hand and end the thread."""
+        """Stop after the current batch and end the thread."""
         self._stop.set()
         if self._thread is not None:
-            join(self._thread, "the batch at hand (prefetch)")
+            join(self._thread, "the current batch (prefetch)")
 
     def __enter__(self) -> Self:
         return self

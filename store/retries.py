@@ -1,4 +1,4 @@
-"""Patience with an object store: which failures pass, how long to wait, and what to say in the end."""
+"""Retries of requests to an object store: which errors are temporary, how long to wait, what to report."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ LONGEST_PAUSE_SECONDS = 5.0
 
 # Where the client asks for a machine's own credentials if the environment has none.
 METADATA_SERVICE = re.compile(r"https?://[^/]+/latest/(api/token|meta-data)|https?://169\.254\.")
-# What no waiting changes, and what to do about it; the first pattern found counts.
+# Permanent failures, and what to do about them; the first pattern that matches counts.
 NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 HINTS = (
     (NO_BUCKET.pattern, "Create the bucket, or correct its name in the URL."),
@@ -48,7 +48,7 @@ class NotImplementedByServer(StoreError):
 
 
 def cause_of(error: Exception) -> str:
-    """One line about a failure of the client, without its dump of debug output."""
+    """One line about a failure of the client, without its debug output."""
     text, _, debug = str(error).partition("Debug source:")
     line = " ".join(text.split())
     if status := re.search(r" - Server returned non-2xx status code: (\d{3}[^:]*)", line):
@@ -62,9 +62,9 @@ def cause_of(error: Exception) -> str:
 
 
 def hint_for(error: Exception, credentials: Credentials) -> str | None:
-    """What to do about a failure that no waiting changes; None for one that may pass."""
+    """What to do about a permanent failure; None for one that may be temporary."""
     text = str(error).partition("Debug source:")[0]
-    # Addresses are left out: a bucket may well be called "credentials".
+    # Addresses are left out: a bucket may be called "credentials".
     address = re.search(r"Error performing [A-Z]+ (\S+)", text)
     reason = text.replace(address[1], "") if address else text
     if address and METADATA_SERVICE.match(address[1]):
@@ -101,7 +101,7 @@ class _Attempts:
 
 
 class Patience:
-    """Runs operations on one place, again while they fail for reasons that pass.
+    """Runs operations at one place, and repeats them while they fail with temporary errors.
 
     An operation may run twice although it succeeded the first time: its answer may have been lost. What
     means something to the caller passes through: a missing object, one that exists, a failed precondition.

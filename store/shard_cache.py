@@ -1,4 +1,4 @@
-"""Shards held in RAM during an epoch: from the first touch of a sample to the last update of one."""
+"""Shards in RAM during an epoch: from the first read of a sample to the last update of one."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -34,10 +34,10 @@ class ShardCache:
     """The cached shards of one rank in one epoch.
 
     A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
-    make room: beyond `limit_bytes`, shards with no sample in flight are let go, least recently used first.
+    make room: beyond `limit_bytes`, shards with no sample in flight are removed, least recently used first.
     """
 
-    # Always: a shard leaves only when it is clean, nobody has it pinned and none of its samples is in flight.
+    # Invariant: a shard is removed only when it is clean, not pinned, and none of its samples is in flight.
     # `_lock` guards `_shards`, `_pins` and `_in_flight`, and is never held while anything is read or written.
 
     def __init__(
@@ -55,12 +55,12 @@ class ShardCache:
         self._skipped: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="store-io")
-        # Finished shards wait for a writer in RAM: on slow storage, more of them would be without bound.
+        # Finished shards wait in RAM for a writer: on slow storage their number must be bounded.
         self._finishing = threading.Semaphore(2 * io_threads)
         self._failure: BaseException | None = None
 
     def check(self) -> None:
-        """Raise the error that a background thread met, if any."""
+        """Raise the error of a background thread, if any."""
         if self._failure is not None:
             raise self._failure
 
@@ -119,7 +119,7 @@ class ShardCache:
             self._finish_if_complete(shard, cached)
 
     def skip(self, ids: NDArray[np.int64]) -> None:
-        """These samples get no update this epoch (unreadable): no shard need wait for them."""
+        """These samples get no update this epoch (unreadable): their shards do not wait for them."""
         for shard, _, places in split_by_shard(ids, self.store.spec.rows_per_shard):
             with self._lock:
                 self._skipped[shard] += len(places)
@@ -138,7 +138,7 @@ class ShardCache:
             with self._lock:
                 self._pins[shard] -= 1
 
-    # Writing and letting go
+    # Writing and removing
 
     def _finish_if_complete(self, shard: int, cached: CachedShard) -> None:
         if cached.remaining <= self._skipped[shard]:
@@ -149,7 +149,7 @@ class ShardCache:
     def _finish(self, shard: int, cached: CachedShard) -> None:
         try:
             self._write(shard, cached)
-            self._let_go(shard, cached)
+            self._remove(shard, cached)
         except BaseException as error:
             self.fail(error)
         finally:
@@ -161,7 +161,7 @@ class ShardCache:
                 self.store.save_shard(shard, cached.rows)
                 cached.dirty = False
 
-    def _let_go(self, shard: int, cached: CachedShard) -> None:
+    def _remove(self, shard: int, cached: CachedShard) -> None:
         with self._lock:
             # Only a pinned shard can become dirty, and pinning takes the lock we hold.
             if not (self._pins[shard] or self._in_flight[shard] or cached.dirty):
@@ -175,7 +175,7 @@ class ShardCache:
             surplus = len(self._shards) - self._limit_shards
         for shard, future in idle[: max(0, surplus)]:
             self._write(shard, future.result())
-            self._let_go(shard, future.result())
+            self._remove(shard, future.result())
 
     def flush(self) -> None:
         """Write every shard that has changed; what is cached stays so."""
@@ -188,7 +188,7 @@ class ShardCache:
         self.check()
 
     def close(self) -> None:
-        """Let everything go; what was not flushed is lost. No thread outlives this."""
+        """Drop all shards and end the threads; what was not flushed is lost."""
         ending = threading.Thread(
             target=self._pool.shutdown, kwargs={"wait": True, "cancel_futures": True}, daemon=True
         )

@@ -20,7 +20,7 @@ REMEDY = "Restore the file from a copy, or, if no checkpoint names this snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """For each shard the slot of its version (-1: initial values), and what the trainer wants to remember."""
+    """For each shard the slot of its version (-1: initial values), and the attributes of the trainer."""
 
     id: int
     parent: int | None
@@ -114,7 +114,7 @@ class SnapshotLog:
         return numbers[-1]
 
     def read_all(self) -> dict[int, Snapshot]:
-        """All retained snapshots by number; one dropped while we look is left out."""
+        """All retained snapshots by number; one that is dropped meanwhile is left out."""
         found = {}
         for number in self.ids():
             data = self._backend.read(self._key(number))
@@ -183,7 +183,7 @@ class Written:
 
 
 def report(written: Mapping[int, Written], failure: Exception | None) -> bytes:
-    """What a rank tells rank 0 at a commit."""
+    """The message of a rank to rank 0 at a commit."""
     shards = {shard: [version.slot, version.digests] for shard, version in written.items()}
     return json.dumps({"shards": shards, "error": None if failure is None else str(failure)}).encode()
 

@@ -11,7 +11,7 @@ from bigscl.store.object_storage import Location, StorageOptions
 from bigscl.store.retries import Patience, cause_of
 
 # A tar that cannot be read is skipped, so a server is waited for less long than for a store. One that never
-# answered, or that was waited for in vain, fails soon: 1,000 shards would each wait for it.
+# answered, or that did not come back, fails soon: otherwise each of 1,000 shards would wait for it.
 RETRY_SECONDS = 20.0
 FIRST_CONTACT_SECONDS = 1.5
 # What has come in of a part when the connection breaks is lost; the client's default is 10 MB.

@@ -1,4 +1,4 @@
-"""How ranks talk when they commit: anything that gathers and broadcasts bytes will do."""
+"""Communication between ranks: any object that gathers and broadcasts bytes."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -38,7 +38,7 @@ class SingleProcess:
 
 
 def on_rank_zero(transport: Transport, action: Callable[[], bytes | None]) -> bytes:
-    """What the action gave on rank 0, on every rank; its failure too, so that nobody waits for it."""
+    """The result of the action on rank 0, on every rank; its failure is raised on every rank too."""
     if transport.rank == 0:
         try:
             answer = b"+" + (action() or b"")

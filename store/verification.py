@@ -1,4 +1,4 @@
-"""Reading everything a snapshot names, and saying what is wrong with it."""
+"""Reading everything that a snapshot names, and reporting what is wrong with it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Waits of one thread for another that look up now and then whether what they wait for can still come."""
+"""Waiting for another thread, with a regular check whether it failed or was stopped."""
 
 import logging
 import queue
@@ -41,12 +41,12 @@ class Channel(Generic[Item]):
         return item
 
     def end(self) -> None:
-        """Let the reader know that nothing follows. Never waits."""
+        """Tell the reader that nothing follows. Never waits."""
         self._items.put(None)
 
 
 def take(source: "queue.SimpleQueue[Item]", check: Check) -> Item:
-    """The next item, unless `check` raises meanwhile."""
+    """The next item; raises what `check` raises while it waits."""
     while True:
         check()
         try:
@@ -56,7 +56,7 @@ def take(source: "queue.SimpleQueue[Item]", check: Check) -> Item:
 
 
 def result_of(future: "Future[Item]", check: Check) -> Item:
-    """What the future gives, unless `check` raises meanwhile."""
+    """The result of the future; raises what `check` raises while it waits."""
     while True:
         try:
             return future.result(timeout=POLL_SECONDS)
@@ -67,7 +67,7 @@ def result_of(future: "Future[Item]", check: Check) -> Item:
 
 
 def join(thread: threading.Thread, what: str) -> None:
-    """Return when the thread has ended. While that takes long, say what is waited for."""
+    """Return when the thread has ended; log what is waited for while that takes long."""
     started = warned = time.monotonic()
     while thread.is_alive():
         thread.join(POLL_SECONDS)

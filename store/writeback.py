@@ -1,4 +1,4 @@
-"""Updated rows on their way back to disk, behind the training step."""
+"""Writing behind: a thread puts updated rows into their shards while the step trains."""
 
 import queue
 import threading
@@ -25,7 +25,7 @@ class Writeback:
     At most `depth` updates wait; then `put` waits, and counts the seconds in `wait_seconds`.
     """
 
-    # Always: written <= scattered <= put. drain() returns when all three are equal.
+    # Invariant: written <= scattered <= put. drain() returns when all three are equal.
 
     def __init__(self, cache: ShardCache, *, depth: int = 4) -> None:
         self.wait_seconds = 0.0
@@ -71,7 +71,7 @@ class Writeback:
         failed = False
         while (action := self._actions.get(_already)) is not None:
             try:
-                # After a failure the rest is let through unseen, so that nobody waits for room.
+                # After a failure the remaining actions are dropped, so that `put` does not wait for ever.
                 if not failed and not self._closed.is_set():
                     action()
             except BaseException as error:
@@ -82,7 +82,7 @@ class Writeback:
         """End the thread; what was not drained is lost."""
         self._closed.set()
         self._actions.end()
-        join(self._thread, "the update at hand (writeback)")
+        join(self._thread, "the current update (writeback)")
 
     def __enter__(self) -> Self:
         return self

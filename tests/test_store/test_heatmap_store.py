@@ -301,7 +301,7 @@ def test_opening_something_else_says_what_was_found(place, annotations):
         HeatmapStore.open(url, annotations=make_annotations(fingerprint="data-2"), options=options)
     with pytest.raises(AlreadyExists, match="there is a store already"):
         make(place, annotations)
-    with pytest.raises(StoreError, match="unknown scheme 'gopher'"):
+    with pytest.raises(StoreError, match="no stores behind 'gopher'"):
         HeatmapStore.open("gopher://hole")
 
 

@@ -1,0 +1,151 @@
+"""Reading a store at one snapshot."""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.store import history
+from bigscl.store.annotations import Annotations
+from bigscl.store.arrays import ArrayGroup
+from bigscl.store.backends import Backend
+from bigscl.store.errors import BadFile, StoreError
+from bigscl.store.layout import initial_shard, split_by_shard
+from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+
+
+class StoreReader:
+    """Scores and heatmaps of every sample at one snapshot."""
+
+    # `_lock` guards the fields that change.
+
+    _writable = False
+
+    def __init__(
+        self, backend: Backend, spec: StoreSpec, snapshot: Snapshot, annotations: Annotations | None
+    ) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.annotations = annotations
+        self._log = SnapshotLog(backend)
+        self._lock = threading.Lock()
+        self._go_to(snapshot)
+
+    def _go_to(self, snapshot: Snapshot) -> None:
+        arrays = ArrayGroup.open(self.backend, self.spec, snapshot.group, read_only=not self._writable)
+        check_slots(self.backend.url, snapshot, self.spec, arrays.spec)
+        self._snapshot = snapshot
+        self._arrays = arrays
+
+    def _version(self, shard: int) -> Written:
+        """The version of a shard that is read; slot -1 for initial values."""
+        return Written(self._snapshot.slots[shard], self._snapshot.digests_of(shard))
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The committed state this store is at."""
+        return self._snapshot
+
+    @property
+    def group(self) -> GroupSpec:
+        """How the memory is laid out at this snapshot."""
+        return self._arrays.spec
+
+    @property
+    def arrays(self) -> ArrayGroup:
+        """The array group of this snapshot."""
+        return self._arrays
+
+    def snapshots(self) -> list[Snapshot]:
+        """All retained snapshots, oldest first."""
+        return list(self._log.read_all().values())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes on the storage by array, as `group/array`, and of everything else by its folder or file."""
+        totals: dict[str, int] = {}
+        for key, size in self.backend.sizes(""):
+            name = "/".join(key.split("/")[: 2 if key.startswith("arrays-") else 1])
+            totals[name] = totals.get(name, 0) + size
+        return totals
+
+    def load_shard(self, shard: int) -> Rows:
+        """All rows of a shard as last saved or committed; initial values if it never was."""
+        return Rows(**self._load(shard))
+
+    def _load(self, shard: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        with self._lock:
+            arrays, version = self._arrays, self._version(shard)
+        if version.slot >= 0:
+            return arrays.read(shard, version.slot, names, version.digests)
+        if self.annotations is None:
+            raise StoreError(
+                f"{self.backend.url}: shard {shard} was never visited; its initial values come from the "
+                f"annotations. Pass the index of the shards this store was made from."
+            )
+        initial = initial_shard(self.spec, arrays.spec, self.annotations, shard)
+        return {name: array for name, array in initial.arrays() if names is None or name in names}
+
+    def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
+        """The rows of these samples, in their order. For looking around: reads whole shards each time."""
+        wanted = np.asarray(ids, dtype=np.int64)
+        self._check_ids(wanted)
+        gathered: dict[str, Array] = {}
+        for shard, positions, places in split_by_shard(wanted, self.spec.rows_per_shard):
+            for name, array in self._load(shard).items():
+                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
+                out[places] = array[positions]
+        self._check_still_retained()
+        if not gathered:
+            return self.load_shard(0).take(slice(0, 0))
+        return Rows(**gathered)
+
+    def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
+        """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
+        for shard in shards:
+            ids = self.spec.sample_ids(shard)
+            yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
+
+    def visited(self) -> NDArray[np.int32]:
+        """For every row the last epoch that updated it, -1 for none."""
+        stamps = np.full((self.spec.num_shards, self.spec.rows_per_shard), -1, np.int32)
+        for shard in range(self.spec.num_shards):
+            if self._version(shard).slot >= 0:
+                stamps[shard] = self._load(shard, ("visited",))["visited"]
+        self._check_still_retained()
+        return stamps.reshape(-1)
+
+    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+        sizes = np.asarray(self.spec.shard_sizes)
+        known = (ids >= 0) & (ids < self.spec.num_rows)
+        known[known] = ids[known] % self.spec.rows_per_shard < sizes[ids[known] // self.spec.rows_per_shard]
+        if not known.all():
+            raise ValueError(
+                f"{self.backend.url}: no sample {ids[~known][0]}; "
+                f"there are {self.spec.num_samples} samples in {self.spec.num_shards} shards"
+            )
+
+    def _check_still_retained(self) -> None:
+        """A reader's snapshot may have been dropped, and its slots reused, while it was being read."""
+        if not self._writable and not self._log.exists(self._snapshot.id):
+            self._log.read(self._snapshot.id)
+
+    def history(self, sample: int) -> dict[int, Rows]:
+        """How a tracked sample looked after each epoch; empty for samples that are not tracked."""
+        return history.read_history(self.backend, sample, self.spec)
+
+
+def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec) -> None:
+    """Refuse a snapshot that cannot be one of this store."""
+    if len(snapshot.slots) != spec.num_shards:
+        raise BadFile(
+            f"{url}: snapshot {snapshot.id} names {len(snapshot.slots)} shards, the store has "
+            f"{spec.num_shards}. Restore the file from a copy, or use an older snapshot."
+        )
+    highest = max(snapshot.slots, default=-1)
+    if highest >= group.num_slots:
+        raise BadFile(
+            f"{url}: snapshot {snapshot.id} names slot {highest}, the arrays have {group.num_slots}. "
+            f"Restore the file from a copy, or use an older snapshot."
+        )
