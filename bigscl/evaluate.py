@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
-from bigscl.evaluation.inference import predict
-from bigscl.evaluation.localization import NETWORK, STORED, Pointing, network_pointing, pointing, read_objects
+from bigscl.evaluation.inference import Predictions, predict
+from bigscl.evaluation.localization import (
+    NETWORK,
+    STORED,
+    Pointing,
+    map_trials,
+    pointing,
+    read_objects,
+    summarize,
+)
 from bigscl.evaluation.options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
@@ -106,7 +115,8 @@ class Evaluation:
         )
 
     def predictions(self) -> SavedPredictions | None:
-        """Everything that the report is made of, on rank 0; None elsewhere."""
+        """Return everything that the report is made of on rank 0, None elsewhere."""
+        objects = self._objects
         found = predict(
             self._network,
             self._batches(),
@@ -114,37 +124,27 @@ class Evaluation:
             mean=self._target.mean,
             std=self._target.std,
             transport=self._ranks,
+            measure=None if objects is None else partial(map_trials, objects),
         )
-        about: dict[str, Any] = {"model": self._target.name, "shards": _names(self._index)}
-        heat = self._localization()
         if found is None:
             return None
-        if heat:
+        about: dict[str, Any] = {"model": self._target.name, "shards": _names(self._index)}
+        if localization := self._localization(found):
             about["localization"] = {
-                source: {kind: asdict(one) for kind, one in kinds.items()} for source, kinds in heat.items()
+                source: {kind: asdict(figures) for kind, figures in kinds.items()}
+                for source, kinds in localization.items()
             }
         return from_network(found, self._index, about)
 
-    def _localization(self) -> dict[str, dict[str, Pointing]]:
-        """Pointing games by what points, on rank 0, as far as they were asked for."""
-        heat = {}
+    def _localization(self, found: Predictions) -> dict[str, dict[str, Pointing]]:
+        """Return the localization figures that were asked for, by what points."""
+        localization = {}
         if self._objects is not None:
-            found = network_pointing(
-                self._network,
-                self._batches(),
-                self._index,
-                self._objects,
-                self._device,
-                mean=self._target.mean,
-                std=self._target.std,
-                transport=self._ranks,
-            )
-            if found is not None:
-                heat[NETWORK] = found
-        if self._options.heatmaps and self._ranks.rank == 0:
+            localization[NETWORK] = summarize(found.measured, self._index)
+        if self._options.heatmaps:
             assert self._target.config is not None
-            heat[STORED] = _stored_pointing(self._target.config)
-        return heat
+            localization[STORED] = _stored_pointing(self._target.config)
+        return localization
 
     def _batches(self) -> Iterator[Batch]:
         """The batches of this rank; rank 0 says now and then how far it is."""

@@ -1,16 +1,16 @@
-"""What a network says of every image of a set: the same to the last bit however the set is dealt out.
+"""Predict every image of a set: the same bits for any batch size, worker count and number of processes.
 
-How convolutions sum depends on the shape of what they get, so the last bits of an image's logits would depend
-on the batch it came in. Here the network always gets batches of one shape, whatever the loader's; then an
-image's logits depend on the image alone. One thing stays the caller's: the number of CPU threads.
+The order of a convolution's sums depends on the shape of its input, so the last bits of an image's logits
+would depend on the batch size. Here the network always gets batches of one shape, whatever the loader's
+batches are; then an image's logits depend on the image alone. The number of CPU threads matters
+too: the caller fixes it.
 """
 
 # Shapes: B images in a network batch, n images of a part, S side of the images, L classes.
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from bigscl.data.batch import Batch, normalize
 from bigscl.store import Transport
 
 NETWORK_BATCH = 32
+MEASURED = "measured."
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -33,6 +34,24 @@ class Predictions:
     """[n], ascending, each once."""
     logits: NDArray[np.float32]
     """[n,L]."""
+    measured: Arrays = field(default_factory=dict)
+    """What `measure` returned for all batches, concatenated in the order in which they were predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NetworkBatch:
+    """Images in a batch of fixed shape."""
+
+    ids: Tensor
+    """int64 [n], of the first n images; the others are padding."""
+    views: Tensor
+    """float32 [n,5]."""
+    images: Tensor
+    """uint8 [B,3,S,S], channels last; overwritten when the next batch is asked for."""
+
+
+Measure = Callable[[NetworkBatch, Tensor], Arrays]
+"""Measures a batch by its logit map [B,L,G,G]; returns arrays under the same names for every batch."""
 
 
 @torch.inference_mode()
@@ -44,50 +63,43 @@ def predict(
     mean: Sequence[float],
     std: Sequence[float],
     transport: Transport,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    measure: Measure | None = None,
 ) -> Predictions | None:
-    """Predictions of all ranks' images on rank 0, None on the others.
+    """Return the predictions of all ranks' images on rank 0, None on the others.
 
     The model is the bare SpatialClassifier, in evaluation mode. Ranks may have different numbers of batches,
-    or none: they meet only at the end.
+    or none: they meet only at the end. With `measure`, the same pass over the images measures their maps.
     """
     assert not model.training, "predict() takes a model in evaluation mode"
 
-    def own_part() -> Arrays:
-        ids, logits = [], []
-        for part in network_batches(loader):
-            with autocast():
-                found = model(normalize(part.images.to(device), mean, std)).logits
-            ids.append(part.ids.numpy())
-            logits.append(found[: len(part.ids)].float().cpu().numpy())
-        return _joined({"ids": ids, "logits": logits})
+    def predict_batch(batch: NetworkBatch) -> Arrays:
+        found = model(normalize(batch.images.to(device), mean, std), maps=measure is not None)
+        measured = measure(batch, found.logit_map) if measure else {}
+        return {
+            "ids": batch.ids.numpy(),
+            "logits": found.logits[: len(batch.ids)].float().cpu().numpy(),
+            **{MEASURED + name: values for name, values in measured.items()},
+        }
 
-    parts = gather_arrays(transport, own_part)
+    parts = gather_arrays(transport, lambda: concatenate(map(predict_batch, network_batches(loader))))
     if parts is None:
         return None
-    whole = _joined({name: [part[name] for part in parts if part] for name in ("ids", "logits")})
+    whole = concatenate(parts)
     if not whole:
         raise ValueError(
             "no image could be read: nothing to predict. See the warnings above for the reasons."
         )
-    order = np.argsort(whole["ids"])
-    return Predictions(ids=whole["ids"][order], logits=whole["logits"][order])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NetworkBatch:
-    """Images in a batch of fixed shape."""
-
-    ids: Tensor
-    """int64 [n], of the first n images; what is behind them means nothing."""
-    views: Tensor
-    """float32 [n,5]."""
-    images: Tensor
-    """uint8 [B,3,S,S], channels last; overwritten when the next batch is asked for."""
+    ids, logits = whole.pop("ids"), whole.pop("logits")
+    order = np.argsort(ids)
+    return Predictions(
+        ids=ids[order],
+        logits=logits[order],
+        measured={name.removeprefix(MEASURED): values for name, values in whole.items()},
+    )
 
 
 def network_batches(loader: Iterable[Batch], size: int = NETWORK_BATCH) -> Iterator[NetworkBatch]:
-    """The loader's images in batches of `size`; only the last is not full, and it has that shape too."""
+    """Yield the loader's images in batches of `size`; the last one is padded to that shape."""
     images = torch.empty(0)
     rows: list[tuple[Tensor, Tensor]] = []
     filled = 0
@@ -115,9 +127,9 @@ def _network_batch(rows: list[tuple[Tensor, Tensor]], images: Tensor) -> Network
 
 
 def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arrays] | None:
-    """What each rank's work gave, on rank 0; None elsewhere. A rank's failure is raised there and on rank 0.
+    """Return what each rank's work returned on rank 0, None elsewhere.
 
-    So the ranks that are done do not wait for one that never comes.
+    A rank's failure is raised there and on rank 0: no rank waits for one that never comes.
     """
     try:
         payload = b"+" + _packed(work())
@@ -133,9 +145,10 @@ def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arra
     return [_unpacked(received[1:]) for received in payloads]
 
 
-def _joined(parts: dict[str, list[NDArray[Any]]]) -> Arrays:
-    """Each list as one array; nothing at all of no parts."""
-    return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
+def concatenate(parts: Iterable[Arrays]) -> Arrays:
+    """Return the arrays of all parts, one after the other, by name; parts without any arrays are skipped."""
+    filled = [part for part in parts if part]
+    return {name: np.concatenate([part[name] for part in filled]) for name in (filled[0] if filled else ())}
 
 
 def _packed(arrays: Arrays) -> bytes:

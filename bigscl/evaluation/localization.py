@@ -7,8 +7,7 @@ told of.
 
 # Shapes: p pairs of image and class, m boxes, W side of the heatmaps.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.data.batch import Batch, normalize
 from bigscl.data.index import Index
 from bigscl.data.reader import read_metadata
-from bigscl.evaluation.inference import Arrays, gather_arrays, network_batches
+from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
 from bigscl.evaluation.metrics import energy_in_boxes, pointing_hits
 from bigscl.method.heatmaps import to_image
-from bigscl.models.spatial import SpatialClassifier
-from bigscl.store import HeatmapStore, Rows, Transport
+from bigscl.store import HeatmapStore, Rows
 
 STORED = "stored heatmaps of training images"
 NETWORK = "network maps"
@@ -75,46 +72,25 @@ def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = 
     A class whose heatmap is not among an image's top classes has no heat there.
     """
     objects = read_objects(index, index.ids() if ids is None else ids)
-    trials = [
+    trials = concatenate(
         _trials(_stored_heatmaps(store.read(part), part, own), own)
         for part in _by_shard(np.unique(objects.ids), index.rows_per_shard)
         for own in [objects.of(part)]
-    ]
-    return summarize(_concatenated(trials), index)
+    )
+    return summarize(trials, index)
 
 
-@torch.inference_mode()
-def network_pointing(
-    model: SpatialClassifier,
-    loader: Iterable[Batch],
-    index: Index,
-    objects: Objects,
-    device: torch.device | str,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    transport: Transport,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> dict[str, Pointing] | None:
-    """Figures of the network's score maps on rank 0, None elsewhere; all ranks call it together.
+def map_trials(objects: Objects, batch: NetworkBatch, logit_map: Tensor) -> Arrays:
+    """Return the trials of a batch by the network's score maps, for `summarize`; a `measure` of `predict`.
 
     Maps are put back into the image at twice their side, as heatmaps are; what the view left out has no heat.
     """
-
-    def own_part() -> Arrays:
-        trials = []
-        for part in network_batches(loader):
-            with autocast():
-                maps = model.maps(normalize(part.images.to(device), mean, std)).float().sigmoid()
-            own = objects.of(part.ids.numpy())
-            rows = _rows_of(own.ids, part.ids.numpy())
-            chosen = maps[rows, torch.from_numpy(own.classes)].cpu()[:, None]
-            heat, mask = to_image(chosen, part.views[rows], 2 * maps.shape[-1])
-            trials.append(_trials(heat[:, 0] * mask, own))
-        return _concatenated(trials)
-
-    parts = gather_arrays(transport, own_part)
-    return None if parts is None else summarize(_concatenated(parts), index)
+    own = objects.of(batch.ids.numpy())
+    rows = _rows_of(own.ids, batch.ids.numpy())
+    # The sigmoid of the whole map: its shape is fixed, and so are the last bits that vector code gives.
+    maps = logit_map.float().sigmoid()[rows, torch.from_numpy(own.classes)].cpu()
+    heat, mask = to_image(maps[:, None], batch.views[rows], 2 * maps.shape[-1])
+    return _trials(heat[:, 0] * mask, own)
 
 
 def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
@@ -192,8 +168,3 @@ def _by_shard(ids: NDArray[np.int64], rows_per_shard: int) -> Iterator[NDArray[n
     shards = ids // rows_per_shard
     for shard in np.unique(shards):
         yield ids[shards == shard]
-
-
-def _concatenated(parts: Sequence[Arrays]) -> Arrays:
-    parts = [part for part in parts if part]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}

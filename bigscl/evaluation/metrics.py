@@ -70,10 +70,10 @@ class PrecisionRecall:
     class_f1: float
 
 
-def precision_recall_at_k(scores: Tensor, targets: Tensor, k: int) -> PrecisionRecall:
-    """When the k classes of highest score are predicted for every image."""
+def precision_recall_at_k(ranked: Tensor, targets: Tensor, k: int) -> PrecisionRecall:
+    """When the first k classes of `ranked` [N,k or more] are predicted for every image."""
     predicted = torch.zeros_like(targets, dtype=torch.bool)
-    return _precision_recall(predicted.scatter_(1, best_classes(scores, k), True), targets)
+    return _precision_recall(predicted.scatter_(1, ranked[:, :k].long(), True), targets)
 
 
 def precision_recall_at_threshold(scores: Tensor, targets: Tensor, threshold: float = 0.5) -> PrecisionRecall:
@@ -96,14 +96,6 @@ def top_k_accuracy(ranked: Tensor, targets: Tensor, k: int) -> float:
     hits = (targets.gather(1, ranked[:, :k].long()) > 0).any(1)
     evaluated = (targets > 0).any(1)
     return float(hits[evaluated].double().mean())
-
-
-def multi_hot(labels: Sequence[Sequence[int]], num_classes: int) -> Tensor:
-    """Targets int8 [N,L] from a list of positive classes per image; all others are negatives."""
-    targets = torch.zeros(len(labels), num_classes, dtype=torch.int8)
-    rows = torch.arange(len(labels)).repeat_interleave(torch.tensor([len(own) for own in labels]))
-    targets[rows, torch.tensor([label for own in labels for label in own], dtype=torch.long)] = 1
-    return targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

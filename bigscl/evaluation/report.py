@@ -21,6 +21,7 @@ from bigscl.evaluation.metrics import (
     by_num_labels,
     mean_ap,
     per_class,
+    precision_recall_at_k,
     precision_recall_at_threshold,
     score_distribution,
     top_k_accuracy,
@@ -162,16 +163,10 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
         "mean_ap": mean_ap(torch.tensor([one.average_precision for one in classes], dtype=torch.float64)),
         "by_num_labels": by_num_labels(ranking, targets, ranked),
         "at_threshold": precision_recall_at_threshold(ranking, targets, scored.cut),
-        "at_k": {str(k): _at_k(ranked[:, :k], targets) for k in AT_K if k <= num_classes},
+        "at_k": {str(k): precision_recall_at_k(ranked, targets, k) for k in AT_K if k <= num_classes},
         "score_distribution": score_distribution(scores).tolist(),
         "per_class": classes,
     }
-
-
-def _at_k(ranked: Tensor, targets: Tensor) -> PrecisionRecall:
-    """Precision and recall when exactly the ranked classes are predicted."""
-    predicted = torch.zeros_like(targets).scatter_(1, ranked, 1)
-    return precision_recall_at_threshold(predicted, targets, 1)
 
 
 def _single_label(saved: SavedPredictions) -> SingleLabel | None:

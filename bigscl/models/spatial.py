@@ -1,8 +1,8 @@
 """A classification network with a spatial head: its linear layer, applied before the pooling.
 
-The network stays whole, with its own names: in evaluation it runs as its library wrote it, and its state
-dict is the export. In training its last feature map is tapped, and the linear layer, as a 1x1 convolution,
-gives a score for every cell.
+The network stays whole, with its own names. In evaluation it runs as its library wrote it, and its state dict,
+which checkpoints hold, loads into the plain network. In training its last feature map is tapped, and the linear
+layer, as a 1x1 convolution, gives a score for every cell.
 """
 
 # Shapes: B batch, C channels of the last feature map, L classes, G side of the score map.
@@ -25,10 +25,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 class Prediction(NamedTuple):
-    """What the network says of a batch, before the sigmoid."""
+    """The prediction of a batch, before the sigmoid."""
 
     logit_map: Tensor | None
-    """[B,L,G,G], view frame; None where no map was asked for."""
+    """[B,L,G,G], view frame; None if no map was requested."""
     logits: Tensor
     """[B,L], of the pooled prediction f: `sigmoid(logits)` is f, whatever the pooling."""
 
@@ -36,11 +36,11 @@ class Prediction(NamedTuple):
 def build_model(
     backbone: str, num_classes: int, *, weights: str | None = None, pooling: Pooling = "logits"
 ) -> "SpatialClassifier":
-    """The network `backbone` names, with its weights and a spatial head of `num_classes` classes.
+    """Build the network that `backbone` names, with its weights and a spatial head of `num_classes` classes.
 
     `backbone` is a name of torchvision (`resnet50`), of timm (`timm:resnet50`), or `package.module:callable`,
     called with `num_classes`. `weights` is a published name (`IMAGENET1K_V2`, `DEFAULT`) or a file (.pt,
-    .pth, .safetensors). A head of another number of classes is freshly initialised; all else must fit.
+    .pth, .safetensors). A head with another number of classes is freshly initialised; all else must fit.
     """
     network = create_network(backbone, num_classes, weights)
     head = find_head(network, backbone)
@@ -59,7 +59,7 @@ def build_model(
 
 
 class SpatialClassifier(nn.Module):
-    """`network`, able to say what it sees in every cell of its last feature map."""
+    """`network` with a score for every class in every cell of its last feature map."""
 
     def __init__(self, network: nn.Module, head: Head, *, pooling: Pooling = "logits") -> None:
         super().__init__()
@@ -75,37 +75,25 @@ class SpatialClassifier(nn.Module):
         self._tap.attach(network.get_submodule(head.tapped), head.side)
 
     def forward(self, images: Tensor, maps: bool | None = None) -> Prediction:
-        """The prediction for a batch, with its map if `maps`; by default in training only.
+        """Return the prediction of a batch, with its map if `maps`; by default in training only.
 
-        Without maps the network pools first, as it was written: no spatial cost. Under pooling of
-        probabilities the map is always needed, and always given.
+        In evaluation the logits are the network's own, to the last bit, with or without maps. With pooled
+        probabilities the map is always needed, and always returned.
         """
-        pooled = self.network(images)
+        logits = self.network(images)
         features = self._tap.take()
         if self.pooling == "logits" and not (self.training if maps is None else maps):
-            return Prediction(None, at_least_float32(pooled))
+            return Prediction(None, at_least_float32(logits))
         logit_map = self.head.logit_map(self.network, features, self.training)
-        return Prediction(logit_map, pool(logit_map, self.pooling))
+        if self.training or self.pooling != "logits":
+            logits = pool(logit_map, self.pooling)
+        return Prediction(logit_map, at_least_float32(logits))
 
     def maps(self, images: Tensor) -> Tensor:
-        """The logit map [B,L,G,G] of a batch, in either mode."""
+        """Return the logit map [B,L,G,G] of a batch, in either mode."""
         logit_map = self(images, maps=True).logit_map
         assert isinstance(logit_map, Tensor)
         return logit_map
-
-    def export(self) -> dict[str, Tensor]:
-        """The library's own state dict: it loads strictly into the plain network, with the same logits."""
-        if self.pooling != "logits":
-            raise ValueError(
-                "export: a plain network pools before its linear layer, so a model trained with "
-                "`pooling: probabilities` would predict otherwise. Train with `pooling: logits`, or take "
-                "`model.network.state_dict()` knowing that."
-            )
-        state = self.network.state_dict()
-        for name, value in state.items():
-            # Into the same mapping: it carries the versions some networks ask for when they load.
-            state[name] = value.detach().cpu().contiguous()
-        return state
 
     def head_parameters(self) -> list[nn.Parameter]:
         """The parameters of the linear layer."""
@@ -122,10 +110,10 @@ class SpatialClassifier(nn.Module):
         return list(_stages(self.network, self.head.linear(self.network)))
 
     def freeze_backbone(self, frozen: bool = True) -> None:
-        """Train the linear head only, over a backbone in eval mode whose backward is skipped; or undo that.
+        """Train the linear head only, with the backbone in eval mode and its backward skipped; or undo that.
 
-        DistributedDataParallel notes at its creation which parameters need gradients: freeze before wrapping
-        a model, and wrap it anew after a change.
+        DistributedDataParallel records at its creation which parameters need gradients: freeze before you
+        wrap a model, and wrap it again after a change.
         """
         self._backbone_frozen = frozen
         self._apply_freezing()
@@ -141,9 +129,9 @@ class SpatialClassifier(nn.Module):
         self._apply_freezing()
 
     def freeze_statistics(self, frozen: bool = True) -> None:
-        """Let batch normalisation use its stored averages also where its weights train; or undo that.
+        """Let batch normalisation use its stored averages, also where its weights are trained; or undo that.
 
-        What a pretrained network has learnt of its features outlasts a short training on small batches.
+        The statistics of a pretrained network are better than those of a short training on small batches.
         """
         if frozen and not any(isinstance(module, BATCH_NORMS) for module in self.network.modules()):
             raise ValueError("freeze_statistics: this network has no batch normalisation")
@@ -179,7 +167,7 @@ class SpatialClassifier(nn.Module):
 
 
 def pool(logit_map: Tensor, pooling: Pooling) -> Tensor:
-    """Logits [B,L] of the pooled prediction, in at least float32."""
+    """Return the logits [B,L] of the pooled prediction, in at least float32."""
     logit_map = at_least_float32(logit_map)
     if pooling == "logits":
         return logit_map.mean((2, 3))
@@ -189,9 +177,9 @@ def pool(logit_map: Tensor, pooling: Pooling) -> Tensor:
 
 
 def _stages(parent: nn.Module, head: nn.Module) -> Iterator[list[nn.Module]]:
-    """Children with parameters, in order of definition: each block a stage, consecutive layers one stage.
+    """Yield children with parameters, in order of definition: each block a stage, consecutive layers one.
 
-    A child that holds nearly all layers (torchvision's `features`, timm's `blocks`) is opened.
+    A child that holds nearly all layers (torchvision's `features`, timm's `blocks`) is divided further.
     """
     layers: list[nn.Module] = []
     total = _num_layers(parent)

@@ -33,7 +33,7 @@ def made(tmp_path_factory):
         write_tar(folder / f"v-{shard}.tar", members)
     scan(str(folder / "v-*.tar"), num_classes=NUM_CLASSES)[0].save(folder / "v.npz")
     torch.manual_seed(0)
-    save_file(build_model(BACKBONE, NUM_CLASSES).export(), folder / "net.safetensors")
+    save_file(build_model(BACKBONE, NUM_CLASSES).network.state_dict(), folder / "net.safetensors")
     return folder
 
 

@@ -12,6 +12,7 @@ from torchvision import models
 from torchvision.transforms.functional import to_pil_image
 
 from bigscl.config import load_config, make_config, to_yaml
+from bigscl.data.loader import Loader
 from bigscl.data.reader import read_images
 from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
@@ -39,7 +40,7 @@ def same_process_afterwards():
 
 def weights(seed):
     torch.manual_seed(seed)
-    return build_model(BACKBONE, NUM_CLASSES).export()
+    return build_model(BACKBONE, NUM_CLASSES).network.state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,22 @@ def test_real_labels_boxes_and_stored_heatmaps_are_in_the_report(made, tmp_path,
     assert "| present classes |" in capsys.readouterr().out
 
 
+def test_boxes_take_no_second_pass_over_the_images_and_change_no_logit(made, tmp_path, monkeypatch):
+    plain, _ = evaluated(made / "run", output=tmp_path / "plain")
+    loaders = []
+
+    class CountedLoader(Loader):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            loaders.append(self)
+
+    monkeypatch.setattr("bigscl.evaluate.Loader", CountedLoader)
+    saved, report = evaluated(made / "run", "--boxes", output=tmp_path / "boxes")
+    assert len(loaders) == 1
+    assert report["localization"].keys() == {"network maps"}
+    np.testing.assert_array_equal(saved.logits, plain.logits)
+
+
 def test_unreadable_images_are_missing_by_name(made, tmp_path):
     members = [
         *labelled("good", 1, labels=[0]),
@@ -250,7 +267,7 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(made, tmp_path, capsys, arguments, complaint):
-    save_file(build_model(BACKBONE, 5).export(), tmp_path / "bare.safetensors")
+    save_file(build_model(BACKBONE, 5).network.state_dict(), tmp_path / "bare.safetensors")
     shutil.copy(made / "val.npz", made / "bigscl-index-val.npz")
     names = {"run": made / "run", "val": made / "val-0.tar", "bare": tmp_path / "bare.safetensors"}
     names |= {"gone": tmp_path / "gone.tar", "plain": made / "run/best/model.safetensors"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from bigscl.data.loader import Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
-from bigscl.evaluation.inference import NETWORK_BATCH
-from bigscl.evaluation.localization import network_pointing, pointing, read_objects
+from bigscl.evaluation.inference import NETWORK_BATCH, predict
+from bigscl.evaluation.localization import map_trials, pointing, read_objects, summarize
 from bigscl.method.heatmaps import to_image
 from bigscl.models.spatial import build_model
 from bigscl.store import HeatmapStore, SingleProcess
@@ -178,25 +179,24 @@ def test_network_maps_point_as_counted_cell_by_cell_in_the_image(shards, resize,
     nn.init.normal_(model.network.fc.weight, std=3)
     plan = evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=batch_size)
 
-    def loader():
-        return Loader(index, plan, 0, transform)
-
     heat = {}
-    for batch in loader():
+    for batch in Loader(index, plan, 0, transform):
         images = (batch.images / 255 - 0.5) / 0.25
         padded = torch.cat([images, torch.zeros(NETWORK_BATCH - len(images), 3, 48, 48)])
         with torch.no_grad():
             maps = model.maps(padded)[: len(images)].sigmoid()
         inside, mask = to_image(maps, batch.views, 12)
         heat |= dict(zip(batch.ids.tolist(), (inside * mask[:, None]).numpy(), strict=True))
-    found = network_pointing(
+    found = predict(
         model,
-        loader(),
-        index,
-        read_objects(index, index.ids()),
+        Loader(index, plan, 0, transform),
         "cpu",
         mean=[0.5] * 3,
         std=[0.25] * 3,
         transport=SingleProcess(),
+        measure=partial(map_trials, read_objects(index, index.ids())),
     )
-    check(found, slow_figures(index, boxes_of, lambda n, label: heat[n][label]))
+    check(
+        summarize(found.measured, index),
+        slow_figures(index, boxes_of, lambda n, label: heat[n][label]),
+    )
