@@ -78,7 +78,7 @@ class RandomColors:
         return image
 
 
-# Strength in -1..1; where a sign has no meaning it is dropped.
+# Strength in -1..1; operations without a direction ignore its sign.
 OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
     lambda image, strength: image,
     lambda image, strength: _F().adjust_brightness(image, 1 + 0.9 * strength),
@@ -126,6 +126,6 @@ class RandomErasing:
 
 
 def _factor(random: float, strength: float) -> float:
-    """Between 1 - strength, or 0, and 1 + strength."""
+    """Return a factor between max(0, 1 - strength) and 1 + strength."""
     low = max(0.0, 1 - strength)
     return low + random * (1 + strength - low)

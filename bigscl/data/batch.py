@@ -1,4 +1,4 @@
-"""The batch a training step gets: ids, images, labels and views of some samples, as tensors."""
+"""The batch of a training step: ids, images, labels and views of some samples, as tensors."""
 
 # Shapes: B samples of the batch, L classes, S side of the images.
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Some samples, ready for a step; all tensors have the same samples in the same order."""
+    """The samples of a step; all tensors have the same samples in the same order."""
 
     ids: Tensor
     """int64 [B]: sample ids."""
@@ -23,9 +23,10 @@ class Batch:
     views: Tensor
     """float32 [B,5]: left, top, width, height in fractions of the image, and 1 where mirrored."""
     erased: Tensor | None = None
-    """float32 [B,4]: left, top, width, height of the erased box in fractions of the view; None without."""
+    """float32 [B,4]: left, top, width, height of the erased box in fractions of the view; None if no box
+    can be erased."""
     skipped: Tensor
-    """int64: ids that were planned for this batch but could not be read."""
+    """int64: ids that the plan has for this batch but that could not be read."""
     reasons: tuple[str, ...] = ()
     """Why, one for each skipped id."""
 
@@ -33,11 +34,11 @@ class Batch:
         return len(self.ids)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The same batch with its tensors on a device."""
+        """Return the batch with its tensors on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -49,7 +50,7 @@ class Batch:
 def normalize(
     images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
+    """Return `(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
     # One multiplication and one addition per pixel.
     factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=images.device))
     offset = -255 * torch.tensor(mean, dtype=torch.float32, device=images.device) * factor

@@ -1,4 +1,4 @@
-"""Pixels from bytes: every image file gets a defined answer, an upright RGB image or the reason why not."""
+"""Decode image files: each gives an upright RGB image, or the reason why it cannot be decoded."""
 
 import io
 from collections.abc import Callable
@@ -19,17 +19,17 @@ RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 @cache
 def jpeg_decoder() -> Callable[..., Tensor] | None:
-    """The operator below torchvision.io.decode_jpeg; None where there is none, and Pillow decodes JPEG too.
+    """Return the operator below torchvision.io.decode_jpeg; None if there is none: Pillow decodes then.
 
-    Since torchvision 0.29 that function says at each call that it will leave in favour of TorchCodec.
-    Importing torchvision takes seconds: that happens with the first image, or before workers are forked.
+    Since torchvision 0.29 that function warns at each call that TorchCodec will replace it. Importing
+    torchvision takes seconds: that happens with the first image, or before workers are forked.
     """
     import_module("torchvision.io")
     return getattr(torch.ops.image, "decode_jpeg", None)
 
 
 def decode(data: bytearray) -> Tensor:
-    """uint8 `[3,H,W]`, RGB, turned upright by its EXIF orientation, channels last in memory.
+    """Return uint8 `[3,H,W]`, RGB, turned upright by its EXIF orientation, channels last in memory.
 
     Grayscale and CMYK become RGB, palettes are resolved, transparency is dropped, 16 bits become 8. Raises
     Unreadable for truncated or broken files, for other formats, and for images of more than MAX_PIXELS.
@@ -40,7 +40,7 @@ def decode(data: bytearray) -> Tensor:
         try:
             return decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), RGB, True)
         except RuntimeError:
-            # Rare variants that Pillow knows; for a broken file its message is the better one, too.
+            # Pillow decodes some rare variants; for a broken file its message is better, too.
             pass
     return _decode_with_pillow(data)
 
@@ -54,7 +54,7 @@ def _decode_with_pillow(data: bytearray) -> Tensor:
         raise
     except UnidentifiedImageError as error:
         raise Unreadable(f"cannot be decoded: it is none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # Pillow's plugins raise whatever a broken file makes them trip over.
+    except Exception as error:  # A broken file can make Pillow's plugins raise anything.
         raise Unreadable(f"cannot be decoded: {str(error) or type(error).__name__}") from error
     return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
 

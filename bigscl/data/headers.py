@@ -1,4 +1,4 @@
-"""What the header of an image file states, read without a decoder, so that bombs are refused unopened."""
+"""Read the size in an image file's header without a decoder, to refuse decompression bombs unopened."""
 
 import struct
 
@@ -6,19 +6,19 @@ from bigscl.data.sources import Unreadable
 
 # Pillow's own limit, beyond which it warns of a decompression bomb.
 MAX_PIXELS = 89_478_485
-# Encoders write about ten scans; each one more costs a pass over the whole image.
+# Encoders write about ten scans; each further scan costs a pass over the whole image.
 MAX_SCANS = 100
 # Start of frame, except for the three markers in that range which are tables.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
-# TEM, RST0 to RST7 and SOI: markers that no length follows.
+# TEM, RST0 to RST7 and SOI: markers without a length field.
 BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
 def check_header(data: bytes | bytearray) -> bool:
-    """Whether the header of a JPEG or WebP states its size; raises Unreadable where that is too large.
+    """Return whether the header of a JPEG or WebP states its size; raise Unreadable if that is too large.
 
-    Of other formats, and of headers that cannot be read, nothing is known: the decoder must check by itself.
+    For other formats, and for headers that cannot be read, the decoder must check the size.
     """
     if data[:2] == b"\xff\xd8":
         if (scans := data.count(b"\xff\xda")) > MAX_SCANS:
@@ -40,9 +40,9 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def _jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
-    """(width, height) of the largest frame header before the first scan; None if there is none.
+    """Return (width, height) of the largest frame header before the first scan; None if there is none.
 
-    Markers are found as libjpeg finds them: bytes before a marker are skipped, however many.
+    Markers are found as libjpeg finds them: any number of bytes before a marker are skipped.
     """
     sizes = []
     position = data.find(b"\xff", 2)
@@ -53,7 +53,7 @@ def _jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
         if marker in FRAMES:
             height, width = struct.unpack_from(">HH", data, position + 5)
             sizes.append((width, height))
-        # 0xFF: the marker is filled up with more of these. 0x00: no marker at all.
+        # 0xFF: padding before the marker. 0x00: not a marker.
         if marker == 0xFF:
             position += 1
             continue
@@ -63,7 +63,7 @@ def _jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
 
 
 def _webp_size(data: bytes | bytearray) -> tuple[int, int] | None:
-    """(width, height) in the first chunk of a WebP; Pillow allocates these pixels when it opens the file."""
+    """Return (width, height) in the first chunk of a WebP: Pillow allocates these pixels when it opens it."""
     if len(data) < 30:
         return None
     kind = data[12:16]

@@ -1,4 +1,4 @@
-"""Observed labels drawn from full ones: what an annotator who names only a few classes would have left."""
+"""Draw observed labels from full ones, as if annotators had named only a few classes of each image."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ BLOCK = 4096
 
 
 def draw_positives(full: Ragged, count: int, random: np.random.Generator) -> Ragged:
-    """At most `count` values of each row, drawn without bias, ascending."""
+    """Return at most `count` values of each row, drawn uniformly, ascending."""
     rows = np.repeat(np.arange(len(full)), full.lengths)
     order = np.lexsort((random.random(len(rows)), rows))
     place_in_row = np.arange(len(rows)) - full.offsets[rows]
@@ -20,7 +20,7 @@ def draw_positives(full: Ragged, count: int, random: np.random.Generator) -> Rag
 def draw_negatives(
     full: Ragged, ids: NDArray[np.int64], count: int, num_classes: int, random: np.random.Generator
 ) -> Ragged:
-    """At most `count` classes that are not in each row of `ids`, drawn without bias, ascending."""
+    """Return at most `count` classes that are not in each row of `ids`, drawn uniformly, ascending."""
     lengths = np.zeros(len(full), np.int64)
     drawn = [np.empty(0, full.values.dtype)]
     # In blocks, so that memory does not grow with the number of samples.

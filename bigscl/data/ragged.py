@@ -1,4 +1,4 @@
-"""Rows of different lengths in two flat arrays."""
+"""Rows of different lengths, kept in two flat arrays."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> "Ragged":
-        """The rows of a list of lists of numbers."""
+        """Return the rows of a list of lists of numbers."""
         values = np.array([value for row in rows for value in row], np.uint32)
         return cls.from_lengths(np.array([len(row) for row in rows], np.int64), values)
 
     @classmethod
     def of_bytes(cls, rows: Sequence[bytes]) -> "Ragged":
-        """The rows of a list of strings."""
+        """Return the rows of a list of byte strings."""
         values = np.frombuffer(b"".join(rows), np.uint8)
         return cls.from_lengths(np.array([len(row) for row in rows], np.int64), values)
 
     @classmethod
     def from_lengths(cls, lengths: NDArray[Any], values: NDArray[Any]) -> "Ragged":
-        """Consecutive rows of the given lengths."""
+        """Return consecutive rows of the given lengths."""
         return cls(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), values)
 
     @classmethod
     def concatenate(cls, parts: Iterable["Ragged"], dtype: type[np.generic]) -> "Ragged":
-        """The rows of all parts, one after the other."""
+        """Return the rows of all parts, one after the other."""
         parts = list(parts)
         lengths = np.concatenate([np.empty(0, np.int64), *(part.lengths for part in parts)])
         return cls.from_lengths(
@@ -43,7 +43,7 @@ class Ragged:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How many values each row has."""
+        """The number of values of each row."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -53,14 +53,14 @@ class Ragged:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def entries(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """(place in `rows`, value) of every value of the chosen rows."""
+        """Return (place in `rows`, value) of every value of the chosen rows."""
         first, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
         places = np.repeat(np.arange(len(rows)), lengths)
         within = np.arange(len(places)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return places, self.values[first[places] + within]
 
     def spread(self, rows: NDArray[np.int64], num_rows: int) -> "Ragged":
-        """The same rows at the ascending places `rows` of `num_rows`; the others are empty."""
+        """Return these rows at the ascending places `rows` of `num_rows`; the other rows are empty."""
         lengths = np.zeros(num_rows, np.int64)
         lengths[rows] = self.lengths
         return Ragged.from_lengths(lengths, self.values)

@@ -33,7 +33,7 @@ class View:
     image_height: int
 
     def fractions(self) -> tuple[float, float, float, float, float]:
-        """(left, top, width, height, flip), the box in fractions of the image: a row of a batch's views."""
+        """Return (left, top, width, height, flip) in fractions of the image: a row of a batch's views."""
         return (
             self.left / self.image_width,
             self.top / self.image_height,
@@ -57,7 +57,7 @@ class RandomCrop:
     """Draw the box on the image squashed to a square (COCO, VOC), not on the image as it is."""
 
     def view(self, *, seed: int, epoch: int, sample_id: int, width: int, height: int) -> View:
-        """The view of one image in one epoch: the same whatever the rank, the worker, or the restart."""
+        """Return the view of one image in one epoch: the same on any rank and worker, and after a restart."""
         random = uniforms(seed, epoch, sample_id, Purpose.VIEW, 2 * NUM_TRIES + 3)
         flip = random[0] < self.flip
         if self.squash:
@@ -79,15 +79,15 @@ class RandomCrop:
 
 
 def whole(width: int, height: int) -> View:
-    """All of an image, not mirrored."""
+    """Return the view of the whole image, not mirrored."""
     return View(left=0, top=0, width=width, height=height, flip=False, image_width=width, image_height=height)
 
 
 def uniforms(seed: int, epoch: int, sample_id: int, purpose: Purpose, count: int) -> list[float]:
-    """`count` numbers in [0, 1) that depend on the arguments alone.
+    """Return `count` numbers in [0, 1) that depend on the arguments alone.
 
-    Philox is counter-based: any sample's numbers are had at once, without those of the samples before it.
-    Its raw output is fixed by definition, so views stay the same over versions of numpy.
+    Philox is counter-based: it gives any sample's numbers without those of the samples before it. Its raw
+    output is fixed by definition, so views are the same in all versions of numpy.
     """
     key: NDArray[np.uint64] = np.array([seed, epoch], dtype=np.uint64)
     # The first word counts the blocks drawn from this position on.
@@ -100,7 +100,7 @@ def uniforms(seed: int, epoch: int, sample_id: int, purpose: Purpose, count: int
 def _box(
     random: list[float], width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[int, int, int, int]:
-    """(left, top, width, height) of a random crop, or of the central one where no try fits the image."""
+    """Return (left, top, width, height) of a random crop, or of the central one if no try fits the image."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for attempt in range(NUM_TRIES):
         area = width * height * _between(random[2 + 2 * attempt], *scale)
@@ -114,7 +114,7 @@ def _box(
 
 
 def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """(left, top, width, height) of the largest central box whose aspect lies in `ratio`."""
+    """Return (left, top, width, height) of the largest central box whose aspect ratio is in `ratio`."""
     box_width, box_height = width, height
     if width / height < ratio[0]:
         box_height = max(1, round(width / ratio[0]))
@@ -128,7 +128,7 @@ def _between(uniform: float, low: float, high: float) -> float:
 
 
 def _stretch(start: int, length: int, factor: float) -> tuple[int, int]:
-    """(start, length) of an interval scaled to other pixels, at least one of them."""
+    """Return (start, length) of an interval scaled to other pixels, at least one pixel long."""
     first, end = round(start * factor), round((start + length) * factor)
     if end == first:
         first = min(first, max(0, math.ceil(factor * (start + length)) - 1))

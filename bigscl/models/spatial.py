@@ -1,8 +1,8 @@
 """A classification network with a spatial head: its linear layer, applied before the pooling.
 
-The network stays whole, with its own names. In evaluation it runs as its library wrote it, and its state dict,
-which checkpoints hold, loads into the plain network. In training its last feature map is tapped, and the linear
-layer, as a 1x1 convolution, gives a score for every cell.
+The network stays whole, with its own names. In evaluation it runs as its library wrote it; its state dict,
+which checkpoints hold, loads into the plain network. In training its last feature map is tapped, and the
+linear layer, as a 1x1 convolution, gives a score for every cell.
 """
 
 # Shapes: B batch, C channels of the last feature map, L classes, G side of the score map.
