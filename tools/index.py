@@ -111,7 +111,7 @@ def _facts(index: Index, path: Path, before: str | None) -> dict[str, Any]:
         "samples": index.num_samples,
         "rows_per_shard": index.rows_per_shard,
         "classes": index.num_classes,
-        "positives": len(index.positives.values),
+        "positives": len(index.observed.values),
         "negatives": len(index.negatives.values),
         "labels": 0 if index.labels is None else len(index.labels.values),
         "fingerprint": index.fingerprint,

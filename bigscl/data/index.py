@@ -1,4 +1,4 @@
-"""The index: what the shards hold, row by row, and a fingerprint of all that."""
+"""The index: the content of the shards, row by row, and a fingerprint of it."""
 
 import hashlib
 import json
@@ -25,9 +25,10 @@ from bigscl.text import first_few, printable
 
 VERSION = 1
 UNKNOWN_BYTES = -1
-RAGGED = ("keys", "positives", "negatives", "labels")
+ROWS = {"keys": "keys", "observed": "positives", "negatives": "negatives", "labels": "labels"}
+"""Fields with a row for each sample, and their names in the file and the fingerprint."""
 ARRAYS = ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes")
-WHAT, REMEDY = "an index of bigscl", "Delete it, or choose another path; make it again with `bigscl index`."
+WHAT, REMEDY = "an index of bigscl", "Delete it, or choose another path; create it again with `bigscl index`."
 Labels = Literal["observed", "labels"]
 
 
@@ -36,29 +37,29 @@ class Index:
     """Every sample by its id: row n is sample `n % rows_per_shard` of shard `n // rows_per_shard`."""
 
     urls: tuple[str, ...]
-    """Where the shards are now."""
+    """Current addresses of the shards."""
     shard_bytes: NDArray[np.int64]
-    """Length of each tar as it lies in storage; UNKNOWN_BYTES for a pipe."""
+    """Length of each tar in storage; UNKNOWN_BYTES for a pipe."""
     shard_sizes: NDArray[np.int64]
-    """Samples of each shard."""
+    """Number of samples of each shard."""
     class_names: tuple[str, ...]
     keys: Ragged
-    """UTF-8 key of each row; rows past a shard's size are empty, here and below."""
+    """UTF-8 key of each row; rows past a shard's size are empty, also below."""
     image_offsets: NDArray[np.int64]
     """Where the bytes of each row's image start in the (decompressed) tar."""
     image_bytes: NDArray[np.int64]
-    positives: Ragged
-    """Classes that training may know to be there: `observed`, else `labels`, else `cls`."""
+    observed: Ragged
+    """Positives that training sees: `observed` in the json, else `labels`, else `cls`."""
     negatives: Ragged
-    """Classes known not to be there."""
+    """Classes known to be absent."""
     labels: Ragged | None
-    """All classes that are there, where every sample of the shards says so."""
+    """All positives; None unless every sample of the shards has its full labels."""
     fingerprint: str
-    """Of names, keys, image lengths and labels: other data has another one."""
+    """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The shards' names without the folder they are in."""
+        """The names of the shards without their common folder."""
         return short_names(self.urls)
 
     @property
@@ -68,29 +69,29 @@ class Index:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all shards."""
+        """The number of samples of all shards."""
         return int(self.shard_sizes.sum())
 
     @property
     def rows_per_shard(self) -> int:
-        """Samples of the largest shard."""
+        """The number of samples of the largest shard."""
         return len(self.keys) // len(self.urls)
 
     def ids(self) -> NDArray[np.int64]:
-        """All sample ids, ascending."""
+        """Return all sample ids, ascending."""
         return sample_ids(self.shard_sizes)
 
     def key(self, sample_id: int) -> str:
-        """A sample's key in its shard."""
-        # Bytes that are not UTF-8 are written as escapes, as everywhere.
+        """Return a sample's key in its shard."""
+        # Bytes that are not UTF-8 become escapes, as everywhere.
         return bytes(self.keys[sample_id]).decode(errors="backslashreplace")
 
     def name(self, sample_id: int) -> str:
-        """A sample's shard and key, for messages: without control characters."""
+        """Return a sample's shard and key for messages, without control characters."""
         return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
 
     def labels_of(self, ids: NDArray[np.int64], which: Labels = "observed") -> NDArray[np.int8]:
-        """`[n, L]`: 1 positive, 0 negative, -1 unknown. Nothing is unknown in `labels`."""
+        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown. Nothing is unknown in `labels`."""
         positives = self._positives(which)
         known = np.full((len(ids), self.num_classes), -1 if which == "observed" else 0, np.int8)
         if which == "observed":
@@ -99,7 +100,7 @@ class Index:
         return known
 
     def annotations(self, labels: Labels = "observed") -> Annotations:
-        """The positives that a heatmap store is made for."""
+        """Return the positives that a heatmap store is created for."""
         positives = self._positives(labels)
         return Annotations(
             fingerprint=hashlib.sha256(f"{self.fingerprint} {labels}".encode()).hexdigest(),
@@ -111,19 +112,19 @@ class Index:
         )
 
     def draw_observed(self, seed: int, positives: int = 1, negatives: int = 0) -> "Index":
-        """The same samples with other observed labels, drawn from the full ones.
+        """Return the same samples with other observed labels, drawn from the full ones.
 
-        A sample keeps all its labels where it has no more than asked for.
+        A sample with fewer labels than requested keeps all of them.
         """
         full = self._positives("labels")
         random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64)))
         kept = draw_positives(full, positives, random)
         absent = draw_negatives(full, self.ids(), negatives, self.num_classes, random)
-        return with_fingerprint(replace(self, positives=kept, negatives=absent))
+        return with_fingerprint(replace(self, observed=kept, negatives=absent))
 
     def _positives(self, which: Labels) -> Ragged:
         if which == "observed":
-            return self.positives
+            return self.observed
         if self.labels is None:
             raise ValueError(
                 "labels: these shards do not carry the full labels of every sample (`labels` in its json). "
@@ -140,27 +141,27 @@ class Index:
         # Differences from one row to the next are small numbers, which compress well.
         arrays["image_offsets"] = np.diff(self.image_offsets, prepend=0)
         arrays["image_bytes"] = self.image_bytes.astype(np.uint32)
-        for name in RAGGED:
-            if (rows := getattr(self, name)) is not None:
+        for field, name in ROWS.items():
+            if (rows := getattr(self, field)) is not None:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
-    """The index of these shards, from beside them or from `path`; refused if it is of other shards.
+    """Load the index of these shards, from `path` or from their folder; refuse an index of other shards.
 
-    Local shards must be there and be as long as when they were indexed.
+    Local shards must exist and have the length that they had when they were indexed.
     """
     urls = tars.expand(shards)
     path = path or default_path(urls)
     if not path.exists():
-        raise ValueError(f"{path}: no index of these {len(urls)} shards. Make it with `bigscl index`.")
+        raise ValueError(f"{path}: no index of these {len(urls)} shards. Create it with `bigscl index`.")
     with _opened(path) as (head, file):
         _check_names(path, head["shard_names"], short_names(urls))
         with parsing(path, WHAT, REMEDY):
             arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
-            rows: dict[str, Any] = {name: _read_rows(file, name) for name in RAGGED}
+            rows: dict[str, Any] = {field: _read_rows(file, name) for field, name in ROWS.items()}
         arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
     index = Index(
         urls=tuple(urls),
@@ -185,23 +186,23 @@ def _check_names(path: Path, made_for: list[str], names: tuple[str, ...]) -> Non
 
 
 def _faults(index: Index) -> Iterator[str]:
-    """What does not fit together in an index that was read."""
+    """Yield what is inconsistent in an index that was read."""
     sizes, num_rows = index.shard_sizes, len(index.keys) if index.keys is not None else 0
     if len(sizes) != len(index.urls) or len(index.shard_bytes) != len(index.urls):
         yield f"{len(sizes)} sizes of {len(index.urls)} shards"
     elif sizes.min() < 0 or sizes.max() < 1 or num_rows != len(sizes) * int(sizes.max()):
         yield f"{num_rows} keys in {len(sizes)} shards of {sizes.min()} to {sizes.max()} samples"
-    for name in ("image_offsets", "image_bytes", "positives", "negatives", "labels"):
+    for name in ("image_offsets", "image_bytes", "observed", "negatives", "labels"):
         rows = getattr(index, name)
         if (rows is None and name != "labels") or (rows is not None and len(rows) != num_rows):
             yield f"{name} of {0 if rows is None else len(rows)} samples, but {num_rows} keys"
-    for rows in (index.positives, index.negatives, index.labels):
+    for rows in (index.observed, index.negatives, index.labels):
         if rows is not None and len(rows.values) and not 0 <= rows.values.max() < index.num_classes:
             yield f"class {rows.values.max()}, but {index.num_classes} classes"
 
 
 def stored_fingerprint(path: Path) -> str | None:
-    """That of an index file, whatever became of its shards; None if there is no file."""
+    """Return the fingerprint in an index file, also if its shards are gone; None if there is no file."""
     if not path.exists():
         return None
     with _opened(path) as (head, _):
@@ -210,10 +211,10 @@ def stored_fingerprint(path: Path) -> str | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """(head, arrays) of an index file."""
+    """Yield (head, arrays) of an index file."""
     with ExitStack() as stack:
         with parsing(path, WHAT, REMEDY):
-            # Opened here: numpy leaves a file that is no archive open.
+            # Opened here: numpy does not close a file that is not an archive.
             content = stack.enter_context(path.open("rb"))
             file = stack.enter_context(np.load(content, allow_pickle=False))
             head = json.loads(file["head"].tobytes())
@@ -249,7 +250,7 @@ def _read_rows(file: Any, name: str) -> Ragged | None:
 
 
 def check_shards(index: Index) -> None:
-    """Raise, with all their names, if local shards are missing or have another length than when indexed."""
+    """Raise an error that names the local shards that are missing or have changed length since indexing."""
     found = [tars.local_bytes(url) for url in index.urls]
     expected = index.shard_bytes.tolist()
     missing = [url for url, size in zip(index.urls, found, strict=True) if size == tars.MISSING]
@@ -268,7 +269,7 @@ def check_shards(index: Index) -> None:
 
 
 def default_path(urls: Sequence[str]) -> Path:
-    """Where the index of some shards is kept: beside them, named after what their names have in common."""
+    """Return the default path of an index: in the folder of its shards, named after their common prefix."""
     if any(scheme(url) for url in urls):
         raise ValueError(f"{urls[0]}: the index of remote shards needs a local path: give one.")
     letters = zip(*(os.path.basename(url) for url in urls), strict=False)
@@ -278,14 +279,14 @@ def default_path(urls: Sequence[str]) -> Path:
 
 
 def short_names(urls: Sequence[str]) -> tuple[str, ...]:
-    """The urls without the folder that they have in common, so that shards may move together."""
+    """Return the urls without their common folder, so that shards may be moved together."""
     return _short_names(tuple(urls))
 
 
-# 2 ms for 1,282 shards, and asked for again with the name of each sample.
+# 2 ms for 1,282 shards, and needed for the name of each sample.
 @lru_cache(maxsize=16)
 def _short_names(urls: tuple[str, ...]) -> tuple[str, ...]:
-    # A pipe is a command, its words are no folders.
+    # A pipe is a command, not a path.
     if any(scheme(url) == "pipe" for url in urls):
         return urls
     folders = zip(*(url.split("/")[:-1] for url in urls), strict=False)
@@ -298,7 +299,7 @@ def _all_equal(values: Sequence[str]) -> bool:
 
 
 def sample_ids(shard_sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids of all samples of shards of these sizes, ascending."""
+    """Return the ids of all samples of shards of these sizes, ascending."""
     first_ids = np.arange(len(shard_sizes)) * int(shard_sizes.max())
     num_before = np.cumsum(shard_sizes) - shard_sizes
     ids: NDArray[np.int64] = np.arange(shard_sizes.sum()) + np.repeat(first_ids - num_before, shard_sizes)
@@ -306,13 +307,13 @@ def sample_ids(shard_sizes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def with_fingerprint(index: Index) -> Index:
-    """The index with the fingerprint of what it holds."""
+    """Return the index with the fingerprint of its content."""
     head = [index.shard_names, index.class_names, index.shard_sizes.tolist()]
     digest = hashlib.sha256(json.dumps(head).encode())
     digest.update(index.image_bytes.astype("<i8").tobytes())
-    for name in RAGGED:
+    for field, name in ROWS.items():
         digest.update(name.encode())
-        if (rows := getattr(index, name)) is not None:
+        if (rows := getattr(index, field)) is not None:
             digest.update(rows.offsets.astype("<i8").tobytes())
             digest.update(rows.values.astype("<u4").tobytes())
     return replace(index, fingerprint=digest.hexdigest())

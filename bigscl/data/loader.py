@@ -1,4 +1,4 @@
-"""From the plan to batches: each rank's workers read, decode and transform images in the planned order."""
+"""Load batches: each rank's workers read, decode and transform images in the planned order."""
 
 # Shapes: B samples of the batch, S side of the views.
 
@@ -23,7 +23,7 @@ from bigscl.data.workers import obey_parent_only
 from bigscl.text import first_few, printable
 
 logger = logging.getLogger(__name__)
-# Bad samples of an epoch that are named in the log, and in the error that there are too many.
+# Bad samples of an epoch that are named in the log, and in the error about too many of them.
 MOST_WARNINGS = 100
 MOST_LISTED = 20
 
@@ -33,9 +33,9 @@ class TooManyBadSamples(ValueError):
 
 
 class BadSamples:
-    """The samples of an epoch that could not be read; stops the run when they are too many.
+    """The samples of an epoch that could not be read; stops the run if there are too many.
 
-    They count as visited when the epoch is resumed: they were tried, and their batches went without them.
+    They count as visited when the epoch is resumed: their batches were trained without them.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class BadSamples:
         reasons: dict[int, str] | None = None,
     ) -> None:
         self.reasons = dict(reasons or {})
-        """Why each of them could not be read; a resumed epoch starts with those of its first part."""
+        """The reason of each; a resumed epoch starts with those of its first part."""
         self._index, self._num_samples, self._max_share = index, num_samples, max_share
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Their ids, in the order in which they came up."""
+        """Their ids, in the order in which they were found."""
         return np.array(list(self.reasons), np.int64)
 
     def record(self, batch: Batch) -> None:
-        """Count and log what a batch had to skip."""
+        """Count and log the samples that a batch skipped."""
         for sample_id, reason in zip(batch.skipped.tolist(), batch.reasons, strict=True):
             self._warn(sample_id, reason)
             self.reasons[sample_id] = reason
@@ -64,8 +64,8 @@ class BadSamples:
             lines = (f"  {self._index.name(n)}: {reason}" for n, reason in self.reasons.items())
             named = first_few(lines, len(self.reasons), most=MOST_LISTED, join="\n")
             raise TooManyBadSamples(
-                f"{len(self.reasons)} of {self._num_samples} samples could not be read, allowed is "
-                f"a share of {self._max_share}. Repair the shards, or raise max_bad_share.\n{named}"
+                f"{len(self.reasons)} of {self._num_samples} samples could not be read; the tolerated "
+                f"fraction is {self._max_share}. Repair the shards, or raise max_bad_share.\n{named}"
             )
 
     def _warn(self, sample_id: int, reason: str) -> None:
@@ -76,7 +76,7 @@ class BadSamples:
 
 
 class Loader:
-    """The batches of one rank, for one epoch or what is left of it, exactly as planned."""
+    """The batches of one rank, for one epoch or the rest of it, exactly as planned."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class Loader:
         self._num_batches = plan.num_batches(rank)
         self.bad = bad or BadSamples(index, plan.num_samples(rank))
         self.wait_seconds = 0.0
-        """How long whoever iterates has waited for batches."""
-        # A stream with nothing in it has no turn, and needs no process.
+        """How long the consumer has waited for batches."""
+        # An empty stream has no turn, and needs no process.
         streams = [stream for stream in plan.streams[rank] if len(stream.ids)]
         batches = Batches(index, streams, plan.batch_size, transform, labels, allow_pipe)
         workers = min(plan.workers, len(streams))
-        jpeg_decoder()  # here, once: forked workers have what this process has imported
+        jpeg_decoder()  # here, once: forked workers inherit the import
         self._loader: DataLoader[Batch] = DataLoader(
             batches,
             batch_size=None,
@@ -116,7 +116,7 @@ class Loader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        # Here, not at the first batch: whoever asks for the iterator forks the workers.
+        # Here, not at the first batch: the caller of iter() forks the workers.
         batches: Iterator[Batch] = iter(self._loader) if self._num_batches else iter(())
         return self._watched(batches)
 
@@ -130,7 +130,7 @@ class Loader:
 
 
 class Batches(IterableDataset[Batch]):
-    """The batches of each worker's stream; DataLoader takes one of each worker in turn."""
+    """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Batches(IterableDataset[Batch]):
 
     def _batch(self, samples: list[tuple[int, Encoded]]) -> Batch:
         size = self._transform.size
-        # Channels last, as they are decoded and as GPUs want them: copying in is ten times cheaper.
+        # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
         images = torch.empty((len(samples), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
         skipped: dict[int, str] = {}
@@ -164,18 +164,15 @@ class Batches(IterableDataset[Batch]):
                 images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
-        erased = torch.tensor([one.erased for one in transformed.values()], dtype=torch.float32).reshape(
-            -1, 4
-        )
+        views = torch.tensor([one.view for one in transformed.values()], dtype=torch.float32)
+        erased = torch.tensor([one.erased for one in transformed.values()], dtype=torch.float32)
         ids = np.array(list(transformed), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
             images=images[: len(transformed)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
-            views=torch.tensor([one.view for one in transformed.values()], dtype=torch.float32).reshape(
-                -1, 5
-            ),
-            erased=erased if self._transform.erases else None,
+            views=views.reshape(-1, 5),
+            erased=erased.reshape(-1, 4) if self._transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )

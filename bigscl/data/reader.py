@@ -1,4 +1,4 @@
-"""Samples read from their shards: encoded images in a stream's order, and a few chosen samples anywhere."""
+"""Read samples from their shards: encoded images in a stream's order, and a few chosen samples."""
 
 import json
 import logging
@@ -26,10 +26,10 @@ Encoded = bytearray | Unreadable
 def encoded_images(
     index: Index, stream: Stream, *, allow_pipe: bool = False
 ) -> Iterator[tuple[int, Encoded]]:
-    """(id, content of its image file, or why there is none) of each sample, in the order of the stream.
+    """Yield (id, content of its image file or the reason why there is none), in the order of the stream.
 
-    Shards are read from front to back, and only what the stream asks for. A sample read before its turn
-    waits, undecoded; the plan's shuffle buffer bounds how many do.
+    Shards are read from front to back, and only the samples of the stream. A sample that is read before its
+    turn waits undecoded; the plan's shuffle buffer bounds their number.
     """
     waiting: dict[int, Encoded] = {}
     source = _in_reading_order(index, stream, allow_pipe)
@@ -57,7 +57,7 @@ def _images_of_shard(
     try:
         shard = open_shard(index.urls[number], allow_pipe=allow_pipe)
     except Unreadable as error:
-        # It was there when the run started: its samples are skipped, counted and named like other bad ones.
+        # It was there when the run started: its samples are skipped, counted and named like others.
         yield from ((sample_id, error) for sample_id in ids)
         return
     with closing(shard):
@@ -69,12 +69,12 @@ def _images_of_shard(
 
 
 def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
-    """The content of a sample's image file; the tar header before it must be the one that was indexed."""
+    """Return the content of a sample's image file; the tar header before it must be the indexed one."""
     offset, size = int(index.image_offsets[sample_id]), int(index.image_bytes[sample_id])
-    # Before anything is allocated. A plain tar checks its own end, a stream does not know it.
+    # Before anything is allocated. A local tar checks its length, a stream does not know it.
     if offset < BLOCK or not 0 <= size <= LARGEST_IMAGE_BYTES:
         raise Unreadable(
-            f"the index is damaged: an image of {size} bytes from byte {offset}. Run `bigscl index` again."
+            f"the index is damaged: an image of {size} bytes at byte {offset}. Run `bigscl index` again."
         )
     data = shard.read_at(offset - BLOCK, BLOCK + size)
     try:
@@ -94,7 +94,7 @@ def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
 
 
 def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> dict[int, Tensor]:
-    """The whole decoded images of a few samples, uint8 `[3,H,W]`, by id; raises Unreadable, with its name."""
+    """Return the decoded images of a few samples, uint8 `[3,H,W]`, by id; raise Unreadable with its name."""
     stream = Stream(shards=np.unique(ids // index.rows_per_shard), ids=np.unique(ids))
     images = {}
     for sample_id, content in encoded_images(index, stream, allow_pipe=allow_pipe):
@@ -110,7 +110,7 @@ def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = Fals
 def read_metadata(
     index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """The json of a few samples (with its `boxes`, if there are any), by id; empty where there is none."""
+    """Return the json of a few samples (with `boxes`, if it has any), by id; empty if there is none."""
     found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         wanted = {bytes(index.keys[n]): n for n in found if n // index.rows_per_shard == number}
@@ -127,7 +127,7 @@ def read_metadata(
 
 
 def _ignore(damage: str) -> None:
-    """Whoever indexed the shards was told of it."""
+    """Ignore damage between members: `bigscl index` has reported it."""
 
 
 def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One scan of the shards: their index, and everything that is wrong with them."""
+"""Scan the shards once: build their index, and list everything that is wrong with them."""
 
 import json
 import reprlib
@@ -23,14 +23,14 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")
 LARGEST_CLASS = (1 << 24) - 1
 LONGEST_NUMBER = 20
-# Labels as they were found, in messages: cut, and not nested deeply.
+# Shortens labels in messages.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong in a shard; `key` is empty if it concerns all of it."""
+    """A problem in a shard; `key` is empty if it concerns the whole shard."""
 
     shard: str
     key: str
@@ -41,7 +41,7 @@ class Problem:
 
 
 class NoSamples(ValueError):
-    """Shards without a single sample that has an image and a label."""
+    """No shard has a sample with an image and a label."""
 
     def __init__(self, urls: Sequence[str], problems: list[Problem]) -> None:
         super().__init__(f"{', '.join(urls[:3])}: no sample with an image and a label in {len(urls)} shards")
@@ -60,13 +60,13 @@ class _Sample:
 
 @dataclass(slots=True, kw_only=True)
 class ShardScan:
-    """What one shard holds: flat arrays, which are cheap to send from one process to another."""
+    """The content of one shard in flat arrays, which are cheap to send between processes."""
 
     stored_bytes: int
     keys: Ragged
     images: np.ndarray[Any, np.dtype[np.int64]]
     """[samples, 2]: offset and length of each image."""
-    positives: Ragged
+    observed: Ragged
     negatives: Ragged
     labels: Ragged | None
     problems: list[Problem]
@@ -81,7 +81,7 @@ def scan(
     allow_pipe: bool = False,
     on_shard: Callable[[str], None] = lambda url: None,
 ) -> tuple[Index, list[Problem]]:
-    """(index of all good samples, problems found in the others), the same for any number of `jobs`.
+    """Return (index of all good samples, problems of the others), the same for any number of `jobs`.
 
     Without class names or their number, the largest label found is the last class.
     """
@@ -100,7 +100,7 @@ def scan(
 
 
 def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardScan:
-    """What one shard holds. Whatever is wrong with it becomes a problem, never an error."""
+    """Return the content of one shard. What is wrong with it is listed as a problem, never raised."""
     problems: list[Problem] = []
     rows: list[tuple[str, Member, dict[str, list[int]]]] = []
     keys: set[str] = set()
@@ -115,7 +115,7 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardS
         for sample in _samples(shard, url, problems):
             labels = _labels(sample, num_classes)
             if sample.key in keys:
-                sample.wrong.append("duplicate key: it occurs before in this shard; this one is left out")
+                sample.wrong.append("duplicate key: it occurs before in this shard; this sample is skipped")
             keys.add(sample.key)
             image = next((sample.members[kind] for kind in IMAGES if kind in sample.members), None)
             if image is None:
@@ -132,7 +132,7 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardS
 
 
 def _oddities(key: str, image: Member) -> Iterator[str]:
-    """What is worth telling of a sample that is kept."""
+    """Yield problems of a sample that is kept."""
     if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in key):
         yield "the key is not UTF-8; the sample is kept, other bytes written as \\x.."
     if image.size == 0:
@@ -140,7 +140,7 @@ def _oddities(key: str, image: Member) -> Iterator[str]:
 
 
 def _samples(shard: Shard, url: str, problems: list[Problem]) -> Iterator[_Sample]:
-    """Neighbouring members with the same key, as WebDataset groups them; labels are read on the way."""
+    """Yield groups of consecutive members with the same key, as WebDataset does; read their labels."""
     sample: _Sample | None = None
 
     def note(reason: str) -> None:
@@ -165,7 +165,7 @@ def _samples(shard: Shard, url: str, problems: list[Problem]) -> Iterator[_Sampl
 
 
 def _add(sample: _Sample, extension: str, member: Member, shard: Shard) -> None:
-    """Note a member of a sample, and read it if it is a label."""
+    """Add a member to a sample, and read it if it is a label."""
     if member.hollow:
         if extension in (*IMAGES, *LABELS):
             sample.wrong.append(f"{extension}: a link or a sparse file, expected a file with its content")
@@ -183,7 +183,7 @@ def _add(sample: _Sample, extension: str, member: Member, shard: Shard) -> None:
 
 
 def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
-    """The lists `positives`, `negatives` and, if there are, `labels` of a sample; what is wrong is noted."""
+    """Return the lists `observed`, `negatives` and `labels` of a sample; add problems to `sample.wrong`."""
     fields: dict[str, Any] = {}
     try:
         found = json.loads(sample.contents.get("json", b"{}"))
@@ -206,8 +206,8 @@ def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
         return {}
     if both := set(fields.get("observed", fields.get("labels", ()))) & set(fields.get("negatives", ())):
         sample.wrong.append(f"negatives: {sorted(both)} are positives as well")
-    positives = fields.pop("observed", fields.get("labels"))
-    return {name: sorted(set(value)) for name, value in (fields | {"positives": positives}).items()}
+    fields.setdefault("observed", fields.get("labels"))
+    return {name: sorted(set(value)) for name, value in fields.items()}
 
 
 def _wrong_classes(value: Any, num_classes: int | None) -> str | None:
@@ -227,7 +227,7 @@ def _packed(
         stored_bytes=stored_bytes,
         keys=Ragged.of_bytes([key.encode(errors="surrogateescape") for key, _, _ in rows]),
         images=np.array([(image.offset, image.size) for _, image, _ in rows], np.int64).reshape(-1, 2),
-        positives=Ragged.of([row["positives"] for _, _, row in rows]),
+        observed=Ragged.of([row["observed"] for _, _, row in rows]),
         negatives=Ragged.of([row.get("negatives", []) for _, _, row in rows]),
         labels=Ragged.of(labels) if len(labels) == len(rows) else None,
         problems=problems,
@@ -253,7 +253,7 @@ def _scan_all(
 
 
 def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
-    """Keys that occur in more than one shard: ids tell them apart, so the samples stay."""
+    """Return keys that occur in more than one shard; the samples are kept, as their ids differ."""
     first: dict[bytes, int] = {}
     problems = []
     for number, found in enumerate(scans):
@@ -266,7 +266,7 @@ def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
 
 
 def _largest_label(scans: list[ShardScan]) -> int:
-    found = [rows.values for scan in scans for rows in (scan.positives, scan.negatives, scan.labels) if rows]
+    found = [rows.values for scan in scans for rows in (scan.observed, scan.negatives, scan.labels) if rows]
     return int(max((values.max() for values in found if len(values)), default=0))
 
 
@@ -288,7 +288,7 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
         keys=spread([found.keys for found in scans], np.uint8),
         image_offsets=images[:, 0].copy(),
         image_bytes=images[:, 1].copy(),
-        positives=spread([found.positives for found in scans], np.uint32),
+        observed=spread([found.observed for found in scans], np.uint32),
         negatives=spread([found.negatives for found in scans], np.uint32),
         labels=spread(labels, np.uint32) if len(labels) == len(scans) else None,
         fingerprint="",

@@ -54,7 +54,7 @@ class Transform(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTransform:
-    """A random view in random colours, different in each epoch."""
+    """Draws a random view with random colours, different in each epoch."""
 
     size: int
     seed: int
@@ -69,7 +69,7 @@ class TrainingTransform:
         return self.erase is not None
 
     def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
-        """The view of this epoch."""
+        """Return the image in the view and colours of this epoch."""
         height, width = image.shape[1:]
         drawn = {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
         view = self.crop.view(**drawn, width=width, height=height)
@@ -85,33 +85,33 @@ class TrainingTransform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTransform:
-    """The whole image squashed to a square, or its centre after the shorter side was resized."""
+    """Squashes the whole image to a square, or resizes its shorter side and crops the centre."""
 
     size: int
     resize: Literal["square", "shorter"] = "square"
     shorter: int = 256
-    """Length of the shorter side before the centre is cut out; only for `resize: shorter`."""
+    """Length of the shorter side before the centre is cropped; only for `resize: shorter`."""
 
     @property
     def erases(self) -> bool:
-        """Never."""
+        """Never: evaluation erases nothing."""
         return False
 
     def __post_init__(self) -> None:
         if self.resize == "shorter" and self.shorter < self.size:
             raise ValueError(
-                f"shorter: {self.shorter}, expected at least size {self.size}, which is cut out of it"
+                f"shorter: {self.shorter}, expected at least size {self.size}, which is cropped from it"
             )
 
     def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
-        """The same view for every sample."""
+        """Return the transformed image, in the same way for every sample."""
         height, width = image.shape[1:]
         if self.resize == "square":
             view = whole(width, height)
             return TransformedImage(crop_and_resize(image, view, self.size), view.fractions())
         scale = self.shorter / min(height, width)
         height, width = max(self.shorter, int(height * scale)), max(self.shorter, int(width * scale))
-        # A line of pixels becomes a field of them.
+        # A line of pixels would become a huge square.
         check_pixels(width, height)
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
         resized = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
@@ -121,14 +121,14 @@ class EvaluationTransform:
 
 
 def crop_and_resize(image: Tensor, view: View, size: int) -> Tensor:
-    """The pixels of a view: cropped and resized in one go, then mirrored."""
+    """Return the pixels of a view: cropped, resized to `size` x `size`, then mirrored if the view is."""
     box = image[:, view.top : view.top + view.height, view.left : view.left + view.width]
     pixels = resize(box, size, size)
     return pixels.flip(-1) if view.flip else pixels
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """The image in another size, bilinear with antialiasing, on uint8 as torchvision does it."""
+    """Return the image in another size, bilinear with antialiasing, on uint8 as torchvision does it."""
     import torch.nn.functional as F
 
     rows, columns = image.shape[1:]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.datasets.multilabel import (
-    Annotated,
     Box,
+    BoxedImage,
     Protocol,
     existing,
     existing_folder,
@@ -39,7 +39,7 @@ def coco(
     )
 
 
-def _official(source: Path, name: str) -> tuple[list[str], list[Annotated]]:
+def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
     """(class names, annotated images): ids sorted as strings, images without annotation left out."""
     file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
     folder = existing_folder(source / name, "the folder of its images")
@@ -56,7 +56,9 @@ def _official(source: Path, name: str) -> tuple[list[str], list[Annotated]]:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadFile(f"{file}: {reason_of(error)}; expected an instances file of COCO") from None
     return classes, [
-        Annotated(path=existing(folder / names[key], f"an image named in {file.name}"), boxes=boxes[int(key)])
+        BoxedImage(
+            path=existing(folder / names[key], f"an image named in {file.name}"), boxes=boxes[int(key)]
+        )
         for key in sorted(names)
     ]
 

@@ -19,7 +19,7 @@ Box = tuple[int, float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Annotated:
+class BoxedImage:
     """An image file and the boxes of all its objects."""
 
     path: Path
@@ -39,7 +39,7 @@ class Protocol:
     num_negatives: int
     seed: int
 
-    def samples(self, images: Sequence[Annotated], num_classes: int, resize: Resize | None) -> list[Sample]:
+    def samples(self, images: Sequence[BoxedImage], num_classes: int, resize: Resize | None) -> list[Sample]:
         """One sample per image of an official set, all labels beside the observed ones."""
         matrix = label_matrix([image.labels for image in images], num_classes)
         positives, negatives = observe(
@@ -59,8 +59,8 @@ def multi_label_shards(
     kind: str,
     *,
     classes: Sequence[str],
-    official_train: Sequence[Annotated],
-    official_val: Sequence[Annotated],
+    official_train: Sequence[BoxedImage],
+    official_val: Sequence[BoxedImage],
     protocol: Protocol,
     resize: int | None,
     samples_per_shard: int,

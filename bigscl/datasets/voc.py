@@ -4,8 +4,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from bigscl.datasets.multilabel import (
-    Annotated,
     Box,
+    BoxedImage,
     Protocol,
     existing,
     existing_folder,
@@ -51,16 +51,16 @@ def _root(source: Path, year: int) -> Path:
     )
 
 
-def _official(root: Path, name: str) -> list[Annotated]:
+def _official(root: Path, name: str) -> list[BoxedImage]:
     """The images of an official set by file name; those whose objects are all difficult are left out."""
     listing = existing(root / "ImageSets" / "Main" / f"{name}.txt", "the list of images of an official set")
     with parsing(listing, "a list of images", "Unpack the devkit again."):
         keys = sorted(listing.read_text().split())
-    images = [_annotated(root, key) for key in keys]
+    images = [_read_image(root, key) for key in keys]
     return [image for image in images if image.boxes]
 
 
-def _annotated(root: Path, key: str) -> Annotated:
+def _read_image(root: Path, key: str) -> BoxedImage:
     annotation = existing(root / "Annotations" / f"{key}.xml", "the annotation of a listed image")
     with parsing(annotation, "well-formed XML", "Unpack the devkit again."):
         tree = ElementTree.parse(annotation).getroot()
@@ -71,7 +71,7 @@ def _annotated(root: Path, key: str) -> Annotated:
         if item.findtext("difficult", "0").strip() != "1"
     ]
     image = existing(root / "JPEGImages" / f"{key}.jpg", "a listed image")
-    return Annotated(path=image, boxes=tuple(boxes))
+    return BoxedImage(path=image, boxes=tuple(boxes))
 
 
 def _box(item: ElementTree.Element, width: float, height: float, file: Path) -> Box:

@@ -13,7 +13,7 @@ from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import FlatLabels, folder
 from bigscl.datasets.ground_truth import read_synsets
 from bigscl.datasets.image_files import ImageFile, Resize, key_of
-from bigscl.datasets.multilabel import Annotated, Protocol, multi_label_shards
+from bigscl.datasets.multilabel import BoxedImage, Protocol, multi_label_shards
 from bigscl.datasets.protocol import observe, split
 from bigscl.datasets.voc import CLASSES, voc
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
@@ -111,7 +111,7 @@ def real_labels(part):
 def test_labels_of_real_voc_shards_are_reproduced_byte_for_byte():
     real = {part: real_labels(part) for part in ("train", "val")}
     images = [
-        Annotated(path=Path(f"{key}.jpg"), boxes=tuple(tuple(box) for box in json.loads(label)["boxes"]))
+        BoxedImage(path=Path(f"{key}.jpg"), boxes=tuple(tuple(box) for box in json.loads(label)["boxes"]))
         for key, label in sorted((real["train"] | real["val"]).items())
     ]
     made = multi_label_shards(

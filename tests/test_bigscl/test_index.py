@@ -160,8 +160,8 @@ def test_drawn_labels_are_some_of_the_full_ones(rows, count):
     index = an_index(np.array([len(rows)]), full=rows, num_classes=10)
     drawn = index.draw_observed(seed=3, positives=count, negatives=2)
     for n, row in enumerate(rows):
-        assert len(drawn.positives[n]) == min(count, len(row))
-        assert set(drawn.positives[n].tolist()) <= set(row)
+        assert len(drawn.observed[n]) == min(count, len(row))
+        assert set(drawn.observed[n].tolist()) <= set(row)
         assert len(drawn.negatives[n]) == min(2, 10 - len(row))
         assert not set(drawn.negatives[n].tolist()) & set(row)
     again = index.draw_observed(seed=3, positives=count, negatives=2)
@@ -172,9 +172,9 @@ def test_drawn_labels_are_some_of_the_full_ones(rows, count):
 def test_drawn_labels_are_drawn_without_bias_and_depend_on_the_seed():
     index = an_index(np.array([6000]), full=[[1, 4, 7]] * 6000, num_classes=8)
     one, two = index.draw_observed(seed=1, negatives=1), index.draw_observed(seed=2, negatives=1)
-    assert np.abs(np.bincount(one.positives.values)[[1, 4, 7]] - 2000).max() < 200
+    assert np.abs(np.bincount(one.observed.values)[[1, 4, 7]] - 2000).max() < 200
     assert np.abs(np.bincount(one.negatives.values)[[0, 2, 3, 5, 6]] - 1200).max() < 160
-    assert 0.2 < (one.positives.values == two.positives.values).mean() < 0.5
+    assert 0.2 < (one.observed.values == two.observed.values).mean() < 0.5
     assert len({index.fingerprint, one.fingerprint, two.fingerprint}) == 3
 
 
@@ -192,7 +192,7 @@ def an_index(sizes, *, full=None, num_classes=1000) -> Index:
         keys=Ragged.of_bytes([f"n{n % 1000:08d}_{n}".encode() for n in range(len(ids))]).spread(ids, rows),
         image_offsets=np.cumsum(numbers),
         image_bytes=numbers,
-        positives=labels,
+        observed=labels,
         negatives=Ragged(np.zeros(rows + 1, np.int64), np.empty(0, np.uint32)),
         labels=labels,
         fingerprint="",
@@ -507,7 +507,7 @@ def test_a_tar_of_webdatasets_writer_in_the_layout_of_public_imagenet(tmp_path):
     index, problems = scan(str(tmp_path / "imagenet1k-train-{0000..0001}.tar"), num_classes=1000)
     assert problems == []
     assert keys(index) == names
-    assert index.positives.values.tolist() == [0, 0, 999]
+    assert index.observed.values.tolist() == [0, 0, 999]
 
 
 @real_data
@@ -520,7 +520,7 @@ def test_real_shards_are_indexed_as_webdataset_reads_them():
     assert index.num_classes == 20
     for n, sample in zip(index.ids(), samples, strict=True):
         fields = json.loads(sample["json"])
-        assert index.positives[n].tolist() == sorted(fields["observed"])
+        assert index.observed[n].tolist() == sorted(fields["observed"])
         assert index.labels[n].tolist() == sorted(fields["labels"])
         assert index.image_bytes[n] == len(sample["jpg"])
 
@@ -531,7 +531,7 @@ def test_tars_written_by_others_are_read_or_their_lack_of_labels_is_named():
     assert problems == []
     samples = list(read_by_webdataset(index.urls))
     assert keys(index) == [sample["__key__"] for sample in samples]
-    assert index.positives.values.tolist() == [int(sample["cls"]) for sample in samples]
+    assert index.observed.values.tolist() == [int(sample["cls"]) for sample in samples]
     with pytest.raises(NoSamples) as caught:
         scan([str(WDS / "cc12m-train-0000.tar"), str(WDS / "compressed.tar")])
     assert sum("no label" in p.what for p in caught.value.problems if "cc12m" in p.shard) == 32

@@ -90,7 +90,7 @@ def slow_figures(index, boxes_of, heat_of):
         for label in {box[0] for box in boxes}:
             own = [box for box in boxes if box[0] == label]
             trial = slow_trial(np.asarray(heat_of(sample_id, label), np.float64), own)
-            trials["observed" if label in index.positives[sample_id] else "missing"].append(trial)
+            trials["observed" if label in index.observed[sample_id] else "missing"].append(trial)
             trials["all"].append(trial)
     return {kind: (len(found), *np.nanmean(found, axis=0)) for kind, found in trials.items()}
 
