@@ -1,4 +1,4 @@
-"""COCO: a folder of images and an instances file as samples."""
+"""COCO: read a folder of images and an instances file."""
 
 import json
 from collections import defaultdict
@@ -22,7 +22,7 @@ from bigscl.text import reason_of
 def coco(
     source: Path, *, year: int, protocol: Protocol, resize: int | None, samples_per_shard: int
 ) -> Shards:
-    """The shards of COCO: official `train` gives train and val, official `val` is the test part."""
+    """Return the shards of COCO: official `train` gives train and val, official `val` is the test part."""
     existing_folder(source, "a folder with annotations/ and the images")
     classes, official_train = _official(source, f"train{year}")
     val_classes, official_val = _official(source, f"val{year}")
@@ -40,11 +40,11 @@ def coco(
 
 
 def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
-    """(class names, annotated images): ids sorted as strings, images without annotation left out."""
+    """Return (class names, images with boxes), ids sorted as strings."""
     file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
     folder = existing_folder(source / name, "the folder of its images")
     with parsing(file, "well-formed JSON", "Unpack the annotations again."):
-        # Outlines are most of the file, and not needed: dropped as they are read, not after.
+        # Outlines are most of the file and are not needed: they are dropped while it is read.
         content = json.loads(file.read_bytes(), object_hook=_without_outline)
     try:
         classes, boxes = _class_names(content), _boxes(content)
@@ -52,7 +52,7 @@ def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
         if strange := [name for name in names.values() if not _is_inside(name)]:
             raise ValueError(f"the file name {strange[0]!r} is not that of a file in the folder")
     except KeyError as error:
-        raise BadFile(f"{file}: {error} is used but not there, expected an instances file of COCO") from None
+        raise BadFile(f"{file}: {error} is used but missing, expected an instances file of COCO") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadFile(f"{file}: {reason_of(error)}; expected an instances file of COCO") from None
     return classes, [
@@ -75,7 +75,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
-    """The boxes of each annotated image, crowds among them; classes count in the file's order."""
+    """Return the boxes of each image that has any, crowds included; classes are in the file's order."""
     numbers = {category["id"]: number for number, category in enumerate(content["categories"])}
     sides = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
     boxes: dict[int, list[Box]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Single-label image folders: one folder per class, as ImageNet is kept."""
+"""Single-label image folders: one folder per class, as in ImageNet."""
 
 import os
 from collections import Counter
@@ -18,7 +18,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatLabels:
-    """Where the labels of a split without class folders are; see `read_ground_truth`."""
+    """The files with the labels of a split without class folders; see `read_ground_truth`."""
 
     ground_truth: Path
     synsets: Path | None
@@ -33,10 +33,10 @@ def folder(
     seed: int,
     samples_per_shard: int,
 ) -> Shards:
-    """The shards of `source`/<split>/<class>/<image>, or of `source`/<class>/<image> as the part `train`.
+    """Return the shards of `source`/<split>/<class>/<image>, or of `source`/<class>/<image> as part `train`.
 
     Classes are the sorted folder names of `train`. Training samples are shuffled once, so that every shard
-    holds a mixture of classes; other parts are in the order of their keys. No `splits` means all there are.
+    has a mixture of classes; other parts are in the order of their keys. No `splits` means all of them.
     """
     found = _find_splits(source)
     if unknown := [split for split in splits if split not in found]:
@@ -44,7 +44,7 @@ def folder(
     wanted = {split: path for split, path in found.items() if not splits or split in splits}
     if flat is not None and all(_class_folders(path) for path in wanted.values()):
         raise ValueError(
-            f"ground truth {flat.ground_truth}: every split of {source} has class folders: drop it"
+            f"ground truth {flat.ground_truth}: every split of {source} has class folders: remove it"
         )
     classes = [child.name for child in _class_folders(found.get("train") or next(iter(found.values())))]
     short = Resize(size=resize, mode="short") if resize is not None else None
@@ -61,7 +61,7 @@ def folder(
 def _part(
     split: str, path: Path, classes: list[str], flat: FlatLabels | None, resize: Resize | None, seed: int
 ) -> list[Sample]:
-    """The samples of a split in the order of the shards."""
+    """Return the samples of a split in the order of the shards."""
     labelled = _by_class_folder(path) if _class_folders(path) else _by_ground_truth(path, flat)
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted({name for _, _, name in labelled} - numbers.keys()):
@@ -75,15 +75,15 @@ def _part(
     ]
     if split != "train":
         return samples
-    # RandomState, because its stream is frozen: any numpy gives the same shards.
+    # RandomState, because its stream is fixed: any version of numpy gives the same shards.
     return [samples[row] for row in np.random.RandomState(seed).permutation(len(samples))]
 
 
 def _find_splits(source: Path) -> dict[str, Path]:
-    """The folder of each split; `source` itself where no split in it has class folders."""
+    """Return the folder of each split; `source` itself if no split in it has class folders."""
     existing_folder(source, "a folder of images")
     found = {split: source / split for split in SPLITS if (source / split).is_dir()}
-    # A class may be called "train": a split is told by the class folders in it.
+    # A class may be called "train": a split is recognised by its class folders.
     if not any(_class_folders(path) for path in found.values()):
         found = {"train": source}
     if not _class_folders(found.get("train", source)):
@@ -96,7 +96,7 @@ def _class_folders(path: Path) -> list[Path]:
 
 
 def _image_files(path: Path) -> list[Path]:
-    """All images below a folder. A walk, because asking each of a million files what it is takes minutes."""
+    """Return all images below a folder. A walk: a call for each of a million files would take minutes."""
     return [
         Path(folder, name)
         for folder, _, names in os.walk(path, followlinks=True)
@@ -106,7 +106,7 @@ def _image_files(path: Path) -> list[Path]:
 
 
 def _by_class_folder(path: Path) -> list[tuple[str, str, str]]:
-    """(key, file, class) of every image; the class comes before the file name where names are not unique."""
+    """Return (key, file, class) of every image; keys start with the class if file names are not unique."""
     found = []
     for child in _class_folders(path):
         files = _image_files(child)
@@ -119,13 +119,13 @@ def _by_class_folder(path: Path) -> list[tuple[str, str, str]]:
 
 
 def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str, str]]:
-    """(key, file, class) of every image of a flat folder."""
+    """Return (key, file, class) of every image of a flat folder."""
     files = sorted(_image_files(path))
     if not files:
         raise ValueError(f"{path}: no images and no class folders")
     if flat is None:
         raise ValueError(
-            f"{path}: {len(files)} images lie flat in one folder. Give their ground truth file: "
+            f"{path}: {len(files)} images without class folders. Give their ground truth file: "
             f"ILSVRC2012_validation_ground_truth.txt, LOC_val_solution.csv, or lines of `image class`."
         )
     truth = read_ground_truth(

@@ -1,4 +1,4 @@
-"""Labels of images that lie flat in one folder, as ImageNet's validation images come."""
+"""Read the labels of images that are all in one folder, as ImageNet's validation images are."""
 
 import re
 from pathlib import Path
@@ -11,11 +11,11 @@ HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"
 
 
 def read_ground_truth(file: Path, synsets: Path | None) -> list[str] | dict[str, str]:
-    """Class names in the order of the sorted images, or by key where the lines name their images.
+    """Return class names in the order of the sorted images, or by key if the lines name their images.
 
     A line is a class or `image class` (spaces or commas; more columns are ignored). A class is a name, or
-    a number into `synsets`, counted from 1 as in ImageNet's devkit, from 0 if a 0 occurs. The numbers of the
-    devkit are not in the order of the sorted names, so numbers without `synsets` are refused.
+    the number of a line of `synsets`, counted from 1 as in ImageNet's devkit, from 0 if a 0 occurs. The
+    devkit's numbers are not in the order of the sorted names, so numbers without `synsets` are refused.
     """
     with parsing(file, "a text file", "Give the ground truth as text, a class on every line."):
         lines = [line.strip() for line in file.read_text().splitlines()]
@@ -35,7 +35,7 @@ def read_ground_truth(file: Path, synsets: Path | None) -> list[str] | dict[str,
 
 
 def read_synsets(file: Path) -> list[str]:
-    """Class names by number: the first word of every line, or the leaves of the devkit's meta.mat."""
+    """Return class names by number: the first word of every line, or the leaves of the devkit's meta.mat."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: not there, expected {HINT}")
     if file.suffix != ".mat":
@@ -55,12 +55,12 @@ def read_synsets(file: Path) -> list[str]:
 def _names(classes: list[str], file: Path, synsets: Path | None) -> list[str]:
     if not all(name.isascii() and name.isdigit() for name in classes):
         if synsets is not None:
-            raise BadFile(f"{file}: classes are names already, a list of synsets has no effect: drop it")
+            raise BadFile(f"{file}: the classes are names, so a list of synsets has no effect: remove it")
         return classes
     if synsets is None:
         raise BadFile(
             f"{file}: classes are numbers, and their order is not that of the sorted class folders. "
-            f"Give the list they count in: {HINT}."
+            f"Give the list that the numbers refer to: {HINT}."
         )
     if longest := [name for name in classes if len(name) > LONGEST_NUMBER]:
         raise BadFile(f"{file}: class {longest[0][:LONGEST_NUMBER]}... has {len(longest[0])} digits")

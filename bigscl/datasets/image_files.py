@@ -1,4 +1,4 @@
-"""An image file on its way into a shard: its own bytes, or shrunk."""
+"""Image files for shards: their original bytes, or resized."""
 
 import io
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from PIL import Image
 
 from bigscl.data.headers import check_header, check_pixels
 
-# What a training pipeline reads from shards, by the first bytes of the file. Names are no guide: one of
+# Formats that training reads from shards, by the first bytes of the file. The name does not tell: one of
 # ImageNet's .JPEG files is a PNG.
 SIGNATURES = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n\x1a\n": "png"}
 # torchvision's list of what an image folder may hold.
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
-# Those of these names, and no others: Pillow runs Ghostscript for some.
+# Only these: Pillow runs Ghostscript for some other formats.
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 QUALITY = 95
 
 
 def key_of(path: Path) -> str:
-    """The key of an image in its shard: its path without slashes and dots, which would end the key."""
+    """Return the key of an image in its shard: its path without slashes and dots, which would end the key."""
     stem = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
     return "_".join(stem.parts).replace(".", "_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """How to shrink an image: `square` squashes it to size x size, `short` keeps its aspect."""
+    """Resizes an image: `square` squashes it to size x size, `short` keeps its aspect ratio."""
 
     size: int
     mode: Literal["square", "short"]
@@ -37,7 +37,7 @@ class Resize:
             raise ValueError(f"resize: {self.size}, expected at least 1 pixel")
 
     def target(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) after it; `short` never enlarges."""
+        """Return the new (width, height); `short` never enlarges."""
         if self.mode == "square":
             return self.size, self.size
         scale = min(1.0, self.size / min(width, height))
@@ -52,10 +52,10 @@ class ImageFile:
     resize: Resize | None = None
 
     def encoded(self) -> tuple[str, bytes]:
-        """(extension by content, bytes): the file's own bytes wherever nothing has to change.
+        """Return (extension by content, bytes): the file's own bytes unless they have to change.
 
-        A file that cannot be decoded stays as it is, so that the shards hold every sample of the source: the
-        training pipeline skips, counts and names it.
+        A file that cannot be decoded stays as it is, so that the shards have every sample of the source:
+        training skips, counts and names it.
         """
         with open(self.path, "rb") as file:
             content = file.read()
@@ -64,7 +64,7 @@ class ImageFile:
             return extension, content
         try:
             return _reencoded(content, self.resize)
-        except Exception:  # Pillow's plugins raise whatever a broken file makes them trip over.
+        except Exception:  # A broken file can make Pillow's plugins raise anything.
             return extension or "jpg", content
 
 
@@ -75,7 +75,7 @@ def _extension(content: bytes) -> str | None:
 
 
 def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
-    """A resized JPEG, or a PNG of a kind of file that shards do not hold (BMP, TIFF, ...)."""
+    """Return a resized JPEG, or a PNG if shards do not hold this format (BMP, TIFF, ...)."""
     buffer = io.BytesIO()
     check_header(content)
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -83,7 +83,7 @@ def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
         if resize is None:
             image.convert("RGB").save(buffer, format="PNG")
             return "png", buffer.getvalue()
-        # The orientation tag stays: whether to follow it is the reader's choice, as for unchanged files.
+        # The orientation tag stays: the reader applies it, as for unchanged files.
         exif = image.info.get("exif", b"")
         target = resize.target(image.width, image.height)
         small = image.convert("RGB").resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)

@@ -1,4 +1,4 @@
-"""Multi-label datasets under the single-positive protocol: what VOC and COCO have in common."""
+"""Multi-label datasets under the single-positive protocol: the common part of VOC and COCO."""
 
 import math
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ class BoxedImage:
 
     @property
     def labels(self) -> tuple[int, ...]:
-        """Classes of the objects, ascending."""
+        """The classes of the objects, ascending."""
         return tuple(sorted({box[0] for box in self.boxes}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """How many labels of each image are kept for training, and the seed of all draws."""
+    """The number of labels of each image that training sees, and the seed that draws them."""
 
     num_positives: int
     num_negatives: int
     seed: int
 
     def samples(self, images: Sequence[BoxedImage], num_classes: int, resize: Resize | None) -> list[Sample]:
-        """One sample per image of an official set, all labels beside the observed ones."""
+        """Return one sample per image of an official set, with all labels and the observed ones."""
         matrix = label_matrix([image.labels for image in images], num_classes)
         positives, negatives = observe(
             matrix, seed=self.seed, num_positives=self.num_positives, num_negatives=self.num_negatives
@@ -65,7 +65,7 @@ def multi_label_shards(
     resize: int | None,
     samples_per_shard: int,
 ) -> Shards:
-    """Parts `train` and `val` out of the official training set, and `test`, the official validation set."""
+    """Return `train` and `val` from the official training set, and `test`, the official validation set."""
     square = Resize(size=resize, mode="square") if resize is not None else None
     samples = protocol.samples(official_train, len(classes), square)
     training, validation = split(len(samples), seed=protocol.seed)
@@ -89,7 +89,7 @@ def multi_label_shards(
 
 
 def label_matrix(labels: Sequence[tuple[int, ...]], num_classes: int) -> NDArray[np.bool_]:
-    """`[N, L]`, True where the image has the class."""
+    """Return `[N, L]`, True where the image has the class."""
     matrix = np.zeros((len(labels), num_classes), dtype=bool)
     for row, classes in zip(matrix, labels, strict=True):
         row[list(classes)] = True
@@ -97,21 +97,21 @@ def label_matrix(labels: Sequence[tuple[int, ...]], num_classes: int) -> NDArray
 
 
 def fraction(position: float, length: float) -> float:
-    """A pixel position in 0..1 of the side it is on; ValueError where one of them is no number of pixels."""
+    """Return a pixel position as a fraction of its side; raise ValueError if they are not pixels."""
     if not (0 < length < math.inf and math.isfinite(position)):
         raise ValueError(f"pixel {position} of {length}, expected numbers, the second larger than 0")
     return round(min(max(position / length, 0.0), 1.0), 5)
 
 
 def existing_folder(path: Path, what: str) -> Path:
-    """The path of a folder, or an error that says what was expected there."""
+    """Return the path of a folder; raise an error that says what was expected if it is not one."""
     if existing(path, what).is_dir():
         return path
     raise BadFile(f"{printable(str(path))}: a file, expected {what}")
 
 
 def existing(path: Path, what: str) -> Path:
-    """The path, or an error that says what was expected there."""
+    """Return the path; raise an error that says what was expected if nothing is there."""
     if not path.exists():
         raise FileNotFoundError(f"{printable(str(path))}: not there, expected {what}")
     return path

@@ -17,10 +17,10 @@ from bigscl.datasets.multilabel import Box, fraction, label_matrix
 from bigscl.datasets.protocol import observe
 from bigscl.datasets.writing import MultiLabel, Sample, Shards
 
-# Shares of the 1,797 source digits: no digit is in two parts.
+# Fractions of the 1,797 source digits: no digit is in two parts.
 SOURCES = {"single": 0.35, "train": 0.3, "val": 0.1, "test": 0.25}
 SIDE = 72
-# Least and greatest height of a digit, in pixels.
+# Smallest and largest height of a digit, in pixels.
 SINGLE_DIGIT = (20, 52)
 SCENE_DIGIT = (18, 30)
 MAX_ATTEMPTS = 50
@@ -37,7 +37,7 @@ class Digit:
     height: int
 
     def overlaps(self, other: "Digit") -> bool:
-        """Whether the two rectangles share a pixel."""
+        """Return whether the two rectangles share a pixel."""
         return (
             self.left < other.left + other.width
             and other.left < self.left + self.width
@@ -46,7 +46,7 @@ class Digit:
         )
 
     def box(self) -> Box:
-        """(class, x0, y0, x1, y1) around the ink, in 0..1 of the picture."""
+        """Return (class, x0, y0, x1, y1) around the ink, in 0..1 of the picture."""
         images, targets = _digits()
         ink = images[self.source] > 0.25
         columns, rows = np.flatnonzero(ink.any(axis=0)) / 8, np.flatnonzero(ink.any(axis=1)) / 8
@@ -62,20 +62,20 @@ class Digit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A picture of digits over clutter: where the digits are is given, the rest is drawn from the seed."""
+    """A picture of digits over clutter: the digits' places are given, the rest is drawn from the seed."""
 
     seed: tuple[int, ...]
     digits: tuple[Digit, ...]
 
     def encoded(self) -> tuple[str, bytes]:
-        """("png", the picture)."""
+        """Return ("png", content of the picture file)."""
         buffer = io.BytesIO()
         # Level 1 takes half the time of the default for files a tenth larger.
         Image.fromarray(self.pixels()).save(buffer, format="PNG", compress_level=1)
         return "png", buffer.getvalue()
 
     def pixels(self) -> NDArray[np.uint8]:
-        """`[SIDE, SIDE, 3]`."""
+        """Return the picture `[SIDE, SIDE, 3]`."""
         random = np.random.RandomState(self.seed)
         picture = _background(random)
         for digit in self.digits:
@@ -84,7 +84,7 @@ class Scene:
 
 
 def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
-    """`single` digits to pretrain on; `train`, `val`, `test` scenes of 2-4 digits, one of them observed."""
+    """Return `single` digits for pretraining; `train`, `val`, `test` scenes of 2-4 digits, one observed."""
     sources = _split_sources(seed)
     parts = {}
     for number, part in enumerate(SOURCES):
@@ -126,7 +126,7 @@ def _scene(part: str, sources: list[NDArray[np.int64]], seed: tuple[int, ...]) -
 def _place(
     chosen: list[int], heights: tuple[int, int], random: np.random.RandomState
 ) -> tuple[Digit, ...] | None:
-    """The digits at free places and of random sizes, or None where the first ones left no room."""
+    """Return the digits at free places with random sizes; None if the first ones left no room."""
     placed: list[Digit] = []
     for source in chosen:
         for _ in range(MAX_ATTEMPTS):
@@ -143,7 +143,7 @@ def _place(
 
 
 def _background(random: np.random.RandomState) -> NDArray[np.float64]:
-    """A dimmed piece of a photograph, with smaller pieces strewn over it."""
+    """Return a piece of a photograph at low contrast, with smaller pieces pasted on it."""
     picture = _piece(random, SIDE, SIDE)
     for _ in range(random.randint(1, 5)):
         width, height = random.randint(SIDE // 9, SIDE // 4, 2).tolist()
@@ -153,7 +153,7 @@ def _background(random: np.random.RandomState) -> NDArray[np.float64]:
 
 
 def _piece(random: np.random.RandomState, width: int, height: int) -> NDArray[np.float64]:
-    """A random part of a photograph, resized, at low contrast around a random grey."""
+    """Return a random part of a photograph, resized, at low contrast around a random grey."""
     photograph = _photographs()[random.randint(2)]
     zoom = random.uniform(1.0, 3.0)
     part_width, part_height = int(width * zoom), int(height * zoom)
@@ -166,7 +166,7 @@ def _piece(random: np.random.RandomState, width: int, height: int) -> NDArray[np
 
 
 def _draw(picture: NDArray[np.float64], digit: Digit, random: np.random.RandomState) -> None:
-    """Blend a digit's ink into the picture, lighter or darker than what is there."""
+    """Blend a digit's ink into the picture, lighter or darker than its background."""
     rows = slice(digit.top, digit.top + digit.height)
     columns = slice(digit.left, digit.left + digit.width)
     mean = picture[rows, columns].mean()
@@ -178,7 +178,7 @@ def _draw(picture: NDArray[np.float64], digit: Digit, random: np.random.RandomSt
 
 
 def _split_sources(seed: int) -> dict[str, list[NDArray[np.int64]]]:
-    """For each part and class, the source digits that part may use; all classes are split alike."""
+    """Return the source digits of each part and class; all classes are split alike."""
     random = np.random.RandomState(seed)
     sources: dict[str, list[NDArray[np.int64]]] = {part: [] for part in SOURCES}
     for label in range(10):
@@ -191,7 +191,7 @@ def _split_sources(seed: int) -> dict[str, list[NDArray[np.int64]]]:
 
 @cache
 def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`[1797, 8, 8]` ink in 0..1, and the classes."""
+    """Return `[1797, 8, 8]` ink in 0..1, and the classes."""
     digits = _sklearn().load_digits()
     return digits.images / 16, digits.target
 
@@ -206,6 +206,6 @@ def _sklearn() -> Any:
         from sklearn import datasets
     except ImportError:
         raise ValueError(
-            "scenes are made of scikit-learn's images: pip install 'bigscl[quickstart]'"
+            "scenes need scikit-learn's images: pip install 'bigscl[quickstart]'"
         ) from None
     return datasets

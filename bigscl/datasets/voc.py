@@ -1,4 +1,4 @@
-"""Pascal VOC: a VOCdevkit folder as samples."""
+"""Pascal VOC: read a VOCdevkit folder."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,7 +25,7 @@ CLASSES = (
 
 
 def voc(source: Path, *, year: int, protocol: Protocol, resize: int | None, samples_per_shard: int) -> Shards:
-    """The shards of a VOCdevkit: official `train` gives train and val, official `val` is the test part."""
+    """Return the shards of VOC: official `train` gives train and val, official `val` is the test part."""
     root = _root(source, year)
     return multi_label_shards(
         "voc",
@@ -39,7 +39,7 @@ def voc(source: Path, *, year: int, protocol: Protocol, resize: int | None, samp
 
 
 def _root(source: Path, year: int) -> Path:
-    """The folder that holds `Annotations`: `source`, or VOC<year> or VOCdevkit/VOC<year> in it."""
+    """Return the folder that holds `Annotations`: `source`, or VOC<year> or VOCdevkit/VOC<year> in it."""
     existing_folder(source, "a VOCdevkit folder")
     candidates = (source, source / f"VOC{year}", source / "VOCdevkit" / f"VOC{year}")
     for root in candidates:
@@ -52,7 +52,7 @@ def _root(source: Path, year: int) -> Path:
 
 
 def _official(root: Path, name: str) -> list[BoxedImage]:
-    """The images of an official set by file name; those whose objects are all difficult are left out."""
+    """Return the images of an official set by file name, without those whose objects are all difficult."""
     listing = existing(root / "ImageSets" / "Main" / f"{name}.txt", "the list of images of an official set")
     with parsing(listing, "a list of images", "Unpack the devkit again."):
         keys = sorted(listing.read_text().split())

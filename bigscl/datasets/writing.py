@@ -18,27 +18,27 @@ CLASSES = "classes.txt"
 
 
 class Picture(Protocol):
-    """Where an image comes from; it is read or drawn only when its shard is written."""
+    """The source of an image; it is read or drawn only when its shard is written."""
 
     def encoded(self) -> tuple[str, bytes]:
-        """(extension, file content)."""
+        """Return (extension, file content)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiLabel:
-    """All that is known of an image, and the part of it that training may see."""
+    """All labels of an image, and those that training sees."""
 
     labels: tuple[int, ...]
     """Every class in the image."""
     observed: tuple[int, ...]
-    """The positives kept by the protocol."""
+    """Positives that training sees."""
     negatives: tuple[int, ...] = ()
-    """Known absent classes kept by the protocol."""
+    """Known absent classes that training sees."""
     boxes: tuple[tuple[int, float, float, float, float], ...] = ()
     """(class, x0, y0, x1, y1), in 0..1 of the image."""
 
     def encoded(self) -> bytes:
-        """The `json` member; empty optional fields are left out."""
+        """Return the `json` member, without empty optional fields."""
         fields: dict[str, Any] = {"labels": self.labels, "observed": self.observed}
         if self.negatives:
             fields["negatives"] = self.negatives
@@ -56,11 +56,11 @@ class Sample:
     label: int | MultiLabel
 
     def members(self) -> list[tuple[str, bytes]]:
-        """(extension, content) of the tar members of this sample."""
+        """Return (extension, content) of the tar members of this sample."""
         return [self.image.encoded(), self.label_member()]
 
     def label_member(self) -> tuple[str, bytes]:
-        """(extension, content) of the label alone."""
+        """Return (extension, content) of the label."""
         if isinstance(self.label, MultiLabel):
             return "json", self.label.encoded()
         return "cls", str(self.label).encode()
@@ -68,14 +68,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Everything `write` needs: the parts in writing order, and the settings that made them."""
+    """The samples of each part in writing order, and the settings that determine them."""
 
     kind: str
     classes: Sequence[str]
     parts: Mapping[str, Sequence[Sample]]
     """Samples by part (`train`, `val`, ...), in the order in which they go to the shards."""
     settings: dict[str, Any]
-    """What the samples depend on; a run with other settings does not continue this one."""
+    """What the samples depend on; a command with other settings does not resume this one."""
     samples_per_shard: int = 1000
 
     def __post_init__(self) -> None:
@@ -85,12 +85,12 @@ class Shards:
             _check_keys(part, samples)
 
     def names(self, part: str) -> list[str]:
-        """File names of the shards of a part."""
+        """Return the file names of the shards of a part."""
         count = -(-len(self.parts[part]) // self.samples_per_shard)
         return [f"{part}-{shard:06d}.tar" for shard in range(count)]
 
     def chunk(self, part: str, shard: int) -> Sequence[Sample]:
-        """The samples of one shard."""
+        """Return the samples of one shard."""
         first = shard * self.samples_per_shard
         return self.parts[part][first : first + self.samples_per_shard]
 
@@ -102,14 +102,14 @@ class Written:
     name: str
     num_samples: int
     skipped: bool
-    """It was there already, from a run before."""
+    """It existed already, from an earlier command."""
 
 
 def write(shards: Shards, out: Path, workers: int = 0) -> Iterator[Written]:
-    """Write what is missing in `out`, and yield every shard as it is finished.
+    """Write the shards that are missing in `out`, and yield every shard when it is finished.
 
-    Shards already there are yielded first and kept: a shard gets its name only when it is whole. `workers`
-    processes write different shards at the same time; the bytes do not depend on it.
+    Existing shards are kept and yielded first: a shard gets its name only when it is complete. `workers`
+    processes write different shards at the same time; the bytes do not depend on their number.
     """
     out.mkdir(parents=True, exist_ok=True)
     _claim(shards, out)
@@ -157,7 +157,7 @@ def _check_keys(part: str, samples: Sequence[Sample]) -> None:
     keys = [sample.key for sample in samples]
     if not keys:
         raise BadFile(f"{part}: no samples. Check the source folder and the split.")
-    # WebDataset cuts a member's name at the first dot.
+    # WebDataset ends the key at the first dot of a member's name.
     if dotted := next((key for key in keys if "." in key), None):
         raise BadFile(f"{part}: key {dotted!r} has a dot, which separates key and extension in a shard.")
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
@@ -168,7 +168,7 @@ def _check_keys(part: str, samples: Sequence[Sample]) -> None:
 
 
 def _claim(shards: Shards, out: Path) -> None:
-    """Note in `out` what is written there, or refuse where that differs from what is there."""
+    """Record in `out` what is written there; refuse a folder with other shards."""
     path = out / MANIFEST
     wanted = _manifest(shards)
     found = _read_manifest(path) if path.exists() else None
@@ -177,8 +177,8 @@ def _claim(shards: Shards, out: Path) -> None:
     if found is not None:
         if differences := _differences(found, wanted):
             raise ValueError(
-                f"{path}: these shards were made otherwise: {'; '.join(differences)}. "
-                f"Use another folder, or delete this one to make them anew."
+                f"{path}: these shards were written with other settings: {'; '.join(differences)}. "
+                f"Use another folder, or delete this one and rerun the command."
             )
         wanted["parts"] |= found["parts"]
     write_text(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
@@ -220,12 +220,12 @@ def _digest(lines: Iterator[bytes]) -> str:
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """`name was A, is B` for all that differs; parts that only one side has are no difference."""
+    """Return `name was A, is B` for everything that differs; parts of only one side do not count."""
     general = [name for name in wanted if name not in ("settings", "parts")]
     pairs = [(name, found.get(name), wanted[name]) for name in general]
     before, now = found["settings"], wanted["settings"]
     pairs += [(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
-    if all(was == now_is for _, was, now_is in pairs):  # else it is no wonder that the samples differ
+    if all(was == now_is for _, was, now_is in pairs):  # otherwise the samples differ anyway
         common = found["parts"].keys() & wanted["parts"].keys()
         pairs += [(f"part {part}", found["parts"][part], wanted["parts"][part]) for part in sorted(common)]
     return [f"{name} was {was}, is {now_is}" for name, was, now_is in pairs if was != now_is]

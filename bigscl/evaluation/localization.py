@@ -1,8 +1,7 @@
-"""Where the heat of present classes lies: pointing game and energy in boxes, of stored heatmaps and networks.
+"""Localization: pointing game and energy in boxes, for stored heatmaps and for a network's maps.
 
-Every pair of an image and a class that it has boxes of is one trial, in the frame of the whole image. Pairs
-are told apart by whether training knew of them: `observed` positives, and `missing` ones, that it was not
-told of.
+Every pair of an image and a class with boxes is one trial, in the frame of the whole image. `observed` pairs
+are positives that training sees, `missing` pairs are positives that it does not see.
 """
 
 # Shapes: p pairs of image and class, m boxes, W side of the heatmaps.
@@ -25,20 +24,20 @@ from bigscl.store import HeatmapStore, Rows
 
 STORED = "stored heatmaps of training images"
 NETWORK = "network maps"
-"""What points, by the names they have in reports."""
+"""Sources of heat, by their names in reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointing:
-    """Figures over pairs of image and class, as fractions; NaN of no pairs."""
+    """Figures over pairs of image and class, as fractions; NaN if there are no pairs."""
 
     num_pairs: int
     hit_rate: float
-    """Share whose heatmap is hottest inside a box of the class; a flat heatmap counts as much as chance."""
+    """Fraction whose heatmap is hottest inside a box of the class; a flat heatmap scores chance."""
     energy: float
-    """Mean share of the heat that lies in boxes of the class, over the heatmaps that have any heat."""
+    """Mean fraction of the heat inside boxes of the class, over the heatmaps with any heat."""
     chance: float
-    """Mean share of the image that those boxes cover: what a flat heatmap gets."""
+    """Mean fraction of the image that those boxes cover: the score of a flat heatmap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +54,7 @@ class Objects:
     """[m]: the pair that each box belongs to, ascending."""
 
     def of(self, ids: NDArray[np.int64]) -> "Objects":
-        """The pairs of some images only."""
+        """Return the pairs of some images only."""
         kept = np.isin(self.ids, ids)
         boxes = kept[self.owners]
         return Objects(
@@ -67,7 +66,7 @@ class Objects:
 
 
 def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = None) -> dict[str, Pointing]:
-    """Figures of the stored heatmaps of an index's images, or of some of them: `observed`, `missing`, `all`.
+    """Return figures of the stored heatmaps of all or some images: `observed`, `missing` and `all` pairs.
 
     A class whose heatmap is not among an image's top classes has no heat there.
     """
@@ -94,7 +93,7 @@ def map_trials(objects: Objects, batch: NetworkBatch, logit_map: Tensor) -> Arra
 
 
 def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
-    """The boxes in the shards' json, `[class, x0, y0, x1, y1]` each; refused if there are none at all."""
+    """Read the boxes in the shards' json, `[class, x0, y0, x1, y1]` each; refuse shards without any."""
     rows = [
         (sample_id, int(box[0]), *box[1:])
         for sample_id, fields in read_metadata(index, ids).items()
@@ -112,9 +111,9 @@ def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
 
 
 def summarize(trials: Arrays, index: Index) -> dict[str, Pointing]:
-    """Figures over `observed`, `missing` and `all` pairs.
+    """Return figures over `observed`, `missing` and `all` pairs.
 
-    Where the shards have full labels, only their positives count, whatever else has boxes.
+    If the shards have full labels, only their positives count; boxes of other classes are ignored.
     """
     pairs = (np.arange(len(trials["ids"])), trials["classes"])
     observed = index.labels_of(trials["ids"], "observed")[pairs] == 1
@@ -140,7 +139,7 @@ def _mean(values: NDArray[Any]) -> float:
 
 
 def _trials(heat: Tensor, objects: Objects) -> Arrays:
-    """The outcome of every pair, from its heatmap [p,W,W]."""
+    """Return the outcome of every pair, from its heatmap [p,W,W]."""
     heat = heat.float()
     boxes, owners = torch.from_numpy(objects.boxes), torch.from_numpy(objects.owners)
     return {
@@ -159,7 +158,7 @@ def _stored_heatmaps(rows: Rows, ids: NDArray[np.int64], objects: Objects) -> Te
 
 
 def _rows_of(wanted: NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor:
-    """Where each wanted id stands in `ids`."""
+    """Return the position of each wanted id in `ids`."""
     order = np.argsort(ids)
     return torch.from_numpy(order[np.searchsorted(ids[order], wanted)])
 

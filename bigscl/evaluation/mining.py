@@ -1,4 +1,4 @@
-"""What the memory has found that no label said: expected positives against the full labels."""
+"""Compare mined positives (expected, but not observed) with the full labels."""
 
 # Shapes: n images of a shard, L classes.
 
@@ -13,31 +13,30 @@ from bigscl.store import HeatmapStore, SingleProcess
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mined:
-    """Pairs of image and class that are expected positive without being annotated."""
+    """Pairs of image and class that are expected positives but not observed ones."""
 
     num_mined: int
     num_missing: int
-    """Pairs that are positive by the full labels, and not annotated."""
+    """Pairs that are positive by the full labels, but not observed."""
     precision: float
-    """Share of the mined pairs that are positive; NaN of none."""
+    """Fraction of the mined pairs that are positive; NaN if none is mined."""
     recall: float
-    """Share of the missing positives that are mined; NaN of none."""
+    """Fraction of the missing positives that are mined; NaN if none is missing."""
 
 
 def mined_positives(store: HeatmapStore, index: Index, positives_per_image: float) -> Mined:
-    """What a selection by the scores in the store would find, if it expected so many positives per image.
+    """Return what a selection by the store's scores finds with K = `positives_per_image`.
 
-    The cut is that of EN's next epoch, so that runs which never select can be asked the same question.
+    The cut is that of EN's next epoch, so that runs that never select can be compared too.
     """
     shards = range(store.spec.num_shards)
-    annotated = index.annotations("observed")
-    num_expected = expected_counts(annotated.counts(), positives_per_image)
+    num_expected = expected_counts(index.annotations("observed").counts(), positives_per_image)
     selection = select(store.scores_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
     for ids, scores in store.scores_by_shard(shards):
         expected = selection.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
         truth = index.labels_of(ids, "labels")
-        # What even the full labels leave open counts neither for nor against.
+        # Pairs that are unknown in the full labels do not count.
         open_pairs = (index.labels_of(ids, "observed") != 1) & (truth != -1)
         present = (truth == 1) & open_pairs
         mined += int((expected & open_pairs).sum())

@@ -1,4 +1,4 @@
-"""The ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number."""
+"""ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number."""
 
 import json
 import re
@@ -26,11 +26,11 @@ class RealLabels:
     missing: tuple[str, ...]
     """Validation images that were not predicted, evaluated by ReaL or not."""
     num_images: int
-    """Of the whole validation set."""
+    """The size of the whole validation set."""
 
 
 def read_real_labels(path: Path) -> list[list[int]]:
-    """The classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
+    """Return the classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
@@ -48,7 +48,7 @@ def read_real_labels(path: Path) -> list[list[int]]:
 def match_real_labels(
     real_labels: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]
 ) -> RealLabels:
-    """The labels of the images with these keys, which hold their ILSVRC2012_val number; never by order."""
+    """Return the labels of images by the ILSVRC2012_val number in their keys, never by order."""
     _check_classes(real_labels, class_names)
     numbers = image_numbers(keys)
     if (largest := max(numbers, default=0)) > len(real_labels):
@@ -63,7 +63,7 @@ def match_real_labels(
 
 
 def image_numbers(keys: Sequence[str]) -> list[int]:
-    """The number of each validation image, from its key or file name; each may occur once."""
+    """Return the number of each validation image from its key; each may occur once."""
     found = [NUMBER.search(key) for key in keys]
     strange = [key for key, match in zip(keys, found, strict=True) if match is None]
     if strange:
@@ -80,7 +80,7 @@ def image_numbers(keys: Sequence[str]) -> list[int]:
 
 
 def image_name(number: int) -> str:
-    """The name of a validation image, without its extension."""
+    """Return the name of a validation image, without its extension."""
     return f"ILSVRC2012_val_{number:08d}"
 
 

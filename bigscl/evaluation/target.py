@@ -1,4 +1,4 @@
-"""What is to be evaluated: a run, a checkpoint, a weights file, published weights; and how it sees."""
+"""What is evaluated: a run, a checkpoint, a weights file or published weights, and its preprocessing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ Color = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """A network, and how it wants to see images."""
+    """A network, and the preprocessing of its images."""
 
     name: str
     backbone: str
@@ -31,11 +31,11 @@ class EvaluationTarget:
     mean: Color = MEAN
     std: Color = STD
     config: Config | None = None
-    """Of the run it comes from."""
+    """The config of the run it comes from."""
 
 
 def find_target(model: Path | None, backbone: str | None, weights: str | None) -> EvaluationTarget:
-    """What a command line names: a path, or a backbone with weights."""
+    """Return what a command line names: a path, or a backbone with weights."""
     if model is None:
         if backbone is None or weights is None:
             raise ValueError(
@@ -43,13 +43,13 @@ def find_target(model: Path | None, backbone: str | None, weights: str | None) -
             )
         return _bare(backbone, weights) if is_file(weights) else _published(backbone, weights)
     if weights is not None:
-        raise ValueError(f"--weights: has no effect beside {model}. Give one of them.")
+        raise ValueError(f"--weights: has no effect with {model}. Give one of them.")
     file = find_weights(model)
     return _of_run(file) if backbone is None else _bare(backbone, str(file))
 
 
 def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> EvaluationTarget:
-    """The target with the name, pooling and preprocessing that a command line gives it."""
+    """Return the target with the name, pooling and preprocessing of a command line."""
     changed = replace(target.transform, **_given(options, "size", "resize", "shorter"))
     if options.pooling is not None and target.config is not None:
         raise ValueError("--pooling: has no effect on a run, which has its own")
@@ -64,7 +64,7 @@ def _given(options: EvaluationOptions, *names: str) -> dict[str, Any]:
 
 
 def find_weights(path: Path) -> Path:
-    """The weights file that a path means: of a run its best, or else its newest checkpoint's."""
+    """Return the weights file that a path means: of a run its best weights, else its newest checkpoint's."""
     if path.is_file():
         return path
     newest_first = sorted(path.glob(f"checkpoints/step-*/{WEIGHTS}"), reverse=True)
@@ -79,13 +79,13 @@ def find_weights(path: Path) -> Path:
 
 
 def find_config(file: Path) -> Path | None:
-    """The config of the run that a file lies in."""
+    """Return the config of the run that a file belongs to."""
     configs: Iterable[Path] = (folder / CONFIG for folder in file.absolute().parents)
     return next((config for config in configs if config.is_file()), None)
 
 
 def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifier:
-    """The network with its weights, in evaluation mode; refused if it was made for other classes."""
+    """Build the network with its weights, in evaluation mode; refuse one with other classes."""
     network = create_network(target.backbone, num_classes, target.weights)
     head = find_head(network, target.backbone)
     outputs = head.linear(network).out_features
@@ -112,7 +112,7 @@ def _of_run(file: Path) -> EvaluationTarget:
         raise ValueError(
             f"{file}: not in the folder of a run (no {CONFIG} above it). Name its network with --backbone."
         )
-    # The folder may have been moved since.
+    # The folder may have been moved since training.
     config = load_config(path, ["--run", str(path.parent)])
     name = file.absolute().relative_to(path.parent.parent)
     return EvaluationTarget(
@@ -128,7 +128,7 @@ def _of_run(file: Path) -> EvaluationTarget:
 
 
 def _published(backbone: str, weights: str) -> EvaluationTarget:
-    """Weights by name; torchvision's say how images are to be prepared for them."""
+    """Return published weights by name; torchvision's define their preprocessing."""
     target = EvaluationTarget(name=f"{backbone} {weights}", backbone=backbone, weights=weights)
     if ":" in backbone:
         return target

@@ -1,4 +1,4 @@
-"""Validation during training: what the network is worth on fully labelled images."""
+"""Validation during training: mAP and accuracy on fully labelled images."""
 
 import json
 
@@ -18,7 +18,7 @@ from bigscl.processes.ranks import Ranks
 def validate(
     model: nn.Module, index: Index, config: Config, device: torch.device, ranks: Ranks
 ) -> dict[str, float]:
-    """The metrics over all validation images, the same on every rank."""
+    """Return the metrics over all validation images, the same on every rank."""
     plan = evaluation_plan(
         index.shard_sizes,
         index.rows_per_shard,

@@ -319,7 +319,7 @@ def test_synsets_come_from_the_devkits_own_file(tmp_path):
         ("3\n1\n2\n", "synsets.txt", "3 lines for the 6 images"),
         ("", None, "empty"),
         ("n1\n" * 6, None, "1 classes are not among the 3 of the training folder, e.g. 'n1'"),
-        ("n1\n" * 6, "synsets.txt", "has no effect: drop it"),
+        ("n1\n" * 6, "synsets.txt", "has no effect: remove it"),
         ("a n1\nb\n", None, "row 2 is 'b'"),
         ("a n1\n", None, "6 images have no line, e.g. ILSVRC2012_val_00000001"),
     ],
@@ -336,10 +336,10 @@ def test_folder_mistakes_are_named(flat, tmp_path):
         read_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="no split test, found train, val"):
         read_folder(flat, splits=["test"])
-    with pytest.raises(ValueError, match="6 images lie flat in one folder"):
+    with pytest.raises(ValueError, match="6 images without class folders"):
         read_folder(flat)
     labels = FlatLabels(ground_truth=flat / "truth.txt", synsets=None)
-    with pytest.raises(ValueError, match="has class folders: drop it"):
+    with pytest.raises(ValueError, match="has class folders: remove it"):
         read_folder(flat, splits=["train"], flat=labels)
     (flat / "train" / "n02000000").mkdir()
     with pytest.raises(ValueError, match="n02000000: no images"):

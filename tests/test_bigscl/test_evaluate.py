@@ -242,7 +242,7 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
     [
         ([], "nothing to evaluate"),
         (["--backbone", "resnet18"], "nothing to evaluate"),
-        (["{run}", "--weights", "DEFAULT"], "--weights: has no effect beside"),
+        (["{run}", "--weights", "DEFAULT"], "--weights: has no effect with"),
         (["{run}", "--batch-size", "0"], "Invalid value for '--batch-size'"),
         (["{run}", "--size", "-3"], "Invalid value for '--size'"),
         (["{run}", "--std", "0.2", "0", "0.2"], "--std (0.2, 0.0, 0.2): expected 1e-06 to 100"),

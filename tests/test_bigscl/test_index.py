@@ -81,7 +81,7 @@ def test_saved_index_is_loaded_equal(labelled_shards, tmp_path):
     assert loaded.class_names == ("cat", "dog", "eel", "fox")
     for name in ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes"):
         assert np.array_equal(getattr(loaded, name), getattr(index, name))
-    for name in ("keys", "positives", "negatives", "labels"):
+    for name in ("keys", "observed", "negatives", "labels"):
         left, right = getattr(loaded, name), getattr(index, name)
         assert np.array_equal(left.offsets, right.offsets)
         assert np.array_equal(left.values, right.values)
