@@ -1,4 +1,4 @@
-"""Evaluation of a network on shards, over any number of processes: every image once, the same report.
+"""Evaluate a network on shards with any number of processes: every image once, the same report.
 
 `python -m bigscl.evaluate --help` shows the options and examples.
 """
@@ -64,7 +64,7 @@ def _evaluate(options: EvaluationOptions) -> None:
     index = _open_index(target, options)
     real_labels = None if options.real is None else read_real_labels(options.real)
     if real_labels is not None:
-        # Now, not hours later.
+        # Fail now, not after hours of predictions.
         match_real_labels(
             real_labels, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names
         )
@@ -81,7 +81,7 @@ def _evaluate(options: EvaluationOptions) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a place for the report where nothing can be written: now, not after hours of predictions."""
+    """Refuse an output folder that cannot be written to: now, not after hours of predictions."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -91,11 +91,11 @@ def check_writable(folder: Path) -> None:
 
 
 class Evaluation:
-    """A network before the images it is evaluated on, in every process."""
+    """The evaluation of a network on the images of an index; every process has one."""
 
     def __init__(self, target: EvaluationTarget, index: Index, options: EvaluationOptions) -> None:
         self._target, self._index, self._options = target, index, options
-        # What cannot be done is found out here, not after hours of predictions.
+        # Requests that cannot be met fail here, not after hours of predictions.
         self._objects = read_objects(index, index.ids()) if options.boxes else None
         if options.heatmaps and (target.config is None or target.config.store.kind != "disk"):
             raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
@@ -103,8 +103,7 @@ class Evaluation:
         self._device = state.device
         self._ranks = process_group()
         if self._device.type == "cpu":
-            # Sums are split among threads, so their number would show in the last bits. For speed there
-            # are processes.
+            # The number of threads would change the last bits of sums. Use more processes for speed.
             torch.set_num_threads(1)
         # Published weights are downloaded once.
         with state.main_process_first():
@@ -115,7 +114,7 @@ class Evaluation:
         )
 
     def predictions(self) -> SavedPredictions | None:
-        """Return everything that the report is made of on rank 0, None elsewhere."""
+        """Return the predictions of all images on rank 0, None elsewhere."""
         objects = self._objects
         found = predict(
             self._network,
@@ -137,7 +136,7 @@ class Evaluation:
         return from_network(found, self._index, about)
 
     def _localization(self, found: Predictions) -> dict[str, dict[str, Pointing]]:
-        """Return the localization figures that were asked for, by what points."""
+        """Return the requested localization figures, by source of the heat."""
         localization = {}
         if self._objects is not None:
             localization[NETWORK] = summarize(found.measured, self._index)
@@ -147,7 +146,7 @@ class Evaluation:
         return localization
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches of this rank; rank 0 says now and then how far it is."""
+        """Yield the batches of this rank; log the progress of rank 0."""
         options, index, ranks = self._options, self._index, self._ranks
         plan = evaluation_plan(
             index.shard_sizes,
@@ -169,23 +168,23 @@ class Evaluation:
 
 
 def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
-    """The index of the shards that were named, or of the run's validation shards."""
+    """Load the index of the given shards, or of the run's validation shards."""
     if options.shards:
         return load_index(options.shards, options.index)
     if target.config is None or target.config.data.val is None:
-        raise ValueError("--shards: which images? There is no run that names its validation shards.")
+        raise ValueError("--shards: missing. Give the shards, or a run that has validation shards.")
     return load_index(target.config.data.val, options.index or target.config.data.val_index)
 
 
 def _stored_pointing(config: Config) -> dict[str, Pointing]:
-    """Of the run's training images, at the newest snapshot of its store."""
+    """Return the figures of the run's training images at the newest snapshot of its store."""
     data = open_data(config)
     with read_store(config, data.annotations) as store:
         return pointing(store, data.train)
 
 
 def _names(index: Index) -> str:
-    """The shards in a few words."""
+    """Describe the shards in a few words."""
     first, last = index.urls[0], index.shard_names[-1]
     return first if len(index.urls) == 1 else f"{len(index.urls)} shards, {first} to {last}"
 

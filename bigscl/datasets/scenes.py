@@ -205,7 +205,5 @@ def _sklearn() -> Any:
     try:
         from sklearn import datasets
     except ImportError:
-        raise ValueError(
-            "scenes need scikit-learn's images: pip install 'bigscl[quickstart]'"
-        ) from None
+        raise ValueError("scenes need scikit-learn's images: pip install 'bigscl[quickstart]'") from None
     return datasets

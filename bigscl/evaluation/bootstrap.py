@@ -1,7 +1,7 @@
-"""How figures would vary over other draws of the images: exact metrics of many resamples, never made.
+"""Bootstrap: exact metrics of many resamples of the images, computed without building the resamples.
 
-A resample of N images with replacement is how often each image occurs in it. Average precision needs, for
-each positive, the images that reach its score, counted so often; one pass over a class serves all resamples.
+A resample of N images with replacement is given by how often each image occurs in it. Average precision
+needs, for each positive, the number of images that reach its score: one pass per class for all resamples.
 """
 
 # Shapes: N images, L classes, S resamples, D different scores of a class's positives.
@@ -17,15 +17,15 @@ Floats = NDArray[np.float64]
 
 
 def draw_counts(num_images: int, num_resamples: int, seed: int) -> NDArray[np.uint8]:
-    """How often each image occurs in each resample, [N,S]."""
+    """Return how often each image occurs in each resample, [N,S]."""
     random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64)))
     draws = (random.integers(0, num_images, num_images) for _ in range(num_resamples))
-    # An image occurs once on average; more than 255 times is as good as impossible.
+    # An image occurs once on average; more than 255 times is practically impossible.
     return np.stack([np.bincount(draw, minlength=num_images).astype(np.uint8) for draw in draws], axis=1)
 
 
 def resampled_figures(scored: Scored, counts: NDArray[np.uint8]) -> dict[str, Floats]:
-    """`map`, `top1` and `f1` (of all decisions at a score of 0.5) of every resample, [S] each."""
+    """Return `map`, `top1` and `f1` (of all decisions at a score of 0.5) of every resample, [S] each."""
     ranking, targets = scored.ranking.numpy(), scored.targets.numpy()
     columns = zip(np.ascontiguousarray(ranking.T), np.ascontiguousarray(targets.T), strict=True)
     precisions = np.stack([_average_precisions(*column, counts) for column in columns])
@@ -38,7 +38,7 @@ def resampled_figures(scored: Scored, counts: NDArray[np.uint8]) -> dict[str, Fl
 
 
 def _average_precisions(scores: NDArray[Any], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:
-    """Average precision of one class in every resample [S]; NaN where a resample has no positive of it."""
+    """Return a class's average precision in every resample [S]; NaN if a resample has no positive of it."""
     cuts = np.unique(scores[targets > 0])
     if not len(cuts):
         return np.full(counts.shape[1], np.nan)
@@ -55,7 +55,7 @@ def _average_precisions(scores: NDArray[Any], targets: NDArray[np.int8], counts:
 def _sum_by_bin(
     counts: NDArray[np.uint8], rows: NDArray[np.int64], bins: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Sums of the counts of the rows in each bin, [D,S]; no bin is empty, each has its positive."""
+    """Return the sums of the counts of the rows in each bin, [D,S]; no bin is empty."""
     order = np.argsort(bins, kind="stable")
     starts = np.flatnonzero(np.diff(bins[order], prepend=-1))
     parts = np.split(counts[rows[order]], starts[1:])
@@ -64,7 +64,7 @@ def _sum_by_bin(
 
 
 def _from_the_top(sums: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each bin and all above it."""
+    """Return the sum of each bin and all above it."""
     return np.cumsum(sums[::-1], axis=0)[::-1]
 
 
@@ -75,20 +75,20 @@ def _top1(best: NDArray[np.int64], targets: NDArray[np.int8], counts: NDArray[np
 
 
 def _f1(predicted: NDArray[np.bool_], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:
-    """Twice the right decisions over predictions and positives together: the harmonic mean of both shares."""
+    """Return the harmonic mean of precision and recall: 2 * correct / (predictions + positives)."""
     right = _weighted((predicted & (targets > 0)).sum(1), counts)
     made = _weighted((predicted & (targets >= 0)).sum(1), counts)
     return _quotient(2 * right, made + _weighted((targets > 0).sum(1), counts))
 
 
 def _weighted(values: NDArray[Any], counts: NDArray[np.uint8]) -> Floats:
-    """The sum of one value per image in every resample."""
+    """Return the sum of one value per image in every resample."""
     chosen = np.flatnonzero(values)
     sums: Floats = values[chosen].astype(np.float64) @ counts[chosen]
     return sums
 
 
 def _quotient(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
-    """The quotient, NaN of nothing."""
+    """Return the quotient, NaN if `whole` is 0."""
     quotients: Floats = np.divide(part, whole, out=np.full(len(part), np.nan), where=whole > 0)
     return quotients

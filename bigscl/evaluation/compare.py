@@ -1,4 +1,4 @@
-"""Runs beside each other on the same images: differences with bootstrap intervals, classes that changed."""
+"""Compare runs on the same images: differences with bootstrap intervals, classes that changed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +16,18 @@ COVERAGE = 95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A run's figure, and how far it is from the first run's."""
+    """A run's figure, and its difference from the baseline's."""
 
     value: float
     difference: float
     low: float
     high: float
-    """Limits within which the difference lies in 95% of the resamples of the images."""
+    """Limits of the difference in 95% of the resamples of the images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassChange:
-    """A class's average precision in the first run and in another."""
+    """A class's average precision in the baseline and in another run."""
 
     name: str
     num_positives: int
@@ -37,7 +37,7 @@ class ClassChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One run beside the first."""
+    """A run compared with the baseline."""
 
     report: Report
     figures: dict[str, Difference]
@@ -54,7 +54,7 @@ def compare(
     num_classes: int = 10,
     seed: int = 0,
 ) -> list[Compared]:
-    """Every run beside the first; all runs are resampled alike, so that what they share cancels."""
+    """Compare every run with the first, the baseline, on the same resamples: common variation cancels."""
     runs = align(runs)
     drawn: list[dict[str, NDArray[np.float64]]] = []
     reports = []
@@ -75,27 +75,27 @@ def compare(
 
 
 def resampled_maps(run: SavedPredictions, *, num_resamples: int = 200, seed: int = 0) -> NDArray[np.float64]:
-    """The mAP of every resample of the images, which are the same for all runs on them, in any order."""
+    """Return the mAP of every resample of the images; the resamples are the same for all runs on them."""
     scored = score(*align([run]))
     return resampled_figures(scored, draw_counts(len(scored.targets), num_resamples, seed))["map"]
 
 
 def limits(differences: NDArray[np.float64]) -> tuple[float, float]:
-    """Between which the difference lies in 95% of the resamples."""
+    """Return the limits of the difference in 95% of the resamples."""
     tail = (100 - COVERAGE) / 2
     low, high = np.nanpercentile(differences, [tail, 100 - tail])
     return float(low), float(high)
 
 
 def align(runs: Sequence[SavedPredictions]) -> list[SavedPredictions]:
-    """The runs with their images in the order of their keys; images, classes and labels must agree."""
+    """Return the runs with their images in the order of their keys; images, classes and labels must agree."""
     aligned = [_sorted(run) for run in runs]
     first = aligned[0]
     for run in aligned[1:]:
         names = f"{first.about['model']} and {run.about['model']}"
         if run.class_names != first.class_names:
             raise ValueError(
-                f"{names}: have other classes ({len(first.class_names)}, {len(run.class_names)})"
+                f"{names}: have different classes ({len(first.class_names)}, {len(run.class_names)})"
             )
         if run.keys != first.keys:
             other = sorted(set(run.keys) ^ set(first.keys)) or ["some that occur several times"]
@@ -120,7 +120,7 @@ def _sorted(run: SavedPredictions) -> SavedPredictions:
 
 
 def _same_labels(one: SavedPredictions, other: SavedPredictions) -> bool:
-    # Those of another tool may come without; then ReaL's are what both are scored against.
+    # Predictions of another tool may have none; then both are scored by ReaL's.
     return one.labels is None or other.labels is None or np.array_equal(one.labels, other.labels)
 
 
@@ -141,7 +141,7 @@ def _difference(
 
 
 def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:
-    """The classes whose average precision changed most, from the largest gain to the largest loss."""
+    """Return the classes whose average precision changed most, from the largest gain to the largest loss."""
     changes = [
         ClassChange(
             name=before.name,

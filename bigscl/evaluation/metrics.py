@@ -1,7 +1,7 @@
-"""What a multi-label classifier is worth: average precision, hits among the best, and where its heat lies.
+"""Metrics of multi-label classifiers: average precision, accuracy, precision and recall, localization.
 
-Targets are [N,L] with 1 positive, 0 negative, -1 unknown; a pair of image and class that is unknown counts in
-no metric. bool targets do as well. All figures are fractions, not percent, and run where their tensors are.
+Targets are [N,L] with 1 positive, 0 negative, -1 unknown; an unknown pair of image and class counts in no
+metric. Targets may be bool. All figures are fractions, not percent, computed on the tensors' device.
 """
 
 # Shapes: N images, L classes, P most positives of a class, n heatmaps of side W, m boxes.
@@ -16,15 +16,15 @@ from torch import Tensor
 
 @torch.no_grad()
 def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
-    """Average precision of each class, float64 [L]; NaN where a class has no positive.
+    """Return the average precision of each class, float64 [L]; NaN if a class has no positive.
 
     scikit-learn's definition: precision at each positive's score, tied scores taken together, averaged over
-    the positives. It needs the ranks of the positives alone, so scores are sorted without their targets, a
-    few classes at a time.
+    the positives. It needs only the ranks of the positives, so scores are sorted without their targets, a few
+    classes at a time.
     """
     _check(scores, targets)
     if targets.dtype == torch.bool:
-        targets = targets.view(torch.int8)  # torch compares a bool with a number several times as slowly
+        targets = targets.view(torch.int8)  # torch compares bools with numbers several times slower
     positives, counts = _positives_by_class(scores, targets)
     per_block = max(1, min(64, 2**24 // max(1, len(scores))))
     blocks = []
@@ -37,7 +37,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanAP:
-    """Average precision over classes, by both rules in use; they differ where a class has no positive."""
+    """Mean average precision by both common rules; they differ if a class has no positive."""
 
     present: float
     """Mean over the classes that have a positive; NaN if none has."""
@@ -48,7 +48,7 @@ class MeanAP:
 
 
 def mean_ap(average_precisions: Tensor) -> MeanAP:
-    """Both means of what `average_precision` gives."""
+    """Return both means of the result of `average_precision`."""
     found = average_precisions[~average_precisions.isnan()]
     return MeanAP(
         present=float(found.mean()) if len(found) else float("nan"),
@@ -71,23 +71,23 @@ class PrecisionRecall:
 
 
 def precision_recall_at_k(ranked: Tensor, targets: Tensor, k: int) -> PrecisionRecall:
-    """When the first k classes of `ranked` [N,k or more] are predicted for every image."""
+    """Return the figures if the first k classes of `ranked` [N,k or more] are predicted for every image."""
     predicted = torch.zeros_like(targets, dtype=torch.bool)
     return _precision_recall(predicted.scatter_(1, ranked[:, :k].long(), True), targets)
 
 
 def precision_recall_at_threshold(scores: Tensor, targets: Tensor, threshold: float = 0.5) -> PrecisionRecall:
-    """When every class whose score reaches the threshold is predicted."""
+    """Return the figures if every class whose score reaches the threshold is predicted."""
     return _precision_recall(scores >= threshold, targets)
 
 
 def best_classes(scores: Tensor, k: int) -> Tensor:
-    """The k classes of highest score of each image [N,k], best first."""
+    """Return the k classes of highest score of each image [N,k], best first."""
     return scores.topk(k, dim=1).indices
 
 
 def top_k_accuracy(ranked: Tensor, targets: Tensor, k: int) -> float:
-    """Share of images with a positive class among their first k of `ranked` [N,k or more].
+    """Return the fraction of images with a positive among their first k of `ranked` [N,k or more].
 
     With one label per image this is the usual top-k accuracy, with the ReaL labels it is ReaL's: images
     without any positive are not evaluated. NaN if that leaves none.
@@ -108,9 +108,9 @@ class Subset:
 
 
 def by_num_labels(scores: Tensor, targets: Tensor, ranked: Tensor | None = None) -> dict[str, Subset]:
-    """Figures for the images with 1, 2, 3 and 4 or more positives, and for `all` that have any.
+    """Return figures for the images with 1, 2, 3 and 4 or more positives, and for `all` that have any.
 
-    `ranked` [N,1 or more] are the best classes of each image, where they are known better than from scores.
+    `ranked` [N,1 or more] are the best classes of each image, if they are known more exactly than by scores.
     """
     ranked = best_classes(scores, 1) if ranked is None else ranked
     num_labels = (targets > 0).sum(1)
@@ -119,7 +119,7 @@ def by_num_labels(scores: Tensor, targets: Tensor, ranked: Tensor | None = None)
 
 
 def score_distribution(scores: Tensor, *, num_ranks: int = 4, num_bins: int = 50) -> Tensor:
-    """Histograms over images of the 1st, 2nd, ... highest score, int64 [num_ranks, bins of 0 to 1].
+    """Return histograms over images of the 1st, 2nd, ... highest score, int64 [num_ranks, bins of 0 to 1].
 
     A classifier with a bias towards single positives has a high first score and low others.
     """
@@ -131,7 +131,7 @@ def score_distribution(scores: Tensor, *, num_ranks: int = 4, num_bins: int = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFigures:
-    """One line of the per-class table; NaN where a figure has nothing to be taken of."""
+    """One line of the per-class table; NaN where a figure is undefined."""
 
     name: str
     num_positives: int
@@ -143,7 +143,7 @@ class ClassFigures:
 def per_class(
     scores: Tensor, targets: Tensor, names: Sequence[str], threshold: float = 0.5
 ) -> list[ClassFigures]:
-    """Average precision, and precision and recall at a threshold, of every class."""
+    """Return average precision, and precision and recall at a threshold, of every class."""
     found = average_precision(scores, targets)
     hits, predicted, positives = _decisions(scores >= threshold, targets)
     columns = (positives, found, hits / predicted, hits / positives)
@@ -154,7 +154,7 @@ def per_class(
 
 
 def estimate_k(labels: Tensor) -> float:
-    """Mean number of positives of the fully labelled images: the K of the expected positives."""
+    """Return the mean number of positives of fully labelled images: the K of the expected positives."""
     full = labels[(labels >= 0).all(1)]
     if not len(full):
         raise ValueError(
@@ -165,18 +165,18 @@ def estimate_k(labels: Tensor) -> float:
 
 
 def pointing_hits(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Whether each heatmap [n,W,W] is hottest inside one of its boxes: 1 or 0, float64 [n].
+    """Return whether each heatmap [n,W,W] is hottest inside one of its boxes: 1 or 0, float64 [n].
 
-    Boxes [m,4] are (x0, y0, x1, y1) in 0 to 1; box j is an object of the class of heatmap `owners[j]`, which
-    may have several. Where several cells are hottest, the share of them that lies in a box; so a flat heatmap
-    scores what chance would. NaN for a heatmap without a box.
+    Boxes [m,4] are (x0, y0, x1, y1) in 0 to 1; box j belongs to heatmap `owners[j]`, which may have several.
+    If several cells are hottest, the fraction of them in a box counts; so a flat heatmap scores chance. NaN
+    for a heatmap without a box.
     """
     hottest = heatmaps == heatmaps.amax((1, 2), keepdim=True)
     return _share_in_boxes(hottest, boxes, owners)
 
 
 def energy_in_boxes(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Share of each heatmap's heat that lies in its boxes, float64 [n]; boxes as in `pointing_hits`.
+    """Return the fraction of each heatmap's heat in its boxes, float64 [n]; boxes as in `pointing_hits`.
 
     NaN for a heatmap without a box, or without heat.
     """
@@ -196,7 +196,7 @@ def _check(scores: Tensor, targets: Tensor) -> None:
 
 
 def _positives_by_class(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores of each class's positives in rising order [L,P], padded with infinity, and their number [L]."""
+    """Return the ascending scores of each class's positives [L,P], padded with infinity; their number [L]."""
     images, classes = (targets > 0).nonzero(as_tuple=True)
     counts = classes.bincount(minlength=scores.shape[1])
     order = classes.argsort(stable=True)
@@ -210,7 +210,7 @@ def _positives_by_class(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sorted_columns(scores: Tensor, targets: Tensor) -> Tensor:
-    """Each class's scores in rising order, one class a row; unknowns sink to minus infinity."""
+    """Return each class's scores, ascending, one class per row; unknowns become minus infinity."""
     # A contiguous copy first: torch transposes that by tiles, 3 times as fast as the slice it came from.
     columns = _widened(scores).contiguous()
     unknown = targets < 0
@@ -222,30 +222,30 @@ def _sorted_columns(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def _widened(scores: Tensor) -> Tensor:
-    """The same scores in a dtype that every device can search."""
+    """Return the scores in a dtype that every device can search."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def _mean_precision(ranked: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
-    """Average precision of classes from all their scores in rising order, and those of their positives."""
+    """Return the average precision of classes from the ascending scores of all images and of positives."""
     widest = positives.shape[1]
     # Scores no lower than each positive's: of all samples, and of the positives alone.
     reached = ranked.shape[1] - torch.searchsorted(ranked, positives)
     hits = counts[:, None] - torch.searchsorted(positives, positives)
-    real = torch.arange(widest, device=counts.device) < counts[:, None]
-    return torch.where(real, hits.double() / reached, 0).sum(1) / counts
+    filled = torch.arange(widest, device=counts.device) < counts[:, None]
+    return torch.where(filled, hits.double() / reached, 0).sum(1) / counts
 
 
 def _decisions(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Right predictions, predictions and positives of each class, float64 [L]."""
+    """Return correct predictions, predictions and positives of each class, float64 [L]."""
     positive = targets > 0
     predicted = predicted & (targets >= 0)
     return _count(predicted & positive), _count(predicted), _count(positive)
 
 
 def _count(mask: Tensor) -> Tensor:
-    """How often each column of a bool [N,L] is true, float64 [L]."""
-    # Bytes that cannot overflow: 0.015 s for 46,837 x 1000 where torch's own sum of bools takes 0.4 s.
+    """Return how often each column of a bool [N,L] is true, float64 [L]."""
+    # Blocks whose sums fit into a byte: 0.015 s for 46,837 x 1000, torch's own sum of bools takes 0.4 s.
     blocks = torch.split(mask.view(torch.uint8), 255)
     totals = torch.zeros(mask.shape[1], dtype=torch.float64, device=mask.device)
     return sum((block.sum(0, dtype=torch.uint8) for block in blocks), totals)
@@ -268,7 +268,7 @@ def _precision_recall(predicted: Tensor, targets: Tensor) -> PrecisionRecall:
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
-    """The quotient, 0 of nothing."""
+    """Return the quotient, 0 if `whole` is 0."""
     return float(part / whole.clamp(min=1))
 
 
@@ -285,7 +285,7 @@ def _subset(scores: Tensor, targets: Tensor, ranked: Tensor) -> Subset:
 
 
 def _share_in_boxes(heat: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Sum of heat [n,W,W] over the cells that any box of the heatmap holds, divided by the whole sum."""
+    """Return the fraction of heat [n,W,W] in the cells that any box of the heatmap covers."""
     cells = _cells_of(boxes, heat.shape[-1])
     owned = torch.zeros(heat.shape, dtype=torch.int32, device=heat.device)
     held = owned.index_add_(0, owners.long(), cells.int()) > 0
@@ -295,9 +295,9 @@ def _share_in_boxes(heat: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
 
 
 def _cells_of(boxes: Tensor, size: int) -> Tensor:
-    """Cells [m,size,size] whose centre lies in each box; on both axes the one under the box's centre too.
+    """Return the cells [m,size,size] whose centre is in each box, and the cell at the box's centre.
 
-    So a box smaller than a cell, which may lie between the centres of cells, still holds one.
+    So a box smaller than a cell, which may be between the centres of cells, still covers one.
     """
     low, high = boxes.double()[:, :2, None], boxes.double()[:, 2:, None]
     grid = torch.arange(size, device=boxes.device)

@@ -1,4 +1,4 @@
-"""Predictions as they are kept, ours or those of other tools: enough to score them without the network."""
+"""Saved predictions, ours or those of other tools: everything needed to score them without the network."""
 
 # Shapes: n images, L classes, R best classes of an image.
 
@@ -27,21 +27,21 @@ LARGEST = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedPredictions:
-    """What a network said of some images, and what is true of them."""
+    """A network's predictions of some images, and their labels."""
 
     ids: NDArray[np.int64]
     """[n], ascending."""
     keys: tuple[str, ...]
     """The name of each image in its shard."""
     logits: NDArray[Any]
-    """[n,L]; float16 where they are ours."""
+    """[n,L]; float16 if they are ours."""
     ranked: NDArray[np.int64]
-    """[n,R]: the classes of highest logits, best first. Half precision would leave ties among them."""
+    """[n,R]: the classes of highest logits, best first. In half precision some would be tied."""
     labels: NDArray[np.int8] | None
-    """[n,L]: 1 positive, 0 negative, -1 unknown; None where the tool that predicted did not say."""
+    """[n,L]: 1 positive, 0 negative, -1 unknown; None if the tool that predicted did not save them."""
     class_names: tuple[str, ...]
     about: dict[str, Any] = field(default_factory=dict)
-    """Where they come from: `model`, `shards`, `labels`, `missing` (images without a prediction), ..."""
+    """Their origin: `model`, `shards`, `labels`, `missing` (images without a prediction), ..."""
 
     def save(self, path: Path) -> None:
         """Write them as a Zarr group; one that is there already is replaced when the new one is whole."""
@@ -58,7 +58,7 @@ class SavedPredictions:
 
 
 def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> SavedPredictions:
-    """A network's predictions of the images of an index, with their labels, as they are saved and scored."""
+    """Return a network's predictions with the labels of their images, ready to be saved and scored."""
     labels, which = true_labels(index, found.ids)
     missing = np.setdiff1d(index.ids(), found.ids)
     return SavedPredictions(
@@ -73,10 +73,10 @@ def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> Sav
 
 
 def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
-    """(labels to evaluate against, which they are): the full ones, else the observed without unknowns.
+    """Return (labels to evaluate against, their name): the full ones, else the observed without unknowns.
 
-    Shards with one class per image say nothing of the other classes: they are taken as absent, as in the
-    usual top-1 accuracy.
+    Shards with one class per image do not label the other classes: those count as absent, as in the usual
+    top-1 accuracy.
     """
     if index.labels is not None:
         return index.labels_of(ids, "labels"), "labels"
@@ -84,7 +84,7 @@ def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8],
 
 
 def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | None = None) -> SavedPredictions:
-    """Predictions from a folder of ours, or the logits of any other tool.
+    """Load predictions from a folder of ours, or the logits of another tool.
 
     Ours: `predictions.zarr`, or the folder it is in. Others: an .npz with `logits` [n,L] and `keys` [n], and
     `labels` and `class_names` if it has them; or an .npy with logits, `keys` (one a line, or .npy). `labels`
@@ -127,7 +127,7 @@ def _load_group(path: Path) -> SavedPredictions:
 
 
 def _check(saved: SavedPredictions) -> None:
-    """Raise ValueError for arrays that do not fit together."""
+    """Raise ValueError if the arrays do not fit together."""
     n, num_classes = len(saved.keys), len(saved.class_names)
     kinds = {"ids": np.integer, "logits": np.floating, "ranked": np.integer, "labels": np.integer}
     shapes = {"ids": (n,), "logits": (n, num_classes), "labels": (n, num_classes)}
@@ -186,7 +186,7 @@ def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
 
 
 def _as_matrix(path: Path, labels: NDArray[Any], shape: Sequence[int]) -> NDArray[np.int8]:
-    """Labels [n,L], whether they came so or as one class per image."""
+    """Return labels [n,L], from the same or from one class per image."""
     if labels.shape == (shape[0],) and np.issubdtype(labels.dtype, np.integer):
         if labels.size and (labels.min() < 0 or labels.max() >= shape[1]):
             raise BadFile(f"{path}: labels go from {labels.min()} to {labels.max()} of {shape[1]} classes")

@@ -1,6 +1,6 @@
-"""The report on predictions: every figure of a multi-label set, or of ImageNet's images with ReaL labels.
+"""The report on predictions: all figures of a multi-label set, or of ImageNet's images with ReaL labels.
 
-It is made of saved predictions alone, so that scoring them again gives the same report.
+It depends on saved predictions only, so that scoring them again gives the same report.
 """
 
 # Shapes: N images, L classes, R best classes of an image.
@@ -36,7 +36,7 @@ Activation = Literal["sigmoid", "softmax"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleLabel:
-    """Accuracies on the labels that the shards have, beside ReaL's."""
+    """Accuracies by the labels of the shards, reported next to ReaL's."""
 
     num_images: int
     top1: float
@@ -52,15 +52,15 @@ class Report:
     labels: str
     """What was evaluated against: `labels` (all of them), `observed` (others absent) or `ReaL`."""
     activation: Activation
-    """What makes scores of logits; it matters for the ranking of images within a class."""
+    """Turns logits into scores; it affects the ranking of images within a class."""
     num_images: int
-    """Images that the figures are of."""
+    """Number of evaluated images."""
     num_expected: int
-    """Images of the whole set, evaluated or not."""
+    """Number of images of the whole set, evaluated or not."""
     missing: tuple[str, ...]
     """Images of the set without a prediction."""
     original: SingleLabel | None
-    """ImageNet's own labels, where the figures are ReaL's."""
+    """Accuracies by ImageNet's own labels, if the figures are ReaL's."""
     top1: float
     top5: float
     mean_ap: MeanAP
@@ -71,34 +71,34 @@ class Report:
     """Images by their 1st, 2nd, 3rd and 4th highest score, in bins from 0 to 1."""
     per_class: list[ClassFigures]
     localization: dict[str, Any] | None
-    """Pointing game and energy in boxes, where there are boxes."""
+    """Pointing game and energy in boxes, if they were requested."""
 
     @property
     def headline(self) -> str:
-        """What was evaluated, in one line that does not hide what is missing."""
-        subject = f"{self.model} on {self.num_images:,} images"
+        """One line with what was evaluated, and how many images are missing."""
+        what = f"{self.model} on {self.num_images:,} images"
         if not self.missing:
-            return subject
+            return what
         there = self.num_expected - len(self.missing)
-        return f"PARTIAL, {there:,} of {self.num_expected:,} images: {subject}"
+        return f"PARTIAL, {there:,} of {self.num_expected:,} images: {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """Predictions beside the labels they are scored against."""
+    """Predictions and the labels they are scored against."""
 
     ranking: Tensor
-    """float32 [N,L]: what orders the images within a class."""
+    """float32 [N,L]: values that order the images within a class."""
     ranked: Tensor
-    """[N,R]: best classes of each image."""
+    """[N,R]: the best classes of each image."""
     targets: Tensor
     """int8 [N,L]."""
     cut: float
-    """Where the ranking has a score of 0.5."""
+    """The value of `ranking` at a score of 0.5."""
     missing: tuple[str, ...]
     """Images of the set without a prediction."""
     num_expected: int
-    """Images of the whole set, evaluated or not."""
+    """Number of images of the whole set, evaluated or not."""
 
 
 def make_report(
@@ -107,7 +107,7 @@ def make_report(
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
 ) -> Report:
-    """Every figure of some predictions, against their own labels or ReaL's."""
+    """Return all figures of some predictions, by their own labels or ReaL's."""
     scored = score(saved, real_labels=real_labels, activation=activation)
     return Report(
         model=saved.about["model"],
@@ -129,7 +129,7 @@ def score(
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
 ) -> Scored:
-    """Predictions and labels as the metrics take them; images that ReaL does not evaluate are left out."""
+    """Return predictions and labels for the metrics, without images that ReaL does not evaluate."""
     rows: Any = slice(None)
     if real_labels is None:
         targets, missing = saved.labels, tuple(saved.about["missing"])

@@ -1,4 +1,4 @@
-"""A report as files: report.json for machines, report.md to read, and the score distribution as a picture."""
+"""Write a report: report.json for machines, report.md to read, and the score distribution as a picture."""
 
 import json
 import math
@@ -18,7 +18,7 @@ ORDINALS = ("1st", "2nd", "3rd", "4th")
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Put report.json, report.md and scores.png into a folder."""
+    """Write report.json, report.md and scores.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_score_distribution(report.score_distribution, report.model, folder / "scores.png")
     write_text(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
@@ -26,13 +26,13 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Plain values; fractions to six digits, null where there is nothing to take a figure of."""
+    """Return the report for JSON: fractions to six digits, null for undefined figures."""
     values: dict[str, Any] = plain({"headline": report.headline, **asdict(report)})
     return values
 
 
 def to_markdown(report: Report) -> str:
-    """The report to read; figures in percent."""
+    """Return the report as Markdown; figures in percent."""
     parts = [
         f"# {report.headline}",
         _about(report),
@@ -42,7 +42,7 @@ def to_markdown(report: Report) -> str:
         _precision_table(report),
         *_localization(report),
         "## Highest scores",
-        "Images by their four highest scores; a bias towards single positives leaves only the first high.",
+        "Images by their four highest scores. With a bias towards single positives only the first is high.",
         "![score distribution](scores.png)",
         "## Classes",
         _class_table(report),
@@ -51,14 +51,14 @@ def to_markdown(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """The main figures for a terminal."""
+    """Return the main figures for a terminal."""
     return "\n\n".join(
         [report.headline, main_table([report]), _precision_table(report), *_localization(report)]
     )
 
 
 def main_table(reports: Sequence[Report]) -> str:
-    """Accuracies, and mAP by the number of labels, of reports on the same images; two lines each."""
+    """Return accuracies and mAP by number of labels of reports on the same images; two lines each."""
     first = reports[0]
     real = first.labels == "ReaL"
     accuracies = ["top-1 IN-val", "top-5 IN-val", "top-1 ReaL", "top-5 ReaL"] if real else ["top-1", "top-5"]
@@ -79,7 +79,7 @@ def main_table(reports: Sequence[Report]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
+    """Return a table whose first column is text and whose other columns are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(
         "| " + " | ".join(printable(cell).replace("|", "/") for cell in line) + " |" for line in lines
@@ -87,12 +87,12 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A fraction in percent with two digits; a dash where there is none."""
+    """Return a fraction in percent with two digits, or a dash for NaN."""
     return "–" if math.isnan(fraction) else f"{100 * fraction:.2f}"
 
 
 def plain(value: Any) -> Any:
-    """The same value for JSON: floats to six digits, null for NaN."""
+    """Return the value for JSON: floats to six digits, null for NaN."""
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, DIGITS)
     if isinstance(value, dict):
@@ -103,7 +103,7 @@ def plain(value: Any) -> Any:
 def _about(report: Report) -> str:
     against = {
         "labels": "all labels of the images",
-        "observed": "the one label of each image, other classes taken as absent",
+        "observed": "the observed label of each image; other classes count as absent",
         "ReaL": "the ReaL labels, matched by image number; images without any are not evaluated",
     }[report.labels]
     lines = [f"Scored against {against}; scores are the {report.activation} of the logits. In percent."]
@@ -183,7 +183,7 @@ def _class_table(report: Report) -> str:
 
 
 def draw_score_distribution(histograms: Sequence[Sequence[int]], title: str, path: Path) -> None:
-    """The share of images by their 1st to 4th highest score, one panel each, as a PNG."""
+    """Draw the percentage of images by their 1st to 4th highest score, one panel each, as a PNG."""
     figure, panels = _score_panels(len(histograms))
     for panel, counts in zip(panels, histograms, strict=True):
         panel.stairs(*_shares(counts), fill=True, color="tab:blue")
@@ -192,7 +192,7 @@ def draw_score_distribution(histograms: Sequence[Sequence[int]], title: str, pat
 
 
 def draw_score_distributions(histograms: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
-    """The same of several models, as lines over each other; histograms by the names of the models."""
+    """Draw the same for several models as lines in common panels; histograms by name of the model."""
     figure, panels = _score_panels(max(map(len, histograms.values())))
     for name, own in histograms.items():
         for panel, counts in zip(panels, own, strict=False):
@@ -202,13 +202,13 @@ def draw_score_distributions(histograms: Mapping[str, Sequence[Sequence[int]]], 
 
 
 def _shares(counts: Sequence[int]) -> tuple[list[float], list[float]]:
-    """(percent of the images in each bin, edges of the bins)."""
+    """Return (percentage of the images in each bin, edges of the bins)."""
     edges = [bin_ / len(counts) for bin_ in range(len(counts) + 1)]
     return [100 * count / max(1, sum(counts)) for count in counts], edges
 
 
 def _score_panels(count: int) -> tuple[Any, Any]:
-    """A figure, and its panels for the highest scores, the second highest, and so on."""
+    """Return a figure, and its panels for the highest score, the second highest, and so on."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Heatmaps seen through views, score maps put back into the image, and the running averages of both.
+"""Heatmaps in view frames, score maps in image frames, and the running averages of both.
 
 A view is a row (left, top, width, height, flip): the crop box as fractions of the image, and 1 where the crop
 is mirrored left to right. Cells are sampled at their centres, bilinearly, clamped at the edge. Bilinear
@@ -9,8 +9,6 @@ Nothing here carries a gradient, and all of it runs in float32, under autocast t
 
 # Shapes: B batch, C classes (all L, or the top k), G side of the score map, W side of the heatmap.
 
-from typing import overload
-
 import torch
 from torch import Tensor
 
@@ -19,50 +17,26 @@ from bigscl.store import MAX_COUNT
 
 @torch.no_grad()
 def to_view(heatmaps: Tensor, views: Tensor, size: int) -> Tensor:
-    """Heatmaps [B,C,W,W] as seen through each view: cropped, flipped, resampled to float32 [B,C,size,size].
+    """Return heatmaps [B,C,W,W] in the frame of each view: cropped, flipped, resampled to [B,C,size,size].
 
-    The whole heatmap is sampled: a cell just outside the crop counts for a view cell at the crop's edge.
+    The result is float32. The whole heatmap is sampled: a cell just outside the crop affects a view cell at
+    the crop's edge.
     """
     starts, extents = _box(views)
     positions_B2G = starts + extents * _centres(size, views)
-    seen = _resample(heatmaps.float(), _weights(positions_B2G, heatmaps.shape[-1]))
-    return _flip(seen, views)
+    return _flip(_resample(heatmaps.float(), _weights(positions_B2G, heatmaps.shape[-1])), views)
 
 
 @torch.no_grad()
 def to_image(maps: Tensor, views: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Score maps [B,C,G,G] put back where each view looked, float32 [B,C,size,size], and a mask.
+    """Return score maps [B,C,G,G] in the frame of the image, float32 [B,C,size,size], and a mask.
 
-    The mask [B,size,size] is true where a cell's centre lies in the crop; elsewhere the maps mean nothing.
-    `to_image` undoes `to_view` there, away from the crop's edge.
+    The mask [B,size,size] is true for cells whose centre is in the crop; elsewhere the maps are undefined.
+    `to_image` inverts `to_view` inside the mask, except at the crop's edge.
     """
     centres = _centres(size, views)
     weights = _weights(_relative(centres, views), maps.shape[-1])
     return _resample(_flip(maps.float(), views), weights), _within(centres, views)
-
-
-@overload
-def blend(
-    heatmaps: Tensor,
-    maps: Tensor,
-    views: Tensor,
-    momentum: float,
-    *,
-    erased: Tensor | None = None,
-    counts: None = None,
-) -> Tensor: ...
-
-
-@overload
-def blend(
-    heatmaps: Tensor,
-    maps: Tensor,
-    views: Tensor,
-    momentum: float,
-    *,
-    erased: Tensor | None = None,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]: ...
 
 
 @torch.no_grad()
@@ -74,33 +48,32 @@ def blend(
     *,
     erased: Tensor | None = None,
     counts: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Heatmaps after one look: `momentum * heatmaps + (1 - momentum) * maps` where the view covers them.
+) -> tuple[Tensor, Tensor | None]:
+    """Return (heatmaps, counts) after a visit; the heatmaps have their dtype.
 
-    Cells the view does not cover keep their bits; the result has the dtype of `heatmaps`.
+    Where the view covers them they are `momentum * heatmaps + (1 - momentum) * maps`; other cells keep their
+    bits. `erased` [B,4] are boxes (left, top, width, height) whose pixels were erased, as fractions of the
+    network's input, so after the flip; cells whose centre is in one are not covered. A box without width or
+    height erases nothing.
 
-    `erased` [B,4] are boxes (left, top, width, height) whose pixels the network did not see, as fractions of
-    the view as it was fed, so after the flip; cells whose centre falls into one are not covered. A box
-    without width or height erases nothing.
-
-    With `counts`, the uint8 [B,W,W] looks each cell has had so far, the average is debiased: its momentum is
-    min(n / (n + 1), momentum), so the first look replaces the initial value. The counts after this look come
-    back too; they stop at MAX_COUNT.
+    With `counts`, the number n of earlier visits of each cell, uint8 [B,W,W], the average is debiased: its
+    momentum is min(n / (n + 1), momentum), so the first visit replaces the initial value. Counts stop at
+    MAX_COUNT.
     """
-    seen, mask = to_image(maps, views, heatmaps.shape[-1])
+    new, mask = to_image(maps, views, heatmaps.shape[-1])
     if erased is not None:
         mask &= ~_hidden(views, erased, heatmaps.shape[-1])
     kept = momentum if counts is None else _debiased(counts, momentum)[:, None]
-    updated = (kept * heatmaps.float() + (1 - kept) * seen).to(heatmaps.dtype)
+    updated = (kept * heatmaps.float() + (1 - kept) * new).to(heatmaps.dtype)
     blended = torch.where(mask[:, None], updated, heatmaps)
-    return blended if counts is None else (blended, counts + (mask & (counts < MAX_COUNT)))
+    return blended, None if counts is None else counts + (mask & (counts < MAX_COUNT))
 
 
 @torch.no_grad()
 def blend_scores(scores: Tensor, pooled: Tensor, momentum: float, visits: Tensor | None = None) -> Tensor:
-    """Scores [B,L] after one look: `momentum * scores + (1 - momentum) * pooled`, in the dtype of `scores`.
+    """Return scores [B,L] after a visit: `momentum * scores + (1 - momentum) * pooled`, in their dtype.
 
-    With `visits`, the looks [B] each image has had so far, the average is debiased as in `blend`.
+    With `visits`, the number of earlier visits of each image [B], the average is debiased as in `blend`.
     """
     kept = momentum if visits is None else _debiased(visits, momentum)[:, None]
     return (kept * scores.float() + (1 - kept) * pooled.float()).to(scores.dtype)
@@ -108,68 +81,68 @@ def blend_scores(scores: Tensor, pooled: Tensor, momentum: float, visits: Tensor
 
 @torch.no_grad()
 def gather_classes(maps: Tensor, classes: Tensor) -> Tensor:
-    """The maps [B,k,G,G] of each image's own classes [B,k], out of those of all classes [B,L,G,G]."""
+    """Return the maps [B,k,G,G] of each image's own classes [B,k], from those of all classes [B,L,G,G]."""
     images = torch.arange(len(maps), device=maps.device)[:, None]
     return maps[images, classes.long()]
 
 
-def _debiased(looks: Tensor, momentum: float) -> Tensor:
-    """The momentum under which n earlier looks and this one weigh the same, at most `momentum`."""
-    looks = looks.float()
-    return (looks / (looks + 1)).clamp(max=momentum)
+def _debiased(visits: Tensor, momentum: float) -> Tensor:
+    """Return the momentum that gives n earlier visits and this one equal weights, at most `momentum`."""
+    visits = visits.float()
+    return (visits / (visits + 1)).clamp(max=momentum)
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """float64 where the device has it: in float32 a position on 14 cells is off by up to 1e-6 of one."""
+    """Return float64 if the device has it: in float32 a position on 14 cells is off by up to 1e-6 cells."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def _box(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """(left, top) and (width, height) of boxes [B,4 or more], each [B,2,1]."""
+    """Return (left, top) and (width, height) of boxes [B,4 or more], each [B,2,1]."""
     exact = boxes.to(_exact(boxes))
     return exact[:, 0:2, None], exact[:, 2:4, None]
 
 
 def _flipped(views: Tensor) -> Tensor:
-    """Which views are mirrored, [B]."""
+    """Return which views are mirrored, [B]."""
     return views[:, 4] != 0
 
 
 def _centres(size: int, views: Tensor) -> Tensor:
-    """Centres of `size` cells that share the unit interval, as exact as `_box`."""
+    """Return the centres of `size` cells that divide the unit interval, as exact as `_box`."""
     return (torch.arange(size, dtype=_exact(views), device=views.device) + 0.5) / size
 
 
 def _relative(positions: Tensor, boxes: Tensor) -> Tensor:
-    """Positions [N] on both axes as seen from inside each box: [B,2,N], from 0 to 1 across it."""
+    """Return positions [N] on both axes relative to each box: [B,2,N], from 0 to 1 across it."""
     starts, extents = _box(boxes)
     # An empty crop covers nothing; the bound keeps its positions finite (0 / 0 would be NaN).
     return (positions - starts) / extents.clamp(min=1e-9)
 
 
 def _within(positions: Tensor, boxes: Tensor) -> Tensor:
-    """Cells [B,N,N] at positions [N] or [B,2,N] that lie in each box; boxes that tile share no cell."""
+    """Return which cells [B,N,N] at positions [N] or [B,2,N] are in each box; adjacent boxes share none."""
     starts, extents = _box(boxes)
     x, y = ((positions >= starts) & (positions < starts + extents)).unbind(1)
     return y[:, :, None] & x[:, None, :]
 
 
 def _hidden(views: Tensor, erased: Tensor, size: int) -> Tensor:
-    """Image cells [B,size,size] whose centre falls into the erased box of the view as it was fed."""
+    """Return the image cells [B,size,size] whose centre is in the erased box of the network's input."""
     x, y = _relative(_centres(size, views), views).unbind(1)
     x = torch.where(_flipped(views)[:, None], 1 - x, x)
     return _within(torch.stack([x, y], 1), erased)
 
 
 def _weights(positions_B2N: Tensor, cells: int) -> Tensor:
-    """Bilinear weights [B,2,N,cells] for sampling `cells` cells at positions in 0 to 1, edge-clamped."""
+    """Return bilinear weights [B,2,N,cells] for sampling cells at positions in 0 to 1, edge-clamped."""
     at = (positions_B2N * cells - 0.5).clamp(0, cells - 1)
     grid = torch.arange(cells, dtype=at.dtype, device=at.device)
     return (1 - (at[..., None] - grid).abs()).clamp(min=0).float()
 
 
 def _resample(maps_BCHH: Tensor, weights_B2NH: Tensor) -> Tensor:
-    """Maps [B,C,N,N]: weights of x applied along the last axis, weights of y along the one before."""
+    """Return maps [B,C,N,N]: weights of x applied along the last axis, weights of y along the one before."""
     x_BHN, y_BHN = weights_B2NH.transpose(2, 3).unbind(1)
     batch, classes, side, _ = maps_BCHH.shape
     num = x_BHN.shape[-1]
@@ -181,5 +154,5 @@ def _resample(maps_BCHH: Tensor, weights_B2NH: Tensor) -> Tensor:
 
 
 def _flip(maps: Tensor, views: Tensor) -> Tensor:
-    """Maps mirrored left to right where the view is; values are, not weights, so that a flip is exact."""
+    """Mirror the maps of mirrored views; values are mirrored, not weights, so that a flip is exact."""
     return torch.where(_flipped(views)[:, None, None, None], maps.flip(-1), maps)

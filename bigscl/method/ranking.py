@@ -4,8 +4,8 @@ A sample competes for a class with one integer: its class, its score's bits and 
 means earlier in the ranking. Scores lie in 0 to 1, so their float16 bits order like the scores and need 14
 bits; ids are stored inverted, so that of equal scores the lowest id wins. Keys are unique, so no tie is left.
 
-Each rank passes over its scores once and keeps the best keys of every class, below which nothing can still
-enter: the more it has seen, the fewer survive. Rank 0 ranks the survivors of all.
+Each rank reads its scores once and keeps the best keys of every class. Lower keys are dropped at once, so
+fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
 """
 
 # Shapes: L classes, n rows of a chunk.
@@ -21,7 +21,7 @@ from bigscl.store import Transport
 SCORE_BITS = 14
 ONE = int(np.float16(1).view(np.uint16))
 NOTHING = np.uint64(2**64 - 1)
-"""A floor no key exceeds: what a class that expects no positives keeps."""
+"""A floor that no key exceeds: the floor of a class that expects no positives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +65,7 @@ def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -
 
 
 def _blocks(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges [first, last) over all sizes whose sum stays within the limit, or that hold a single one."""
+    """Yield ranges [first, last) of sizes whose sum stays within the limit, or that have a single size."""
     first, total = 0, 0
     for position, size in enumerate(sizes.tolist()):
         if position > first and total + size > limit:
@@ -77,10 +77,10 @@ def _blocks(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
 
 
 class _Contenders:
-    """The best keys of every class among the samples seen so far.
+    """The best keys of every class among the samples added so far.
 
-    Always: a sample among the `num_expected[i]` best of class i seen so far has its key in `best` or
-    `pending`; `floor[i]` is the worst of the keys that class kept once it had enough of them, else 0.
+    Invariant: a sample among the `num_expected[i]` best of class i so far has its key in `best` or `pending`;
+    `floor[i]` is the worst key that class i kept once it had enough keys, else 0.
     """
 
     def __init__(self, num_expected: NDArray[np.int64]) -> None:
@@ -96,7 +96,7 @@ class _Contenders:
         self.num_pending = 0
 
     def add(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> None:
-        """Enter samples into the ranking of every class."""
+        """Add samples to the ranking of every class."""
         bits = self._checked(ids, scores)
         # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
         rows = max(1, 2**18 // max(1, bits.shape[1]))
@@ -117,7 +117,7 @@ class _Contenders:
         self.pending, self.num_pending = [], 0
 
     def of_classes(self, first: int, last: int) -> NDArray[np.uint64]:
-        """The best keys of classes first to last - 1, after `compact`."""
+        """Return the best keys of classes first to last - 1, after `compact`."""
         bounds = np.append(np.searchsorted(self.best, self.first_keys), len(self.best))
         return self.best[bounds[first] : bounds[last]]
 
@@ -130,7 +130,7 @@ class _Contenders:
 
     def _add_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> None:
         floor_bits, floor_ids = self._unpack(self.floor)
-        # A score on the floor enters by a lower id only, which most chunks do not have.
+        # A score equal to the floor needs a lower id, which most chunks do not have.
         needed = floor_bits + (floor_ids <= ids.min())
         rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
         keys = self._pack(classes, bits[rows, classes], ids[rows])
@@ -145,13 +145,13 @@ class _Contenders:
         return self.first_keys[classes] | (bits.astype(np.uint64) << self.id_bits) | inverted
 
     def _unpack(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """The score bits and the ids in keys."""
+        """Return the score bits and the ids in keys."""
         bits = (keys >> self.id_bits) & np.uint64(2**SCORE_BITS - 1)
         ids = self.max_id - (keys & np.uint64(self.max_id)).astype(np.int64)
         return bits.astype(np.uint16), ids
 
     def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
-        """The bits of the scores, if these can be ranked."""
+        """Return the bits of the scores; raise ValueError if they cannot be ranked."""
         expected = (len(ids), len(self.num_expected))
         if scores.dtype != np.float16 or scores.shape != expected:
             raise ValueError(

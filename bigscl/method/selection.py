@@ -24,11 +24,11 @@ class Selection:
     last_id: Tensor
     """int64 [L]"""
     num_expected: Tensor | None = None
-    """int64 [L]: how many positives of each class were to be selected; None in cuts that did not keep it."""
+    """int64 [L]: how many positives of each class were requested; None in cuts that did not store it."""
 
     @classmethod
     def none(cls, num_classes: int) -> "Selection":
-        """Nothing is expected, as before the first selection."""
+        """Return a selection of nothing, as before the first selection."""
         return cls(
             tau=torch.ones(num_classes, dtype=torch.float16),
             last_id=torch.full((num_classes,), -1, dtype=torch.int64),
@@ -36,7 +36,7 @@ class Selection:
 
     @classmethod
     def from_json(cls, cuts: Mapping[str, Sequence[float]]) -> "Selection":
-        """The selection `to_json` described, bit for bit."""
+        """Return the selection that `to_json` described, bit for bit."""
         tau = torch.tensor(cuts["tau"], dtype=torch.float16)
         last_id = torch.tensor(cuts["last_id"], dtype=torch.int64)
         counts = torch.tensor(cuts["num_expected"], dtype=torch.int64) if "num_expected" in cuts else None
@@ -47,22 +47,22 @@ class Selection:
         return cls(tau=tau, last_id=last_id, num_expected=counts)
 
     def to_json(self) -> dict[str, list[Any]]:
-        """The cuts as plain numbers; every float16 is exact in them."""
+        """Return the cuts as plain numbers, which represent every float16 exactly."""
         counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
         return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts}
 
     def to(self, device: torch.device | str) -> "Selection":
-        """The same cuts on a device."""
+        """Return the cuts on a device."""
         return replace(self, tau=self.tau.to(device), last_id=self.last_id.to(device))
 
     def expected(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """Of which classes each sample is an expected positive, bool [B,L], by its stored scores [B,L]."""
+        """Return which classes are expected positives of each sample, bool [B,L], by stored scores [B,L]."""
         assert scores.dtype == torch.float16, f"scores are {scores.dtype}; cuts hold for the stored float16"
         return (scores > self.tau) | ((scores == self.tau) & (ids[:, None] <= self.last_id))
 
 
 def expected_counts(counts: NDArray[np.int64], positives_per_image: float) -> NDArray[np.int64]:
-    """How many positives p_i = round(K * count_i) to expect of each class, from its annotated positives."""
+    """Return the expected positives p_i = round(K * count_i) of each class, from its annotated positives."""
     num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
     return num_expected
 
@@ -74,12 +74,13 @@ def select(
     *,
     gather_bytes: int = 2**26,
 ) -> Selection:
-    """The cut that makes the `num_expected[i]` samples of highest score expected positives of class i.
+    """Select the `num_expected[i]` samples of highest score as expected positives of each class i.
 
-    Exact, ties by lowest id; a class that expects more positives than there are samples takes all. The same
-    on every rank, however the samples are divided. Each rank passes its own (ids [n], scores [n,L]), no id
-    twice; they are read once. Memory beyond a chunk is about 60 bytes per expected positive: it grows with
-    K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at a time.
+    The result is exact, ties by lowest id; a class that expects more positives than there are samples takes
+    all. It is the same on every rank, for any division of the samples. Each rank passes its own (ids [n],
+    scores [n,L]), no id twice; they are read once. Memory beyond a chunk is about 60 bytes per expected
+    positive: it grows with K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at
+    a time.
     """
     cuts = rank(chunks, num_expected, transport, gather_bytes=gather_bytes)
     return Selection(

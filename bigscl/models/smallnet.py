@@ -1,4 +1,4 @@
-"""A network small enough to train on a laptop's CPU, as an example of a model that a config may name."""
+"""A network small enough to train on a laptop's CPU; an example of a model that a config can name."""
 
 from typing import cast
 
@@ -20,7 +20,7 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, features: Tensor) -> Tensor:
-        """`[B, channels_in, H, W]` to `[B, channels, H/stride, W/stride]`."""
+        """Map `[B, channels_in, H, W]` to `[B, channels, H/stride, W/stride]`."""
         inner = self.relu(self.bn1(self.conv1(features)))
         return cast(Tensor, self.relu(self.bn2(self.conv2(inner)) + self.shortcut(features)))
 
@@ -42,11 +42,11 @@ class SmallResNet(nn.Module):
         self.fc = nn.Linear(4 * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """`[B, num_classes]` logits of `[B, 3, H, W]` images, whose last feature map is H/8 x W/8."""
+        """Return logits `[B, num_classes]` of images `[B, 3, H, W]`; the last feature map is H/8 x W/8."""
         features = self.layer3(self.layer2(self.layer1(self.stem(images))))
         return cast(Tensor, self.fc(self.avgpool(features).flatten(1)))
 
 
 def small_resnet(num_classes: int) -> nn.Module:
-    """An untrained network of 0.1 million parameters; 48 x 48 pixels give a feature map of 6 x 6."""
+    """Return an untrained network of 0.1 million parameters; 48 x 48 pixels give a 6 x 6 feature map."""
     return SmallResNet(num_classes)

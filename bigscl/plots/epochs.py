@@ -1,4 +1,4 @@
-"""Pictures of a run's tracked samples: what the memory holds of them now."""
+"""Pictures of a run's tracked samples with their current heatmaps."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def _present(
     scores: NDArray[np.float16],
     selection: Selection,
 ) -> NDArray[np.bool_]:
-    """Which classes are there, by the full labels; without them, by what is expected."""
+    """Return which classes are present by the full labels; without them, by what is expected."""
     if index.labels is not None:
         return np.asarray(index.labels_of(ids, "labels") == 1)
     expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids))
@@ -57,7 +57,7 @@ def _present(
 
 
 def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:
-    """(x0, y0, x1, y1) of each class, from rows of a class and its box."""
+    """Return the boxes (x0, y0, x1, y1) of each class, from rows of a class and its box."""
     found: dict[int, list[Box]] = {}
     for number, x0, y0, x1, y1 in boxes:
         found.setdefault(int(number), []).append((x0, y0, x1, y1))

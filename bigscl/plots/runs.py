@@ -1,4 +1,4 @@
-"""The same images in the memories of several runs: what each of them remembers of a class that is there."""
+"""Pictures of the same training images with the heatmaps of several runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,30 +19,30 @@ KINDS: tuple[Kind, ...] = ("annotated", "unannotated", "negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
-    """What a run remembers of one image."""
+class StoredSample:
+    """The stored rows of one image in a run, and its annotated classes."""
 
     rows: Rows
     annotated: NDArray[np.bool_]
-    """[L], what the run's labels say of it."""
+    """[L], by the labels that the run trains on."""
 
 
 def draw_side_by_side(
     runs: Mapping[str, Config], path: Path, *, kinds: Sequence[Kind] = KINDS, count: int = 4
 ) -> None:
-    """Draw `count` training images that have a positive without a label, a line for each kind of class.
+    """Draw `count` training images that have an unannotated positive, one line for each kind of class.
 
-    All runs are on the same shards and keep heatmaps on disk. What is annotated, and what is not, is told by
-    the first run's labels; of several classes, that of the highest mean score over the runs is shown.
+    All runs use the same shards and keep their heatmaps on disk. The first run's labels decide which classes
+    are annotated; of several classes, that with the highest mean score over the runs is shown.
     """
     index = open_data(next(iter(runs.values()))).train
     ids = _with_missing(index, count)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
-    memories = {name: _remembered(config, ids) for name, config in runs.items()}
+    stored = {name: _stored_samples(config, ids) for name, config in runs.items()}
     present = index.labels_of(ids, "labels") == 1
     samples = []
     for place, sample_id in enumerate(ids.tolist()):
-        held = {name: memory[place] for name, memory in memories.items()}
+        held = {name: samples[place] for name, samples in stored.items()}
         boxes = boxes_by_class(metadata[sample_id].get("boxes", []))
         for kind, number in _shown(held, present[place], kinds):
             panels = [
@@ -58,26 +58,26 @@ def draw_side_by_side(
 
 
 def _with_missing(index: Index, count: int) -> NDArray[np.int64]:
-    """Images all over the set that have a positive which is not annotated; any images, if none has."""
+    """Return images spread over the set that have an unannotated positive; any images if none has one."""
     ids = index.ids()
     missing = ((index.labels_of(ids, "labels") == 1) & (index.labels_of(ids) != 1)).any(1)
     candidates = ids[missing] if missing.any() else ids
     return candidates[:: max(1, len(candidates) // count)][:count]
 
 
-def _remembered(config: Config, ids: NDArray[np.int64]) -> list[Held]:
-    """What a run remembers of each of these images."""
+def _stored_samples(config: Config, ids: NDArray[np.int64]) -> list[StoredSample]:
+    """Return the stored rows of each of these images in a run."""
     data = open_data(config)
     annotated = data.train.labels_of(ids, config.data.labels) == 1
     with read_store(config, data.annotations) as store:
         rows = store.read(ids)
-    return [Held(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
+    return [StoredSample(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
 
 
 def _shown(
-    held: Mapping[str, Held], present: NDArray[np.bool_], kinds: Sequence[Kind]
+    held: Mapping[str, StoredSample], present: NDArray[np.bool_], kinds: Sequence[Kind]
 ) -> list[tuple[Kind, int]]:
-    """A class of each kind, where the image has one."""
+    """Return a class of each kind, if the image has one."""
     annotated = next(iter(held.values())).annotated
     scores = np.mean([own.rows.scores[0].astype(np.float64) for own in held.values()], axis=0)
     masks = {"annotated": annotated, "unannotated": present & ~annotated, "negative": ~present & ~annotated}

@@ -1,4 +1,4 @@
-"""Pictures of samples: the image, and beside it the heatmaps of some classes laid over it.
+"""Pictures of samples: the image, and next to it the heatmaps of some classes as overlays.
 
 Used by the trainer after each epoch and by `bigscl render`. Nothing here reads or trains anything.
 """
@@ -18,7 +18,7 @@ from bigscl.store import Rows
 Kind = Literal["annotated", "unannotated", "negative"]
 Box = tuple[float, float, float, float]
 
-# Told apart by people who do not see red and green differently, too.
+# Distinguishable for people with red-green colour blindness, too.
 COLORS: dict[Kind, str] = {"annotated": "#009e73", "unannotated": "#d55e00", "negative": "#56667a"}
 MEANINGS: dict[Kind, str] = {
     "annotated": "annotated positive",
@@ -41,17 +41,17 @@ class Panel:
     """One heatmap over the sample's image."""
 
     heatmap: NDArray[Any]
-    """`[W,W]` in 0..1, covering the whole image whatever its aspect."""
+    """`[W,W]` in 0..1, covering the whole image whatever its aspect ratio."""
     name: str
     score: float
     kind: Kind
     boxes: tuple[Box, ...] = ()
-    """Where the class really is, as far as that is known: (x0, y0, x1, y1) in 0..1 of the image."""
+    """Boxes of the class's objects, if known: (x0, y0, x1, y1) in 0..1 of the image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePicture:
-    """A sample: its image and the heatmaps to show beside it."""
+    """A sample: its image and the heatmaps to show next to it."""
 
     image: NDArray[np.uint8]
     """`[3,H,W]`"""
@@ -68,10 +68,10 @@ def panels_of(
     boxes: Mapping[int, Sequence[Box]] | None = None,
     count: int = 6,
 ) -> list[Panel]:
-    """Up to `count` heatmaps of one sample, those of `classes_to_show`.
+    """Return up to `count` heatmaps of one sample, those of `classes_to_show`.
 
-    `rows` holds that sample only; `annotated` and `present` tell of each class whether training knows it to
-    be there, and whether it is (or is expected to be); `boxes` where the classes are.
+    `rows` has that sample only. `annotated` marks the positives that training sees, `present` the classes
+    that are (or are expected to be) in the image; `boxes` are those of its objects.
     """
     chosen = classes_to_show(rows, annotated, present, count)
     return [panel_of(rows, number, names, annotated, present, boxes) for number in chosen]
@@ -80,9 +80,9 @@ def panels_of(
 def classes_to_show(
     rows: Rows, annotated: NDArray[np.bool_], present: NDArray[np.bool_], count: int
 ) -> list[int]:
-    """Annotated classes, then others present, then negatives, each by falling score; those with heatmaps.
+    """Return classes with heatmaps: annotated, other present ones, then negatives, each by falling score.
 
-    The last place is left for a negative.
+    The last place is reserved for a negative.
     """
     scores = rows.scores[0]
     classes = sorted(rows.kept_classes()[0].tolist(), key=lambda number: -scores[number])
@@ -103,7 +103,7 @@ def panel_of(
     present: NDArray[np.bool_],
     boxes: Mapping[int, Sequence[Box]] | None = None,
 ) -> Panel:
-    """The panel of one class; a class whose heatmap is not kept has no heat."""
+    """Return the panel of one class; a class whose heatmap is not kept has no heat."""
     heatmap = heatmap_of(rows, number)
     return Panel(
         heatmap=np.zeros((1, 1), np.float16) if heatmap is None else heatmap,
@@ -122,40 +122,40 @@ def heatmap_of(rows: Rows, number: int) -> NDArray[Any] | None:
 
 
 def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_]) -> Kind:
-    """What a class is to a sample."""
+    """Return the kind of a class in a sample."""
     if annotated[number]:
         return "annotated"
     return "unannotated" if present[number] else "negative"
 
 
 def overlay(image: NDArray[np.uint8], heatmap: NDArray[Any]) -> NDArray[np.uint8]:
-    """`[H,W,3]`: the image `[3,H,W]` in dim grey under its heat, whose colours mean the same everywhere."""
+    """Return `[H,W,3]`: the heat in fixed colours over the image `[3,H,W]` in dim grey."""
     _, height, width = image.shape
     small = Image.fromarray(heatmap.astype(np.float32))
     heat = np.asarray(small.resize((width, height), Image.Resampling.BILINEAR))[:, :, None].clip(0, 1)
     grey = DIM * image.astype(np.float32).mean(axis=0)[:, :, None]
     colors = _heat_colors(heat[:, :, 0]) * 255
-    # Strong heat still lets the image through; weak heat is seen, but not mistaken for strong.
+    # The image shows through strong heat too; weak heat is visible, but not mistaken for strong.
     opacity = 0.75 * np.sqrt(heat)
     return np.asarray(grey * (1 - opacity) + colors * opacity).round().astype(np.uint8)
 
 
 def _heat_colors(values: NDArray[Any]) -> NDArray[np.float64]:
-    """`[...,3]` in 0..1; the darkest colours are left out, as they would look like shadows in the image."""
+    """Return colours `[...,3]` in 0..1, without the darkest, which would look like shadows in the image."""
     import matplotlib
 
     return np.asarray(matplotlib.colormaps["inferno"](0.3 + 0.7 * values))[..., :3]
 
 
 def draw_samples(samples: Sequence[SamplePicture], path: Path, *, title: str = "", across: int = 1) -> None:
-    """Write a picture of the samples, `across` of them side by side; the suffix says which format."""
+    """Write a picture of the samples, `across` of them side by side; the suffix gives the format."""
     with atomic_write(path) as partial:
         figure = figure_of(samples, title=title, across=across)
         figure.savefig(partial, dpi=DPI, format=path.suffix.removeprefix(".") or None)
 
 
 def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int = 1) -> Any:
-    """The matplotlib figure that `draw_samples` writes."""
+    """Return the matplotlib figure that `draw_samples` writes."""
     from matplotlib.figure import Figure
 
     if not samples or across < 1:
@@ -203,7 +203,7 @@ def _draw_sample(axes: Any, sample: SamplePicture, left: float, top: float, tile
 def _put(
     axes: Any, pixels: NDArray[np.uint8], left: float, top: float, color: str | None = None
 ) -> tuple[float, float, float, float]:
-    """Where the image came to lie in its tile, as matplotlib's extent."""
+    """Draw an image into its tile; return its place as matplotlib's extent."""
     height, width = pixels.shape[:2]
     scale = TILE / max(height, width)
     x = left + (TILE - width * scale) / 2
@@ -224,12 +224,12 @@ def _frame(
 
 
 def _text(axes: Any, x: float, y: float, text: str, room: float, **style: Any) -> None:
-    """Text that stays within its room, in inches: bold 7 point letters are about 0.068 wide."""
+    """Draw text that fits into `room` inches: bold 7 point letters are about 0.068 wide."""
     axes.text(x, y, _short(text, max(4, int(room / 0.068))), fontsize=7, va="center", **style)
 
 
 def _short(text: str, length: int) -> str:
-    """The text, or its beginning and end where it is too long: keys differ at their ends."""
+    """Return the text, or its beginning and end if it is too long: keys differ at their ends."""
     if len(text) <= length:
         return text
     end = (length - 1) // 2
@@ -237,7 +237,7 @@ def _short(text: str, length: int) -> str:
 
 
 def _draw_legend(axes: Any, samples: Sequence[SamplePicture], width: float, height: float) -> None:
-    """What the frames mean, and which colour is which value, as far as there is room."""
+    """Draw the meaning of the frames and the colour scale, as far as there is room."""
     panels = [panel for sample in samples for panel in sample.panels]
     kinds = {panel.kind for panel in panels}
     entries = [(COLORS[kind], MEANINGS[kind]) for kind in COLORS if kind in kinds]
@@ -257,7 +257,7 @@ def _draw_legend(axes: Any, samples: Sequence[SamplePicture], width: float, heig
 
 
 def _shrunk(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The image at no more pixels than its tile can show twice over."""
+    """Return the image with at most twice the pixels that its tile can show."""
     side = int(2 * TILE * DPI)
     scale = side / max(image.shape[1:])
     if scale >= 1:

@@ -216,9 +216,9 @@ def test_coco_mistakes_are_named(coco_folder):
         (good[:-9], "instances_val2014.json: not well-formed JSON"),
         (
             good.replace('"categories"', '"captions"'),
-            "instances_val2014.json: 'categories' is used but not there",
+            "instances_val2014.json: 'categories' is used but missing",
         ),
-        (good.replace('"category_id": 1', '"category_id": 2'), "2 is used but not there"),
+        (good.replace('"category_id": 1', '"category_id": 2'), "2 is used but missing"),
         (good.replace("toothbrush", "toothpick"), "the categories of train2014 and val2014 differ"),
     ]:
         instances.write_text(bad)

@@ -242,7 +242,7 @@ def test_crops_that_tile_the_image_cover_each_cell_once():
 def test_a_crop_between_two_cell_centres_updates_nothing(extent):
     heatmaps, maps = noise(1, 2, 14, 14), noise(1, 2, 7, 7, seed=1)
     views = as_views([5 / 14, 5 / 14, extent, extent, 0])
-    assert torch.equal(blend(heatmaps, maps, views, 0.8), heatmaps)
+    assert torch.equal(blend(heatmaps, maps, views, 0.8)[0], heatmaps)
     assert torch.isfinite(to_view(heatmaps, views, 7)).all()
 
 
@@ -259,7 +259,7 @@ def test_blend_averages_covered_cells_and_keeps_the_bits_of_the_others(dtype, vi
     heatmaps = noise(len(views), 3, 14, 14).to(dtype)
     heatmaps[:, 1] = -0.0  # whose sign is lost in any sum
     maps = noise(len(views), 3, 7, 7, seed=1)
-    blended = blend(heatmaps, maps, views, 0.8)
+    blended, _ = blend(heatmaps, maps, views, 0.8)
     images, mask = to_image(maps, views, 14)
     covered = mask[:, None].expand_as(heatmaps)
     as_int = torch.int16 if dtype == torch.float16 else torch.int32
@@ -281,7 +281,7 @@ def test_erased_box_is_given_in_the_flipped_view():
     # The left half of what the network was fed is erased: the left half of the crop, or its right if flipped.
     views = as_views([0.5, 0, 0.5, 1, 0], [0.5, 0, 0.5, 1, 1])
     erased = torch.tensor([[0.0, 0.25, 0.5, 0.5]] * 2)
-    updated = blend(heatmaps, maps, views, 0.0, erased=erased)[:, 0].bool()
+    updated = blend(heatmaps, maps, views, 0.0, erased=erased)[0][:, 0].bool()
     expected = torch.zeros(2, 8, 8, dtype=torch.bool)
     expected[:, :, 4:] = True
     expected[0, 2:6, 4:6] = False
@@ -294,19 +294,19 @@ def test_an_erased_box_without_area_erases_nothing(box):
     heatmaps, maps = torch.zeros(1, 1, 4, 4), torch.ones(1, 1, 2, 2)
     # The crop starts on the centre of a cell, so that cell lies on the corner of the empty box.
     view = as_views([0.125, 0.125, 0.75, 0.75, 0])
-    with_box = blend(heatmaps, maps, view, 0.0, erased=torch.tensor([box]))
-    assert torch.equal(with_box, blend(heatmaps, maps, view, 0.0))
+    with_box, _ = blend(heatmaps, maps, view, 0.0, erased=torch.tensor([box]))
+    assert torch.equal(with_box, blend(heatmaps, maps, view, 0.0)[0])
     assert with_box[0, 0, 0, 0] == 1
 
 
-def test_debiased_average_is_the_mean_of_the_looks_until_momentum_bounds_it():
+def test_debiased_average_is_the_mean_of_the_visits_until_momentum_bounds_it():
     heatmaps = torch.ones(1, 1, 4, 4)
     counts = torch.zeros(1, 4, 4, dtype=torch.uint8)
     half = as_views([0, 0, 0.5, 1, 0])
-    looks = [0.2, 0.6, 0.1]
-    for value in looks:
+    values = [0.2, 0.6, 0.1]
+    for value in values:
         heatmaps, counts = blend(heatmaps, torch.full((1, 1, 2, 2), value), half, 0.8, counts=counts)
-    torch.testing.assert_close(heatmaps[..., :2], torch.full((1, 1, 4, 2), sum(looks) / 3))
+    torch.testing.assert_close(heatmaps[..., :2], torch.full((1, 1, 4, 2), sum(values) / 3))
     assert (heatmaps[..., 2:] == 1).all()
     assert counts.dtype == torch.uint8
     assert (counts[..., :2] == 3).all()
@@ -346,17 +346,17 @@ def test_blend_of_gathered_classes_equals_the_dense_blend():
     heatmaps, maps = noise(2, 9, 6, 6).half(), noise(2, 9, 3, 3, seed=1)
     classes = torch.tensor([[8, 1], [4, 5]])
     views = as_views([0.1, 0.2, 0.6, 0.7, 1], FULL)
-    dense = gather_classes(blend(heatmaps, maps, views, 0.8), classes)
-    top = blend(gather_classes(heatmaps, classes), gather_classes(maps, classes), views, 0.8)
+    dense = gather_classes(blend(heatmaps, maps, views, 0.8)[0], classes)
+    top, _ = blend(gather_classes(heatmaps, classes), gather_classes(maps, classes), views, 0.8)
     assert torch.equal(dense, top)
 
 
 def test_autocast_and_gradients_stay_out():
     heatmaps, maps = noise(1, 2, 14, 14), noise(1, 2, 7, 7, seed=1).requires_grad_()
     views = as_views([0.13, 0.21, 0.5, 0.61, 1])
-    plain = to_view(heatmaps, views, 7), blend(heatmaps, maps, views, 0.8)
+    plain = to_view(heatmaps, views, 7), blend(heatmaps, maps, views, 0.8)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = to_view(heatmaps, views, 7), blend(heatmaps, maps, views, 0.8)
+        under_autocast = to_view(heatmaps, views, 7), blend(heatmaps, maps, views, 0.8)[0]
     for a, b in zip(plain, under_autocast, strict=True):
         assert torch.equal(a, b)
         assert not a.requires_grad

@@ -6,14 +6,14 @@ from PIL import Image
 
 from bigscl.config import make_config
 from bigscl.plots import runs as side_by_side
-from bigscl.plots.runs import Held, _shown, _with_missing, draw_side_by_side
+from bigscl.plots.runs import StoredSample, _shown, _with_missing, draw_side_by_side
 from bigscl.store import Rows
 from tests.test_tools.quickstart import make_shards, make_store
 
 
 def held(scores, annotated):
     rows = Rows(scores=np.array([scores], np.float16), visited=np.zeros(1, np.int32))
-    return Held(rows=rows, annotated=np.array(annotated, bool))
+    return StoredSample(rows=rows, annotated=np.array(annotated, bool))
 
 
 def test_of_each_kind_the_class_of_the_highest_mean_score_is_shown():
