@@ -3,12 +3,10 @@
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.ragged import Ragged
 from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
+from bigscl.processes.pool import map_in_processes
 from bigscl.text import printable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -88,9 +87,12 @@ def scan(
     urls = expand(shards)
     if class_names is not None:
         num_classes = len(class_names)
-    scans = _scan_all(
-        urls, partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe), jobs, on_shard
-    )
+    work = partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe)
+    by_url: dict[str, ShardScan] = {}
+    for url, found in map_in_processes(work, urls, jobs if jobs > 1 else 0):
+        by_url[url] = found
+        on_shard(url)
+    scans = [by_url[url] for url in urls]
     problems = [problem for found in scans for problem in found.problems]
     if not any(len(found.keys) for found in scans):
         raise NoSamples(urls, problems)
@@ -232,24 +234,6 @@ def _packed(
         labels=Ragged.of(labels) if len(labels) == len(rows) else None,
         problems=problems,
     )
-
-
-def _scan_all(
-    urls: list[str], work: Callable[[str], ShardScan], jobs: int, on_shard: Callable[[str], None]
-) -> list[ShardScan]:
-    scans: dict[str, ShardScan] = {}
-    if jobs <= 1:
-        for url in urls:
-            scans[url] = work(url)
-            on_shard(url)
-    else:
-        # Not forked: the caller may have threads (a progress bar has).
-        with ProcessPoolExecutor(min(jobs, len(urls)), mp_context=get_context("spawn")) as pool:
-            waiting = {pool.submit(work, url): url for url in urls}
-            for future in as_completed(waiting):
-                scans[waiting[future]] = future.result()
-                on_shard(waiting[future])
-    return [scans[url] for url in urls]
 
 
 def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:

@@ -4,13 +4,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
 from bigscl.files import BadFile, atomic_write, parsing, write_text
+from bigscl.processes.pool import map_in_processes
 from bigscl.text import first_few
 
 MANIFEST = "shards.json"
@@ -121,25 +120,12 @@ def write(shards: Shards, out: Path, workers: int = 0) -> Iterator[Written]:
                 yield Written(name=name, num_samples=len(samples), skipped=True)
             else:
                 todo.append((out / name, samples))
-    yield from _write_all(todo, workers)
+    yield from (written for _, written in map_in_processes(_write_tar, todo, workers))
 
 
-def _write_all(todo: list[tuple[Path, Sequence[Sample]]], workers: int) -> Iterator[Written]:
-    if workers == 0:
-        for path, samples in todo:
-            yield write_tar(path, samples)
-        return
-    # Not forked: the caller may have threads (a progress bar has).
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        try:
-            for future in as_completed([pool.submit(write_tar, path, samples) for path, samples in todo]):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def write_tar(path: Path, samples: Sequence[Sample]) -> Written:
+def _write_tar(shard: tuple[Path, Sequence[Sample]]) -> Written:
     """Write one shard under a temporary name, sync it, and only then give it its own name."""
+    path, samples = shard
     # Imported here: webdataset imports torch, which takes seconds, and only writing needs it.
     from webdataset import TarWriter
 

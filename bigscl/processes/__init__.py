@@ -1,1 +1,1 @@
-"""The processes of a job: accelerator, ranks, signals, and what the hardware can do."""
+"""The processes of a job: accelerator, ranks, signals, worker pools, and what the hardware can do."""
