@@ -26,7 +26,7 @@ from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.evaluation.validation import validate
 from bigscl.files import append_lines
-from bigscl.plots.epochs import picture_of_epoch
+from bigscl.plots.epochs import draw_epoch
 from bigscl.processes.accelerator import start_accelerator
 from bigscl.processes.ranks import process_group
 from bigscl.processes.signals import Interrupts
@@ -187,7 +187,7 @@ class Trainer:
         store.record_history(epoch)
         if log.pictures_every and (epoch + 1) % log.pictures_every == 0 and store.spec.tracked:
             path = self.folder.path / "pictures" / f"epoch-{epoch:03d}.png"
-            picture_of_epoch(store, self.data.train, self.memory.selection, path, log.pictures)
+            draw_epoch(store, self.data.train, self.memory.selection, path, log.pictures)
             self.metrics.log_image("heatmaps", path, self.progress.step)
 
     # Data

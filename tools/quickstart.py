@@ -148,7 +148,7 @@ def _table(results: dict[str, dict[str, float]]) -> str:
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
     """Draw the heatmaps of each run for digits that no label names."""
     from bigscl.config import load_config
-    from bigscl.plots.runs import draw_side_by_side
+    from bigscl.plots.runs import draw_runs
 
     runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}
-    draw_side_by_side(runs, path, kinds=("unannotated",), count=6)
+    draw_runs(runs, path, kinds=("unannotated",), count=6)

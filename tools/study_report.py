@@ -229,14 +229,14 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
     """Draw the heatmaps of the runs of the first seed for the same images, if all their labels are known."""
-    from bigscl.plots.runs import draw_side_by_side
+    from bigscl.plots.runs import draw_runs
     from bigscl.training.run import open_data
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}
     if kept and open_data(next(iter(kept.values()))).train.labels is not None:
         names = _short_names(list(kept))
-        draw_side_by_side(dict(zip(names, kept.values(), strict=True)), path)
+        draw_runs(dict(zip(names, kept.values(), strict=True)), path)
 
 
 def _short_names(rows: Sequence[str]) -> list[str]:

@@ -95,7 +95,7 @@ def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifi
     if outputs != num_classes:
         raise ValueError(
             f"{target.name}: predicts {outputs} classes, the shards have {num_classes}. Evaluate on shards "
-            f"of the same classes; `bigscl index --classes {outputs}` tells if some do not occur."
+            f"of the same classes; if some do not occur there, run `bigscl index --classes {outputs}`."
         )
     if is_file(target.weights):
         load_state(network, state, head.name, target.weights)

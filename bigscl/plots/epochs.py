@@ -15,7 +15,7 @@ from bigscl.store import HeatmapStore
 PANELS = 5
 
 
-def picture_of_epoch(
+def draw_epoch(
     store: HeatmapStore, index: Index, selection: Selection, path: Path, count: int, title: str = ""
 ) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""

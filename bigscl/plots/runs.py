@@ -27,7 +27,7 @@ class StoredSample:
     """[L], by the labels that the run trains on."""
 
 
-def draw_side_by_side(
+def draw_runs(
     runs: Mapping[str, Config], path: Path, *, kinds: Sequence[Kind] = KINDS, count: int = 4
 ) -> None:
     """Draw `count` training images that have an unannotated positive, one line for each kind of class.

@@ -226,13 +226,10 @@ def updated_averages(
         maps = gather_classes(maps, recalled.classes)
     views = batch.views.to(device, non_blocking=True)
     erased = None if batch.erased is None else batch.erased.to(device, non_blocking=True)
-    if recalled.counts is None:
-        updated["heatmaps"] = blend(recalled.heatmaps, maps, views, config.momentum, erased=erased)
-    else:
-        updated["heatmaps"], updated["counts"] = blend(
-            recalled.heatmaps, maps, views, config.momentum, erased=erased, counts=recalled.counts
-        )
-    return updated
+    updated["heatmaps"], counts = blend(
+        recalled.heatmaps, maps, views, config.momentum, erased=erased, counts=recalled.counts
+    )
+    return updated if counts is None else updated | {"counts": counts}
 
 
 def _counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:

@@ -101,7 +101,7 @@ def test_runs_on_other_images_classes_or_labels_are_refused():
     run = saved(logits, labels)
     for other, complaint in [
         (saved(logits[1:], labels[1:], keys=[f"image{n}" for n in range(1, 10)]), "differ in image0"),
-        (replace(run, class_names=tuple("abcdefghijkl")), "other classes"),
+        (replace(run, class_names=tuple("abcdefghijkl")), "different classes"),
         (replace(run, labels=1 - run.labels), "different labels"),
     ]:
         with pytest.raises(ValueError, match=complaint):

@@ -258,7 +258,7 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
         (["--backbone", "resnet18", "--weights", "V9", "--shards", "{val}"], "no weights 'V9'"),
         (["--backbone", "nonet", "--weights", "DEFAULT", "--shards", "{val}"], "no classification network"),
         (["{bare}", "--shards", "{val}"], "Name its network with --backbone"),
-        (["{bare}", "--backbone", BACKBONE], "--shards: which images"),
+        (["{bare}", "--backbone", BACKBONE], "--shards: missing"),
         (["{bare}", "--backbone", BACKBONE, "--shards", "{val}"], "predicts 5 classes, the shards have 3"),
         (["{run}", "--real", "{run}/real.json"], "real.json: no such file"),
         (["{plain}", "--backbone", BACKBONE, "--shards", "{val}", "--heatmaps"], "--heatmaps: needs a run"),

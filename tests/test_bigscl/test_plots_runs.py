@@ -6,7 +6,7 @@ from PIL import Image
 
 from bigscl.config import make_config
 from bigscl.plots import runs as side_by_side
-from bigscl.plots.runs import StoredSample, _shown, _with_missing, draw_side_by_side
+from bigscl.plots.runs import StoredSample, _shown, _with_missing, draw_runs
 from bigscl.store import Rows
 from tests.test_tools.quickstart import make_shards, make_store
 
@@ -67,7 +67,7 @@ def test_a_line_is_drawn_for_each_image_and_kind(tmp_path, index, monkeypatch):
 
     original = side_by_side.draw_samples
     monkeypatch.setattr(side_by_side, "draw_samples", draw)
-    draw_side_by_side(runs, tmp_path / "beside.png", count=2)
+    draw_runs(runs, tmp_path / "beside.png", count=2)
     kinds = [[panel.kind for panel in sample.panels] for sample in drawn]
     assert kinds == [["annotated"] * 2, ["unannotated"] * 2, ["negative"] * 2] * 2
     assert [panel.name for panel in drawn[0].panels] == ["dense", "topk"]
