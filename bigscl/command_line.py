@@ -25,6 +25,7 @@ _SETTINGS = typer.Argument(
 )
 Settings = Annotated[list[str] | None, _SETTINGS]
 """Overrides of a config: all words of the command line that are not options of the command."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def rank_of_this_process() -> int:

@@ -40,6 +40,7 @@ from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
+from bigscl.files import existing_folder
 from bigscl.models.spatial import SpatialClassifier
 from bigscl.processes.ranks import process_group
 from bigscl.training.log import start_logging
@@ -82,9 +83,7 @@ def _evaluate(options: EvaluationOptions) -> None:
 
 def check_writable(folder: Path) -> None:
     """Refuse an output folder that cannot be written to: now, not after hours of predictions."""
-    place = folder
-    while not place.exists():
-        place = place.parent
+    place = existing_folder(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         what = "a file" if place.is_file() else "not writable"
         raise ValueError(f"--output {folder}: {place} is {what}. Choose a folder that can be written to.")

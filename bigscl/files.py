@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +122,16 @@ def append_lines(path: Path, lines: list[str]) -> None:
 
 
 # Reading
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def free_bytes(place: str) -> int | None:
+    """Return the free bytes at a path that may not exist yet; None for an object store."""
+    return None if "://" in place else shutil.disk_usage(existing_folder(Path(place))).free
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,40 +9,49 @@ from bigscl.command_line import HELP, make_command, run
 
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
-# `bigscl show` answers at once.
-VERBS: tuple[str, ...] = (
-    "quickstart",
-    "shards",
-    "index",
-    "plan",
-    "doctor",
-    "train",
-    "evaluate",
-    "score",
-    "compare",
-    "study",
-    "show",
-    "render",
-    "export",
-    "diff",
-    "verify",
-    "repair",
-    "compact",
-    "unlock",
-)
+# `bigscl show` answers at once. The list of verbs is in the order in which a project uses them.
+VERBS = {
+    "quickstart": "Run the whole system in minutes, offline.",
+    "shards": "Write a dataset as tar shards.",
+    "index": "Scan tar shards once and write their index.",
+    "plan": "Estimate disk space, RAM and I/O of a run.",
+    "doctor": "Check this machine, or every node of a launcher.",
+    "train": "Train a classifier from a config, or resume it.",
+    "evaluate": "Evaluate a run, a checkpoint or published weights.",
+    "score": "Make the report of saved predictions.",
+    "compare": "Compare the predictions of several runs.",
+    "study": "Train and compare configs over several seeds.",
+    "show": "Show a store, or its memory of a sample.",
+    "render": "Draw samples with their heatmaps.",
+    "export": "Write found labels, scores or heatmaps to files.",
+    "diff": "Compare two snapshots, or two stores of the same data.",
+    "verify": "Check every byte of a store.",
+    "repair": "Reset the damaged rows of a store.",
+    "compact": "Make a store smaller.",
+    "unlock": "Break the lease of a dead run.",
+}
 
 
 class Verbs(typer.core.TyperGroup):
-    """A group whose commands are files, imported when they are asked for."""
+    """A group whose commands are files, imported when they are called."""
+
+    _listing = False
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the list of verbs, without importing them."""
+        self._listing = True
+        super().format_help(ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs, in the order in which a project uses them."""
+        """Return the names of all verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the verb, imported now; None if there is no such verb."""
         if cmd_name not in VERBS:
             return None
+        if self._listing:
+            return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name])
         module = importlib.import_module(f"bigscl.tools.{cmd_name}")
         if hasattr(module, "app"):
             group = typer.main.get_command(module.app)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.store import (
     Codec,
     GroupSpec,
@@ -16,7 +17,6 @@ from bigscl.store import (
 )
 from bigscl.tools.opening import (
     Apply,
-    AsJson,
     DataFlags,
     StorageFlags,
     Store,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.tools.score import Activation
 from bigscl.tools.text import tell
 
@@ -31,7 +32,7 @@ def command(
         int, typer.Option(min=0, help="Number of classes to list, the most changed first.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the resamples.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs with the first: metrics, differences with 95% bootstrap intervals, changed classes."""
     from bigscl.evaluation.compare import compare

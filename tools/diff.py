@@ -9,6 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.command_line import AsJson
 from bigscl.store import (
     Array,
     HeatmapStore,
@@ -17,7 +18,7 @@ from bigscl.store import (
 )
 from bigscl.tools.expected import Expected, count_by_class, expected_at
 from bigscl.tools.halves import to_float32
-from bigscl.tools.opening import AsJson, Data, DataFlags, StorageFlags, open_store
+from bigscl.tools.opening import Data, DataFlags, StorageFlags, open_store
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import class_name, name_of
 from bigscl.tools.text import table, tell

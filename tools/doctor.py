@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.command_line import AsJson
+from bigscl.files import free_bytes
 from bigscl.store import Transport
-from bigscl.tools.opening import AsJson, StorageFlags
+from bigscl.tools.opening import StorageFlags
 from bigscl.tools.reachable import probe_place
 from bigscl.tools.text import size, tell
 
@@ -102,13 +103,13 @@ def _environment(place: str | None) -> dict[str, Any]:
         "optional": {name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "shared_memory_bytes": _free("/dev/shm"),
+        "shared_memory_bytes": free_bytes("/dev/shm") if Path("/dev/shm").exists() else None,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": devices,
         # It takes seconds, so one process per node tries it.
         "bf16": _bf16() if os.environ.get("LOCAL_RANK", "0") == "0" else None,
         "backends": backends,
-        "free_bytes": None if place is None or "://" in place else _free(place),
+        "free_bytes": None if place is None else free_bytes(place),
         "launched": "WORLD_SIZE" in os.environ,
         "accelerate": any(name.startswith("ACCELERATE_") for name in os.environ),
     }
@@ -130,14 +131,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _free(place: str) -> int | None:
-    """Return the free bytes at a path, or at the nearest folder above it that exists."""
-    path = Path(place).absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free if place != "/dev/shm" or path == Path(place) else None
 
 
 def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:

@@ -9,11 +9,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.command_line import AsJson
 from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.opening import AsJson, AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.passes import pass_over, scores_by_shard
 from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import find_samples

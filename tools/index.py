@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.data.index import Index, default_path, stored_fingerprint
 from bigscl.data.scan import LARGEST_CLASS, LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
@@ -29,7 +30,7 @@ def command(
     classes: Annotated[
         str | None,
         typer.Option(
-            help="Number of classes, or a file with one name a line. Unless told: classes.txt beside the "
+            help="Number of classes, or a file with one name per line. Default: classes.txt next to the "
             "shards if it is there, else the largest label is the last class."
         ),
     ] = None,
@@ -37,7 +38,7 @@ def command(
         int, typer.Option(min=1, max=1024, help="Shards that are scanned at the same time.")
     ] = min(8, os.cpu_count() or 1),
     allow_pipe: Annotated[bool, typer.Option(help="Run the commands of `pipe:` shards.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Scan tar shards once, write their index, and list all problems."""
     urls = expand(shards)

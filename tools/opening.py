@@ -31,7 +31,6 @@ Store = Annotated[
 AtSnapshot = Annotated[
     int | None, typer.Option("--snapshot", help="Read this snapshot. Default: the newest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Apply = Annotated[bool, typer.Option("--apply", help="Do it. Without this, only print what would be done.")]
 
 

@@ -1,7 +1,6 @@
 """`bigscl plan`: estimate the disk space, RAM and I/O of a run before it starts."""
 
 import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from bigscl.command_line import Settings
-from bigscl.store import StoreSpec
-from bigscl.tools.opening import AsJson
+from bigscl.command_line import AsJson, Settings
+from bigscl.files import free_bytes
 from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
+    from bigscl.store import StoreSpec
     from bigscl.training.forecast import Forecast, MemoryPhase
 
 
@@ -65,9 +64,10 @@ def command(
 
 def _data(
     config: "Config", samples: int | None, classes: int | None, per_shard: int
-) -> tuple[StoreSpec, float | None]:
+) -> tuple["StoreSpec", float | None]:
     """Return the store's rows and the mean size of an image, of existing shards or of the given numbers."""
     from bigscl.data.index import load_index
+    from bigscl.store import StoreSpec
 
     if (samples is None) != (classes is None):
         raise ValueError("--samples, --classes: give both, or neither to plan for the shards of the config")
@@ -98,7 +98,7 @@ def _heatmap_size(config: "Config", num_classes: int) -> int:
     return 2 * map_side(build_model(config.model.backbone, num_classes), config.data.size)
 
 
-def _forecast(config: "Config", spec: StoreSpec, processes: int) -> "Forecast":
+def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
     from bigscl.training.epoch_plan import plan_epoch
     from bigscl.training.forecast import forecast
 
@@ -108,12 +108,12 @@ def _forecast(config: "Config", spec: StoreSpec, processes: int) -> "Forecast":
 
 
 def _facts(
-    config: "Config", spec: StoreSpec, processes: int, rate: float, mean_bytes: float | None
+    config: "Config", spec: "StoreSpec", processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
     from bigscl.training.forecast import warnings
 
     needs = _forecast(config, spec, processes)
-    free = _free_bytes(config.store_url) if config.store.kind == "disk" else None
+    free = free_bytes(config.store_url) if config.store.kind == "disk" else None
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "run": str(config.run),
@@ -164,17 +164,7 @@ def _phase(phase: "MemoryPhase", rate: float) -> dict[str, Any]:
     }
 
 
-def _free_bytes(url: str) -> int | None:
-    """Return the free bytes where the store will be; None for an object store."""
-    if "://" in url:
-        return None
-    place = Path(url).absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
-def _probe(config: "Config", spec: StoreSpec, facts: dict[str, Any], place: str) -> dict[str, Any]:
+def _probe(config: "Config", spec: "StoreSpec", facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Measure whether a place reads and writes the bytes of the largest phase fast enough."""
     from bigscl.tools.probe import measure
 

@@ -8,11 +8,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.command_line import AsJson
 from bigscl.plots.samples import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.choosing import Choice, choose_samples
 from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.opening import AsJson, AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.samples import find_class, find_samples
 from bigscl.tools.text import tell
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.files import read_json_object, write_text
 from bigscl.store import (
     HeatmapStore,
@@ -20,7 +21,6 @@ from bigscl.store import (
 from bigscl.tools.damage import Source, damaged_rows, repaired_shard
 from bigscl.tools.opening import (
     Apply,
-    AsJson,
     DataFlags,
     StorageFlags,
     Store,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.tools.text import tell
 
 Activation = Literal["sigmoid", "softmax"]
@@ -28,7 +29,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report.md, report.json and scores.png.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make the report of saved predictions, the same as `bigscl evaluate` makes."""
     from bigscl.evaluation.predictions import load_predictions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import with_options
+from bigscl.command_line import AsJson, with_options
 from bigscl.tools.progress import progress
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Writing:
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be written, and write nothing.")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False
+    as_json: AsJson = False
 
     def run(self, shards: "Shards", out: Path) -> None:
         """Write the shards, except in a dry run, and print what they contain."""

@@ -9,6 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from bigscl.command_line import AsJson
 from bigscl.store import (
     FORMAT,
     Array,
@@ -23,7 +24,6 @@ from bigscl.store import (
 )
 from bigscl.tools.expected import Expected, expected_at, in_mid_epoch
 from bigscl.tools.opening import (
-    AsJson,
     AtSnapshot,
     Data,
     DataFlags,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.store import (
     LEASE_PATIENCE_SECONDS,
     Backend,
@@ -16,7 +17,7 @@ from bigscl.store import (
     read_holder,
     read_spec,
 )
-from bigscl.tools.opening import Apply, AsJson, StorageFlags, Store, locate
+from bigscl.tools.opening import Apply, StorageFlags, Store, locate
 from bigscl.tools.text import tell
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from bigscl.command_line import AsJson
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
@@ -21,7 +22,7 @@ from bigscl.store import (
     shard_bytes,
     verify,
 )
-from bigscl.tools.opening import AsJson, AtSnapshot, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.opening import AtSnapshot, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, size, tell
 

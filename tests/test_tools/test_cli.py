@@ -51,14 +51,14 @@ def test_help_shows_an_example(verb):
     "arguments", [["--help"], *([verb, "--help"] for verb in ("plan", "train", "evaluate"))]
 )
 def test_help_is_printed_without_torch_or_zarr(arguments):
-    """Importing torch takes seconds. Verbs over stores import zarr, and so does the list of verbs."""
+    """Importing torch takes seconds, and zarr half of one. Verbs over stores import zarr."""
     code = "import sys; from bigscl.tools.cli import run, app, typer; "
     code += f"run(typer.main.get_command(app), {arguments}, 'bigscl'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     modules = set(done.stdout.splitlines()[-1].split())
     assert "bigscl.command_line" in modules
-    assert not {"torch", "matplotlib", "accelerate"} & modules
-    assert "zarr" not in modules or arguments in (["--help"], ["plan", "--help"])
+    assert not {"torch", "matplotlib", "accelerate", "zarr", "numpy"} & modules or arguments[0] == "plan"
+    assert not {"torch", "matplotlib", "accelerate", "zarr"} & modules
 
 
 def test_the_module_is_the_same_command():
