@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import bigscl.store
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +118,14 @@ def test_map_of_the_readme_fits_on_one_screen():
     text = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "bigscl/DESIGN.md", "tools/README.md", "store/FORMAT.md"]
+)
+def test_pages_name_files_that_exist(page):
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"(?:bigscl|store|tools|configs|tests|\.ci)/[\w/]+\.(?:py|md|yaml|png)", text))
+    linked = {(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)}
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert not [link for link in linked if not link.exists()]
