@@ -28,7 +28,7 @@ from bigscl.evaluation.validation import validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
 from bigscl.processes.accelerator import start_accelerator
-from bigscl.processes.ranks import process_group
+from bigscl.processes.ranks import PendingSum, process_group
 from bigscl.processes.signals import Interrupts
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
 from bigscl.training.epoch_progress import EpochProgress
@@ -39,6 +39,7 @@ from bigscl.training.resume import resume
 from bigscl.training.run import Run, RunFolder, open_data
 from bigscl.training.saving import Saver
 from bigscl.training.step import Step
+from bigscl.training.stop_file import StopFile
 from bigscl.training.summary import summary
 from bigscl.training.transfer import Recalled
 
@@ -49,7 +50,7 @@ Window = list[tuple[Batch, Recalled | None]]
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it is saved."""
+    """The run was asked to stop, and is saved."""
 
 
 class Trainer:
@@ -60,7 +61,7 @@ class Trainer:
         self.config = config
         self.accelerator = start_accelerator(config)
         self.device = self.accelerator.device
-        self.ranks = process_group()
+        self.ranks = process_group(config.hardware.timeout_minutes)
         start_logging(self.ranks.rank)
         self.folder = RunFolder(config)
         self.data = open_data(config)
@@ -74,6 +75,8 @@ class Trainer:
         self.saver = Saver(run, self.state, self.progress, self.memory)
         self.step = Step(config, self.data, self.state, self.memory, self.ranks)
         self.stopping = False
+        self.stop_file = StopFile(self.folder.path)
+        self._clear_stop_file()
         self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
         for line in summary(config, self.data, self.ranks.world_size, side, self.device):
             logger.info(line)
@@ -86,6 +89,7 @@ class Trainer:
             self.step.prepare_buckets()
             self.train_epoch(epoch, plan)
             self.finish_epoch(epoch, plan)
+        self._clear_stop_file()
 
     # A step
 
@@ -96,9 +100,12 @@ class Trainer:
         recalled = self.memory.recall(self._loader(plan, epoch), epoch)
         windows = batched(recalled, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
+            following, counted = self._next_window(windows)
             for place in range(plan.first_step, plan.num_steps):
-                window = next(windows, [])
-                count, stop = self.ranks.sum([sum(len(batch) for batch, _ in window), self.stopping])
+                window, (count, stop) = following, counted()
+                if place + 1 < plan.num_steps:
+                    # Summed over the ranks while this step computes: a stop takes effect one step later.
+                    following, counted = self._next_window(windows)
                 rate = self.schedule.learning_rate(epoch * plan.num_steps + place, plan.num_steps)
                 gamma = self.config.objective.gamma.at(epoch + place / plan.num_steps)
                 self.train_step(window, meter, int(count), rate, gamma)
@@ -106,7 +113,16 @@ class Trainer:
                 if stop or (self._save_is_due() and place + 1 < plan.num_steps):
                     self.saver.save_within(epoch)
                 if stop:
+                    self._clear_stop_file()
                     raise Stopped
+
+    def _next_window(self, windows: Iterator[Window]) -> tuple[Window, PendingSum]:
+        """Take the next window; start to sum its samples over the ranks, and the ranks that are to stop."""
+        window = next(windows, [])
+        return window, self.ranks.start_sum([sum(len(batch) for batch, _ in window), self._is_to_stop()])
+
+    def _is_to_stop(self) -> bool:
+        return self.stopping or (self.ranks.rank == 0 and self.stop_file.is_requested())
 
     def train_step(self, window: Window, meter: Meter, count: int, rate: float, gamma: float) -> None:
         """Make one optimizer step, with the gradient of the mean loss over the windows of all ranks."""
@@ -225,6 +241,11 @@ class Trainer:
         every = self.config.checkpoint.every_steps
         return every is not None and self.progress.step % every == 0
 
+    def _clear_stop_file(self) -> None:
+        """Remove a request to stop that is met, or older than this start."""
+        if self.ranks.rank == 0:
+            self.stop_file.clear()
+
     def stop_soon(self) -> None:
         """Save the run after the current step, then stop; called at the first signal."""
         self.stopping = True
@@ -250,7 +271,7 @@ def batched(pairs: Iterator[tuple[Batch, Recalled | None]], size: int) -> Iterat
 
 
 def train(options: TrainingOptions) -> None:
-    """Train to the end, or until a signal: then the run is saved."""
+    """Train to the end, or until a signal or `bigscl stop`: then the run is saved."""
     config = options.load()
     if options.print_config:
         print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
@@ -263,7 +284,7 @@ def train(options: TrainingOptions) -> None:
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:
-            print(f"stopped by a signal; {config.run} is saved. Resume with the same command.")
+            print(f"stopped as asked; {config.run} is saved. Resume with the same command.")
 
 
 def main(arguments: list[str]) -> int:

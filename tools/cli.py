@@ -17,6 +17,7 @@ VERBS = {
     "plan": "Estimate disk space, RAM and I/O of a run.",
     "doctor": "Check this machine, or every node of a launcher.",
     "train": "Train a classifier from a config, or resume it.",
+    "stop": "Ask a run to save and exit.",
     "evaluate": "Evaluate a run, a checkpoint or published weights.",
     "score": "Make the report of saved predictions.",
     "compare": "Compare the predictions of several runs.",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol, cast
 
 import torch
@@ -22,15 +23,23 @@ class Ranks(Transport, Protocol):
         """Return each number summed over the ranks, on every rank."""
         ...
 
+    def start_sum(self, values: Sequence[float]) -> "PendingSum":
+        """Start such a sum; call what is returned for the result. All ranks start their sums in one order."""
+        ...
+
+
+PendingSum = Callable[[], list[float]]
+"""Waits for a sum that was started, and returns it."""
+
 
 class GlooRanks:
     """All ranks of the initialised process group, over a gloo group: nothing touches the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        # None is the default group.
-        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        # None is the default group, which has a timeout of its own.
+        group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._group = cast(dist.ProcessGroup | None, group)
         self.wait_seconds = 0.0
 
@@ -49,12 +58,22 @@ class GlooRanks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks, on every rank."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
+        """Start to sum each number over the ranks, while this rank does something else."""
         # float64 holds every count exactly.
         totals = torch.tensor(values, dtype=torch.float64)
-        asked = time.perf_counter()
-        dist.all_reduce(totals, group=self._group)
-        self.wait_seconds += time.perf_counter() - asked
-        return cast(list[float], totals.tolist())
+        work = dist.all_reduce(totals, group=self._group, async_op=True)
+        assert work is not None
+
+        def wait() -> list[float]:
+            asked = time.perf_counter()
+            work.wait()
+            self.wait_seconds += time.perf_counter() - asked
+            return cast(list[float], totals.tolist())
+
+        return wait
 
 
 class SingleProcess(store.SingleProcess):
@@ -66,11 +85,18 @@ class SingleProcess(store.SingleProcess):
         """Return the numbers unchanged."""
         return list(values)
 
+    def start_sum(self, values: Sequence[float]) -> PendingSum:
+        """Return a call that returns the numbers unchanged."""
+        return lambda: list(values)
 
-def process_group() -> Ranks:
-    """Return the group this process belongs to: all ranks of torch.distributed, or this process alone."""
+
+def process_group(timeout_minutes: float | None = None) -> Ranks:
+    """Return the group this process belongs to: all ranks of torch.distributed, or this process alone.
+
+    A rank that waits for longer than the timeout gives the others up.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooRanks()
+        return GlooRanks(None if timeout_minutes is None else timedelta(minutes=timeout_minutes))
     return SingleProcess()
 
 
