@@ -6,13 +6,22 @@ Neither torch nor zarr is imported here, so that `--help` answers at once.
 import inspect
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from bigscl.errors import explain
+from bigscl.processes.failures import (
+    SECONDS_FOR_THE_FIRST,
+    in_a_group,
+    leave,
+    lost_other_ranks,
+    report_to_launcher,
+)
 from bigscl.text import printable
 
 # Click, or the copy of it inside typer, raises this for a command line that it cannot parse.
@@ -149,10 +158,26 @@ def run(command: Any, arguments: list[str] | None, program: str) -> int:
         return INTERRUPTED
     except Exception as error:
         reason = explain(error)
+        if in_a_group():
+            _leave_group(error, reason, program)
         if reason is None:
             raise
-        _say(f"{program}: {printable(reason, keep=chr(10))}")
+        _say(_line(program, reason))
         return 2
+
+
+def _line(program: str, reason: str) -> str:
+    return f"{program}: {printable(reason, keep=chr(10))}"
+
+
+def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn:
+    """End this rank, and through the launcher the others, with the reason as the last thing printed."""
+    if lost_other_ranks(error):
+        time.sleep(SECONDS_FOR_THE_FIRST)
+    text = "".join(traceback.format_exception(error)) if reason is None else _line(program, reason)
+    _say(text)
+    report_to_launcher(text)
+    leave(1 if reason is None else 2)
 
 
 def _say(message: str) -> None:

@@ -1,6 +1,7 @@
 """Which errors end a command in one line: those of the user and of the outside world. All others are bugs."""
 
 from bigscl import files
+from bigscl.processes.failures import lost_other_ranks
 
 
 def explain(error: Exception) -> str | None:
@@ -11,6 +12,12 @@ def explain(error: Exception) -> str | None:
     """
     if isinstance(error, OSError):
         return _explain_os_error(error)
+    if lost_other_ranks(error):
+        reason = str(error).strip().splitlines()[0]
+        return (
+            f"this rank lost the connection to the others ({reason}). One of them ended or did not answer in "
+            f"time: its own message says why. Run the same command again to resume."
+        )
     if type(error).__module__.startswith("obstore"):
         reason = str(error).splitlines()[0]
         return f"the object store: {reason}. Check bucket, endpoint, region and credentials."

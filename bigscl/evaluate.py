@@ -53,11 +53,10 @@ SECONDS_BETWEEN_LINES = 10.0
 def evaluate(options: EvaluationOptions) -> None:
     """Predict every image and write the report."""
     start_logging(rank_of_this_process())
-    try:
-        _evaluate(options)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    _evaluate(options)
+    # Not after an error: then it would wait for ranks that wait for this one.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _evaluate(options: EvaluationOptions) -> None:

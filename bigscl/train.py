@@ -255,13 +255,25 @@ class Trainer:
         self.memory.close()
         self.accelerator.end_training()
 
+    def abandon(self) -> None:
+        """Give the lease of the store back after an error; the group is left to the end of the process."""
+        try:
+            self.memory.close()
+        except Exception:
+            logger.exception("the store could not be closed")
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None or isinstance(error, Stopped):
+            self.close()
+        else:
+            self.abandon()
 
 
 def batched(pairs: Iterator[tuple[Batch, Recalled | None]], size: int) -> Iterator[Window]:

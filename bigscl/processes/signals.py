@@ -6,7 +6,6 @@ interpreter writes the number of a signal into a pipe when it arrives, and the t
 """
 
 import contextlib
-import multiprocessing
 import os
 import select
 import signal
@@ -16,6 +15,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self
+
+from bigscl.processes.failures import leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PARENT_POLL_SECONDS = 1.0
@@ -111,9 +112,7 @@ class Interrupts:
     def _exit(self, code: int, message: str) -> NoReturn:
         """End this process and its loader workers now, whatever its threads are waiting for."""
         self._print(message)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-        os._exit(code)
+        leave(code)
 
 
 def _do_nothing(*_: object) -> None:

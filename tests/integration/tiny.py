@@ -1,5 +1,7 @@
 """Networks small enough that a whole training run costs less than its imports."""
 
+import os
+
 from torch import Tensor, nn
 
 
@@ -31,3 +33,19 @@ def tiny_net(num_classes: int) -> nn.Module:
 def noisy_net(num_classes: int) -> nn.Module:
     """Batch statistics and dropout: a run that resumes without them or their generator goes astray."""
     return TinyNet(num_classes, norm=True, dropout=0.3)
+
+
+class FailingNet(TinyNet):
+    """Fails on the last rank in training, at its tenth batch."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.calls == 10 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            raise RuntimeError("a mistake in somebody's network")
+        return super().forward(images)
+
+
+def failing_net(num_classes: int) -> nn.Module:
+    return FailingNet(num_classes)

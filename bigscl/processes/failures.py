@@ -1,0 +1,62 @@
+"""The end of a rank that failed: its reason reaches the launcher, and the other ranks are not kept waiting.
+
+Torch is not imported here, so that commands without ranks do not pay for it.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+# What gloo and NCCL say when another rank is gone, or does not answer in time.
+LOST = re.compile(
+    r"third_party/gloo|Connection closed by peer|Connection reset by peer|Broken pipe|timed out|"
+    r"NCCL|ncclRemoteError|ncclSystemError|[Ww]atchdog|connectFullMesh|Socket Timeout",
+)
+SECONDS_FOR_THE_FIRST = 3.0
+"""How long a rank that lost the others waits, so that the rank which failed first is reported."""
+
+
+def in_a_group() -> bool:
+    """Return whether this process has joined other ranks."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    return int(torch.distributed.get_world_size()) > 1
+
+
+def lost_other_ranks(error: BaseException) -> bool:
+    """Return whether an error says that this rank lost the connection to the others."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    distributed = names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+    return bool(distributed) or (isinstance(error, RuntimeError) and LOST.search(str(error)) is not None)
+
+
+def report_to_launcher(text: str) -> None:
+    """Give torch's launcher the reason: it prints that of the first rank which failed as its last words."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    content = json.dumps({"message": {"message": text, "extraInfo": extra}})
+    with contextlib.suppress(OSError):  # the text is on the screen as well
+        Path(path).write_text(content)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process and its loader workers now, whatever its other threads wait for.
+
+    Destroying NCCL's group, as an ordinary exit does, waits for ranks that wait for this one. Forked workers
+    have the sockets of the group open: the other ranks see that this one is gone when they are gone, too.
+    """
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone
+            stream.flush()
+    os._exit(code)
