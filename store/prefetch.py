@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bigscl.store.shard_cache import Allocate, ShardCache
 from bigscl.store.spec import Rows
-from bigscl.store.waiting import Channel, join
+from bigscl.store.waiting import Channel, OnStart, join, nothing
 
 Batch = TypeVar("Batch")
 
@@ -40,10 +40,19 @@ class _Item(Generic[Batch]):
 class Prefetcher:
     """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
 
-    def __init__(self, cache: ShardCache, *, depth: int = 4, allocate: Allocate = np.empty) -> None:
+    def __init__(
+        self,
+        cache: ShardCache,
+        *,
+        depth: int = 4,
+        allocate: Allocate = np.empty,
+        on_start: OnStart = nothing,
+    ) -> None:
+        """`on_start` is called in the thread, before anything else: to choose the GPU it allocates for."""
         self.waits = Waits()
         self._cache = cache
         self._allocate = allocate
+        self._on_start = on_start
         self._items: Channel[_Item[Any]] = Channel(depth)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,6 +89,7 @@ class Prefetcher:
 
     def _run(self, batches: Iterator[Any], ids: Callable[[Any], NDArray[np.int64]]) -> None:
         try:
+            self._on_start()
             for batch in batches:
                 data_ready = time.perf_counter()
                 rows = self._cache.gather(ids(batch), self._allocate)

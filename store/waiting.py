@@ -13,8 +13,14 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Check = Callable[[], None]
 """Raises when there is no point in waiting on: the other side failed, or was told to stop."""
+OnStart = Callable[[], object]
+"""Called by a thread before its work."""
 POLL_SECONDS = 0.1
 WARN_SECONDS = 30.0
+
+
+def nothing() -> None:
+    """Do nothing: there is nothing to wait for, and nothing wrong."""
 
 
 class Channel(Generic[Item]):

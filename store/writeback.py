@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 
 from bigscl.store.shard_cache import ShardCache
 from bigscl.store.spec import Update
-from bigscl.store.waiting import Channel, join, take
-
-
-def _already() -> None:
-    """Nothing to wait for, nothing wrong."""
+from bigscl.store.waiting import Channel, OnStart, join, nothing, take
 
 
 class Writeback:
@@ -27,15 +23,17 @@ class Writeback:
 
     # Invariant: written <= scattered <= put. drain() returns when all three are equal.
 
-    def __init__(self, cache: ShardCache, *, depth: int = 4) -> None:
+    def __init__(self, cache: ShardCache, *, depth: int = 4, on_start: OnStart = nothing) -> None:
+        """Start the thread, which calls `on_start` first: to choose the GPU that it waits for."""
         self.wait_seconds = 0.0
         self._cache = cache
-        self._actions: Channel[Callable[[], None]] = Channel(depth)
+        self._actions: Channel[Callable[[], object]] = Channel(depth)
+        self._actions.put(on_start, nothing)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)
         self._thread.start()
 
-    def put(self, ids: NDArray[np.int64], update: Update, *, ready: Callable[[], object] = _already) -> None:
+    def put(self, ids: NDArray[np.int64], update: Update, *, ready: Callable[[], object] = nothing) -> None:
         """Hand new values back. `ready` blocks until they are valid, like the synchronize of a CUDA event."""
 
         def scatter() -> None:
@@ -49,7 +47,7 @@ class Writeback:
         if len(ids):
             self._enqueue(lambda: self._cache.skip(ids))
 
-    def _enqueue(self, action: Callable[[], None]) -> None:
+    def _enqueue(self, action: Callable[[], object]) -> None:
         asked = time.perf_counter()
         self._actions.put(action, self._check)
         self.wait_seconds += time.perf_counter() - asked
@@ -69,7 +67,7 @@ class Writeback:
 
     def _run(self) -> None:
         failed = False
-        while (action := self._actions.get(_already)) is not None:
+        while (action := self._actions.get(nothing)) is not None:
             try:
                 # After a failure the remaining actions are dropped, so that `put` does not wait for ever.
                 if not failed and not self._closed.is_set():

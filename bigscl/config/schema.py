@@ -193,6 +193,8 @@ class HardwareConfig:
     """Compile the network with torch.compile."""
     sync_batchnorm: bool = False
     """Compute the statistics of batch normalisation over the batches of all processes."""
+    deterministic: bool = False
+    """Use only GPU operations that give the same bits every time, which is slower. CPUs always do."""
     timeout_minutes: Positive = 10.0
     """Minutes that a process waits for the others before the run fails."""
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +53,14 @@ def normalize(
 ) -> Tensor:
     """Return `(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
     # One multiplication and one addition per pixel.
-    factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=images.device))
-    offset = -255 * torch.tensor(mean, dtype=torch.float32, device=images.device) * factor
+    factor, offset = _factor_and_offset(tuple(mean), tuple(std), images.device)
     return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None]).to(dtype)
+
+
+@cache
+def _factor_and_offset(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Made once: values that are copied to a GPU at every step would make the host wait for it."""
+    factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=device))
+    return factor, -255 * torch.tensor(mean, dtype=torch.float32, device=device) * factor

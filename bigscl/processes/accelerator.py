@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from bigscl.config import Config
-from bigscl.processes.hardware import keep_freed_memory, usable_precision
+from bigscl.processes.hardware import keep_freed_memory, make_deterministic, usable_precision
 from bigscl.processes.network import choose_interface
 
 
@@ -18,6 +18,8 @@ def start_accelerator(config: Config) -> Accelerator:
     if not cuda:
         keep_freed_memory()
     choose_interface()
+    if config.hardware.deterministic:
+        make_deterministic()
     return Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         log_with=list(config.log.trackers) or None,

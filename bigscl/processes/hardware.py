@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 
@@ -45,3 +46,11 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def make_deterministic() -> None:
+    """Let torch use only operations that give the same bits every time; it raises at one that cannot."""
+    # Of cuBLAS; read when a process first uses the GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

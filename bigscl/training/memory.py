@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from bigscl.method.heatmaps import blend, blend_scores, gather_classes
 from bigscl.method.selection import Selection, expected_counts, select
 from bigscl.store import HeatmapStore, Prefetcher, ShardCache, Update, Writeback
 from bigscl.training.run import Run
-from bigscl.training.transfer import Recalled, allocate_pinned, to_device, to_host
+from bigscl.training.transfer import Recalled, allocate_pinned, choose_device, to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
@@ -190,14 +191,17 @@ class _EpochThreads:
     def __init__(self, store: HeatmapStore, epoch: int, config: StoreConfig, device: torch.device) -> None:
         limit = None if config.resident_gb is None else int(config.resident_gb * 2**30)
         allocate = allocate_pinned if device.type == "cuda" else np.empty
+        on_start = partial(choose_device, device)
         # Closed in reverse: first nothing new comes in, then nothing more goes out, then the shards go.
         self._stack = ExitStack()
         cache = self._stack.enter_context(
             ShardCache(store, epoch, limit_bytes=limit, io_threads=config.io_threads)
         )
-        self.writeback = self._stack.enter_context(Writeback(cache, depth=config.writeback_batches))
+        self.writeback = self._stack.enter_context(
+            Writeback(cache, depth=config.writeback_batches, on_start=on_start)
+        )
         self.prefetcher = self._stack.enter_context(
-            Prefetcher(cache, depth=config.prefetch_batches, allocate=allocate)
+            Prefetcher(cache, depth=config.prefetch_batches, allocate=allocate, on_start=on_start)
         )
 
     @property

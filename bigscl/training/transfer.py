@@ -44,16 +44,32 @@ def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 def to_device(rows: Rows, device: torch.device) -> Recalled:
     """Return the rows of a batch as tensors on the device."""
 
+    # As they are: a conversion on the host would make an unpinned copy, whose transfer blocks.
     def move(array: Array) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return Recalled(
         scores=move(rows.scores),
-        max_visits=move(rows.visited + 1),
+        max_visits=move(rows.visited) + 1,
         heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
-        classes=None if rows.classes is None else move(rows.classes.astype(np.int64)),
+        classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
         counts=None if rows.counts is None else move(rows.counts),
     )
+
+
+def _signed(array: Array) -> Array:
+    """Return the bits of unsigned integers as signed ones, which every device can convert."""
+    return array.view(np.dtype(f"i{array.dtype.itemsize}"))
+
+
+def _as_int64(bits: Tensor, dtype: np.dtype[Any]) -> Tensor:
+    return bits.long() & np.iinfo(dtype).max
+
+
+def choose_device(device: torch.device) -> None:
+    """Make a thread use the GPU of its rank: by itself it would take memory on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], object]]:
@@ -65,6 +81,7 @@ def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], 
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         for name, tensor in tensors.items()
     }
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Blocking: the thread that waits for it sleeps, instead of keeping a core busy.
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     copied.record()
     return {name: copy.numpy() for name, copy in copies.items()}, copied.synchronize

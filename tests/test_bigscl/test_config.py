@@ -179,10 +179,12 @@ def test_the_resolved_config_loads_again_as_the_same():
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.split(".")[0])
 def test_the_config_that_an_earlier_revision_resolved_is_the_one_of_today(archive, tmp_path):
+    """Its settings have the same values; those that came since have their defaults."""
     with tarfile.open(archive) as files:
         files.extract("run/config.yaml", tmp_path, filter="data")
     saved = tmp_path / "run" / "config.yaml"
-    assert to_yaml(load_config(saved)) == saved.read_text()
+    lines = iter(to_yaml(load_config(saved)).splitlines())
+    assert all(line in lines for line in saved.read_text().splitlines())
 
 
 def test_every_setting_has_a_sentence_below_it():
