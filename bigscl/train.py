@@ -8,6 +8,7 @@ them where no label says what is there. `Trainer.train_epoch` is the loop, `bigs
 import logging
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -102,7 +103,7 @@ class Trainer:
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
             for place in range(plan.first_step, plan.num_steps):
-                window, (count, stop) = following, counted()
+                window, (count, stop, save) = following, counted()
                 if place + 1 < plan.num_steps:
                     # Summed over the ranks while this step computes: a stop takes effect one step later.
                     following, counted = self._next_window(windows)
@@ -110,19 +111,20 @@ class Trainer:
                 gamma = self.config.objective.gamma.at(epoch + place / plan.num_steps)
                 self.train_step(window, meter, int(count), rate, gamma)
                 self._log(epoch, meter, {"learning_rate": rate, "gamma": gamma})
-                if stop or (self._save_is_due() and place + 1 < plan.num_steps):
+                if stop or ((save or self._save_is_due()) and place + 1 < plan.num_steps):
                     self.saver.save_within(epoch)
                 if stop:
                     self._clear_stop_file()
                     raise Stopped
 
     def _next_window(self, windows: Iterator[Window]) -> tuple[Window, PendingSum]:
-        """Take the next window; start to sum its samples over the ranks, and the ranks that are to stop."""
+        """Take the next window; start to sum its samples over the ranks, and who wants to stop or to save."""
         window = next(windows, [])
-        return window, self.ranks.start_sum([sum(len(batch) for batch, _ in window), self._is_to_stop()])
-
-    def _is_to_stop(self) -> bool:
-        return self.stopping or (self.ranks.rank == 0 and self.stop_file.is_requested())
+        is_first = self.ranks.rank == 0
+        stop = self.stopping or (is_first and self.stop_file.is_requested())
+        # By the clock of one rank: others may see the minutes pass at another step.
+        save = is_first and self._minutes_have_passed()
+        return window, self.ranks.start_sum([sum(len(batch) for batch, _ in window), stop, save])
 
     def train_step(self, window: Window, meter: Meter, count: int, rate: float, gamma: float) -> None:
         """Make one optimizer step, with the gradient of the mean loss over the windows of all ranks."""
@@ -240,6 +242,10 @@ class Trainer:
     def _save_is_due(self) -> bool:
         every = self.config.checkpoint.every_steps
         return every is not None and self.progress.step % every == 0
+
+    def _minutes_have_passed(self) -> bool:
+        every = self.config.checkpoint.every_minutes
+        return every is not None and time.monotonic() - self.saver.saved_at >= 60 * every
 
     def _clear_stop_file(self) -> None:
         """Remove a request to stop that is met, or older than this start."""

@@ -205,6 +205,8 @@ class CheckpointConfig:
 
     every_steps: Count | None = None
     """Also save every so many steps within an epoch. Default: at the end of epochs only."""
+    every_minutes: Positive | None = None
+    """Also save within an epoch when so many minutes have passed since the last save."""
     every_epochs: Count = 1
     """Save at the end of every so many epochs, and of the last."""
     keep: Count | None = None

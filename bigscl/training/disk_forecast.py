@@ -42,6 +42,8 @@ def disk_moments(config: Config, num_steps: int) -> Iterator[DiskMoment]:
     on_disk: tuple[set[int], set[int]] = (set(), set())
     kept: list[tuple[int, int]] = []
     current = (0, -1)
+    # Until the first checkpoint a killed run starts over, from the empty first layout.
+    start = [current]
     for epoch in range(config.schedule.epochs):
         for last in _saves(config, num_steps):
             layout = current[0]
@@ -54,14 +56,16 @@ def disk_moments(config: Config, num_steps: int) -> Iterator[DiskMoment]:
                 yield DiskMoment(recorded=epoch, versions=(len(on_disk[0]), len(on_disk[1])))
             if not last or (epoch + 1) % config.checkpoint.every_epochs == 0:
                 kept = [*kept, current][-config.keep_checkpoints :]
-            if all(layout == 1 for layout, _ in (*kept, current)):
+                start = []
+            if all(layout == 1 for layout, _ in (*start, *kept, current)):
                 on_disk[0].clear()
         yield DiskMoment(recorded=epoch + 1, versions=(len(on_disk[0]), len(on_disk[1])))
 
 
 def _saves(config: Config, num_steps: int) -> list[bool]:
     """Return for each commit of an epoch whether it is the last; no more commits than can matter."""
-    every = config.checkpoint.every_steps
+    # By time a save may come after any step.
+    every = 1 if config.checkpoint.every_minutes is not None else config.checkpoint.every_steps
     steps = -(-num_steps // config.optimizer.accumulate)
     within = 0 if every is None else min((steps - 1) // every, config.keep_checkpoints + 1)
     return [False] * within + [True]

@@ -1,6 +1,7 @@
 """Saving a run: commits and checkpoints that belong together, and the best weights."""
 
 import logging
+import time
 from dataclasses import replace
 
 from bigscl.store import on_rank_zero
@@ -18,6 +19,8 @@ class Saver:
 
     def __init__(self, run: Run, state: ModelState, progress: EpochProgress, memory: Memory) -> None:
         self._run, self._state, self._progress, self._memory = run, state, progress, memory
+        self.saved_at = time.monotonic()
+        """When the last checkpoint was saved, or the run was started."""
 
     def save_within(self, epoch: int) -> None:
         """Commit and save a checkpoint in the middle of an epoch."""
@@ -43,6 +46,7 @@ class Saver:
             logger.info("saved %s", path)
 
         on_rank_zero(self._run.ranks, save)
+        self.saved_at = time.monotonic()
         self._run.folder.origin.clear()
         # The checkpoint names its snapshot, so older snapshots may be dropped only after it is saved.
         self.drop_snapshots()

@@ -50,6 +50,19 @@ def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):
     assert_same_runs(tmp_path / "run", plain, shards)
 
 
+def test_saving_by_the_clock_of_one_rank_changes_no_bit(tmp_path, noisy, shards):
+    config = write_config(
+        tmp_path / "run.yaml",
+        shards,
+        model={"backbone": "tests.integration.tiny:noisy_net"},
+        checkpoint={"every_minutes": 1e-5},
+    )
+    done = train(config, processes=2)
+    steps = {int(line.rpartition("-")[2]) for line in done.stderr.splitlines() if " I saved " in line}
+    assert steps > {10, 20, 30}, "saved at the ends of epochs only"
+    assert_same_runs(tmp_path / "run", noisy[2], shards)
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_any_number_of_workers_gives_the_same_samples_and_views(tmp_path, shards, workers):

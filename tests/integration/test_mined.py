@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from bigscl.tools.expected import in_mid_epoch
-from tests.integration.runs import index_of, store_of, train, write_config
+from tests.integration.moments import InterruptedTrainer
+from tests.integration.runs import index_of, store_of, write_config
 from tests.test_tools.conftest import bigscl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 
-def test_every_class_has_its_number_of_expected_positives_in_mid_epoch(shards, tmp_path):
+def test_every_class_has_its_number_of_expected_positives_in_mid_epoch(trainer_server, shards, tmp_path):
     config = write_config(tmp_path / "run.yaml", shards, checkpoint={"every_steps": 3})
-    train(config)
+    # Seven saves in each epoch, the last at its end: the newest is in the middle of the third one.
+    InterruptedTrainer(trainer_server)(config, kill="bigscl.training.checkpoint:Checkpoints.save after 16")
     run, index = config.with_suffix(""), index_of(shards)
     counts = np.rint(2.5 * index.annotations().counts()).astype(int)
     wanted = {number: min(count, index.num_samples) for number, count in enumerate(counts.tolist()) if count}
