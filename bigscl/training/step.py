@@ -60,9 +60,10 @@ class Step:
         state, device = self._state, self._accelerator.device
         # DDP averages over ranks; the sum over samples is divided by their true number.
         scale = self._ranks.world_size / count
-        batch = batch.to(device, non_blocking=True)
+        # The estimator is on the host: it takes the ids that are there.
+        ids, batch = batch.ids, batch.to(device, non_blocking=True)
         prediction = state.model(self._normalized(batch.images), maps=self._needs_maps)
-        estimates = None if state.estimator is None else state.estimator.of(batch.ids, device)
+        estimates = None if state.estimator is None else state.estimator.of(ids, device)
         inputs = LossInputs(
             logits=prediction.logits,
             labels=batch.labels,
@@ -79,7 +80,7 @@ class Step:
         self._accelerator.backward(loss.total.sum() * scale)
         if state.estimator is not None and estimates is not None:
             assert estimates.grad is not None
-            state.estimator.step(batch.ids, estimates.grad / self._gradient_factor, rate)
+            state.estimator.step(ids, estimates.grad / self._gradient_factor, rate)
         return loss, Predicted(logits=inputs.logits, maps=inputs.maps)
 
     def idle(self) -> None:

@@ -1,0 +1,180 @@
+"""Which values travel between host and GPU in a step, and which of them make the host wait.
+
+The real step runs on fake CUDA tensors: shapes, devices and copies are computed, no GPU is needed. A copy
+that does not say `non_blocking`, or a value that is read back (`.item()`), is a hidden synchronisation.
+"""
+
+import contextlib
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bigscl.config import make_config
+from bigscl.data import batch as batches
+from bigscl.data.batch import Batch
+from bigscl.method.estimator import LabelEstimator
+from bigscl.method.selection import Selection
+from bigscl.models.spatial import build_model
+from bigscl.processes.ranks import SingleProcess
+from bigscl.store import Rows
+from bigscl.training.memory import updated_averages
+from bigscl.training.step import Step
+from bigscl.training.transfer import to_device
+from tests.test_store.conftest import make_annotations
+
+CUDA = torch.device("cuda", 0)
+NUM_CLASSES, TOP, SIDE, SIZE = 7, 3, 12, 48
+BATCH = 4
+# Of each batch: images, labels, views and ids, the list of skipped ids, and the views for the averages.
+OF_THE_BATCH = 6
+LAYOUTS = {"scores": 0, "dense": 1, "topk": 2}
+"""Arrays in addition to scores and visits."""
+READS_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts copies between devices, and values that the host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("_to_copy", "copy_"):
+            target = result if name == "_to_copy" else args[0]
+            source = args[0] if name == "_to_copy" else args[1]
+            waits = not ((kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2]))
+            if isinstance(source, torch.Tensor) and source.device.type != target.device.type:
+                way = f"{source.device.type} to {target.device.type}"
+                self.copies[f"{way}, blocking" if waits else way] += 1
+        elif name in READS_BACK and any(
+            isinstance(each, torch.Tensor) and each.device.type == "cuda" for each in args
+        ):
+            self.copies[f"{name}, blocking"] += 1
+        return result
+
+
+class FakeAccelerator:
+    """What a step uses of Accelerate, on one rank."""
+
+    device, scaler = CUDA, None
+
+    def __init__(self, dtype):
+        self._dtype = dtype
+
+    def backward(self, loss):
+        """Autograd's engine asks for a real GPU; its kernels copy nothing to the host."""
+
+    def reduce(self, values, reduction):
+        return values
+
+    @contextlib.contextmanager
+    def autocast(self):
+        """As torch.autocast, which does nothing where there is no GPU."""
+        torch.set_autocast_enabled("cuda", self._dtype is not torch.float32)
+        torch.set_autocast_dtype("cuda", self._dtype)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+
+
+class Estimator(LabelEstimator):
+    """Estimates whose gradient is there without a backward pass."""
+
+    def of(self, ids, device):
+        estimates = super().of(ids, device)
+        estimates.grad = torch.zeros_like(estimates)
+        return estimates
+
+    def step(self, ids, gradient, learning_rate):
+        assert ids.device.type == gradient.detach().float().cpu().device.type == "cpu"
+
+
+def move_to_fake_gpu(model):
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = torch.empty(parameter.shape, device=CUDA)
+                module._parameters[name] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
+
+
+def make_rows(layout):
+    heatmaps = {"scores": None, "dense": NUM_CLASSES, "topk": TOP}[layout]
+    return Rows(
+        scores=np.zeros((BATCH, NUM_CLASSES), np.float16),
+        visited=np.zeros(BATCH, np.int32),
+        heatmaps=None if heatmaps is None else np.zeros((BATCH, heatmaps, SIDE, SIDE), np.float16),
+        classes=np.tile(np.arange(TOP, dtype=np.uint16), (BATCH, 1)) if layout == "topk" else None,
+        counts=None,
+    )
+
+
+def make_batch():
+    return Batch(
+        ids=torch.arange(BATCH),
+        images=torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
+        labels=torch.full((BATCH, NUM_CLASSES), -1, dtype=torch.int8),
+        views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(BATCH, 1),
+        skipped=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+def copies_of_a_step(base, consistency, layout, dtype=torch.float32):
+    """The copies of the second step of a run: what is made once is made by then."""
+    config = make_config(
+        {
+            "run": "run",
+            "data": {"train": "shards", "size": SIZE},
+            "model": {"backbone": "bigscl.models.smallnet:small_resnet"},
+            "objective": {"base": base, "consistency": consistency},
+            "selection": {"K": 2.0},
+        }
+    )
+    estimator = Estimator(make_annotations(), 0) if base == "role" else None
+    batches._factor_and_offset.cache_clear()
+    model = build_model("bigscl.models.smallnet:small_resnet", NUM_CLASSES).train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        move_to_fake_gpu(model)
+        accelerator = FakeAccelerator(dtype)
+        state = SimpleNamespace(model=model, estimator=estimator, accelerator=accelerator, optimizer=None)
+        selection = Selection.none(NUM_CLASSES).to(CUDA)
+        memory = SimpleNamespace(selection=selection, keeps_heatmaps=layout != "scores")
+        data = SimpleNamespace(positives_per_image=2.0)
+        step = Step(config, data, state, memory, SingleProcess())
+        for _ in range(2):
+            with Traffic() as traffic, accelerator.autocast():
+                recalled, batch = to_device(make_rows(layout), CUDA), make_batch()
+                _, predicted = step(batch, recalled, count=BATCH, gamma=1.0, rate=0.1)
+                updated_averages(batch, recalled, predicted, config.store)
+    batches._factor_and_offset.cache_clear()
+    return traffic.copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("consistency", ["none", "cl", "scl"])
+@pytest.mark.parametrize("base", ["an", "an_ls", "wan", "bce", "en", "ep", "epr"])
+def test_a_step_copies_its_batch_and_its_rows_and_waits_for_nothing(base, consistency, layout, dtype):
+    copies = copies_of_a_step(base, consistency, layout, dtype)
+    rows = 2 + LAYOUTS[layout]
+    assert copies == {"cpu to cuda": OF_THE_BATCH - (layout == "scores") + rows}
+
+
+def test_role_waits_for_its_estimates_and_their_gradient():
+    """Known: the estimates live on the host."""
+    copies = copies_of_a_step("role", "none", "scores")
+    assert {way: count for way, count in copies.items() if "blocking" in way} == {
+        "cpu to cuda, blocking": 1,
+        "cuda to cpu, blocking": 1,
+    }
