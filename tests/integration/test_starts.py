@@ -18,10 +18,11 @@ from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
 
 pytestmark = pytest.mark.timeout(600)
-SNAPSHOTS, STORE, FOLDERS = (
+SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
     "bigscl.store.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
     "bigscl.folders",
+    "bigscl.training.checkpoint",
 )
 
 
@@ -112,7 +113,7 @@ MORE_KILLS = [
     "bigscl.training.run:RunFolder.write_start after 1",
     *(f"{FOLDERS}:_rename {when} {n}" for n in range(1, 9) for when in ("before", "after")),
     *(f"pathlib:Path.replace {when} {n}" for n in range(1, 3) for when in ("before", "after")),
-    *(f"{FOLDERS}:Checkpoints.prune before {n}" for n in range(1, 6)),
+    *(f"{CHECKPOINTS}:Checkpoints.prune before {n}" for n in range(1, 6)),
     *(f"os:unlink before {n}" for n in range(1, 30, 4)),
 ]
 
@@ -144,9 +145,9 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
         f"{STORE}.drop_snapshots before 1",
         f"{SNAPSHOTS}.drop before 1",
         "bigscl.training.run:RunFolder.write_start before 1",
-        f"{FOLDERS}:remove_folder before 1",
+        f"{CHECKPOINTS}:remove_folder before 1",
         "os:unlink after 2",
-        "os:unlink after 4",
+        "os:unlink after 3",
         "bigscl.training.log:MetricsLog.drop_after after 1",
     ],
 )
