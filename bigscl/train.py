@@ -109,7 +109,7 @@ class Trainer:
                     following, counted = self._next_window(windows)
                 rate = self.schedule.learning_rate(epoch * plan.num_steps + place, plan.num_steps)
                 gamma = self.config.objective.gamma.at(epoch + place / plan.num_steps)
-                self.train_step(window, meter, int(count), rate, gamma)
+                self.train_step(window, plan.num_batches(place), meter, int(count), rate, gamma)
                 self._log(epoch, meter, {"learning_rate": rate, "gamma": gamma})
                 if stop or ((save or self._save_is_due()) and place + 1 < plan.num_steps):
                     self.saver.save_within(epoch)
@@ -126,20 +126,30 @@ class Trainer:
         save = is_first and self._minutes_have_passed()
         return window, self.ranks.start_sum([sum(len(batch) for batch, _ in window), stop, save])
 
-    def train_step(self, window: Window, meter: Meter, count: int, rate: float, gamma: float) -> None:
-        """Make one optimizer step, with the gradient of the mean loss over the windows of all ranks."""
+    def train_step(
+        self, window: Window, num_batches: int, meter: Meter, count: int, rate: float, gamma: float
+    ) -> None:
+        """Make one optimizer step, with the gradient of the mean loss over the windows of all ranks.
+
+        `num_batches` is the length of the longest of these windows.
+        """
         self.state.begin_step(rate)
-        last = max((place for place, (batch, _) in enumerate(window) if len(batch)), default=None)
-        if last is None:
-            self.step.idle()
-        for place, (batch, recalled) in enumerate(window):
+        # SyncBatchNorm communicates in every forward: then all ranks make as many, in the same order.
+        synced = self.config.hardware.sync_batchnorm
+        filled = [place for place, (batch, _) in enumerate(window) if len(batch)]
+        last = num_batches - 1 if synced else max(filled, default=0)
+        for place in range(max(len(window), last + 1)):
+            batch, recalled = window[place] if place < len(window) else (None, None)
             predicted = None
-            if len(batch):
-                with self._exchange(place == last):
+            with self._exchange(place == last):
+                if batch is not None and len(batch):
                     loss, predicted = self.step(batch, recalled, count=count, gamma=gamma, rate=rate)
-                meter.add(loss)
-            self.memory.learn(batch, recalled, predicted)
-            self._note(batch)
+                    meter.add(loss)
+                elif synced or place == last:
+                    self.step.idle()
+            if batch is not None:
+                self.memory.learn(batch, recalled, predicted)
+                self._note(batch)
         self.state.end_step()
         self.progress.advance(step=self.progress.step + 1)
 

@@ -15,6 +15,9 @@ def synchronize_batchnorm(network: nn.Module, size: int) -> None:
     images = torch.rand(1, 3, size, size, device=next(network.parameters()).device)
     before = _evaluated(network, images)
     _convert(network)
+    for module in network.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.register_forward_pre_hook(_in_float32_if_empty)
     after = _evaluated(network, images)
     if not torch.allclose(before, after, rtol=TOLERANCE, atol=TOLERANCE):
         raise ValueError(
@@ -32,6 +35,16 @@ def _convert(network: nn.Module) -> None:
         convert_sync_batchnorm(network)
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+
+
+def _in_float32_if_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make a rank without images send statistics of the same type as the others.
+
+    Under autocast its empty images are in half precision, and torch takes the type of the images then; of
+    images that are there, the statistics are always in float32.
+    """
+    (images,) = inputs
+    return (images if len(images) else images.float(),)
 
 
 @torch.no_grad()

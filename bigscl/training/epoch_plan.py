@@ -29,6 +29,11 @@ class EpochPlan:
         """The place of the first remaining step among them."""
         return self.num_steps - -(-self.remaining.num_steps // self.accumulate)
 
+    def num_batches(self, place: int) -> int:
+        """Return how many batches the ranks with the most of them have in a step, by its place."""
+        done = (place - self.first_step) * self.accumulate
+        return min(self.accumulate, self.remaining.num_steps - done)
+
     def shards_of(self, rank: int) -> list[int]:
         """Return the shards that a rank trains on in the whole epoch."""
         return [int(shard) for stream in self.whole.streams[rank] for shard in stream.shards]

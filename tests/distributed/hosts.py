@@ -1,10 +1,14 @@
 """Hosts of their own on one machine: network namespaces with addresses, joined by a bridge."""
 
 import contextlib
+import functools
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import pytest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +33,10 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int, prefix: str = "bscl") -> Iterator[list[Host]]:
+def hosts(count: int) -> Iterator[list[Host]]:
     """Hosts 10.77.0.1, .2, ...; gone at the end of the block, with everything that still runs in them."""
+    # Names of interfaces are global and at most 15 letters long; tests may run side by side.
+    prefix = f"b{os.getpid()}"
     bridge = f"{prefix}br"
     made = [
         Host(name=f"{prefix}{n}", address=f"10.77.0.{n}", link=f"{prefix}v{n}") for n in range(1, count + 1)
@@ -53,12 +59,18 @@ def hosts(count: int, prefix: str = "bscl") -> Iterator[list[Host]]:
         _remove(made, bridge)
 
 
-def can_make_hosts() -> bool:
-    """Whether this machine allows network namespaces and bridges."""
+def need_hosts() -> None:
+    """Skip a test where this machine does not allow network namespaces and bridges."""
+    if not _can_make_hosts():
+        pytest.skip("needs network namespaces: root and iproute2")
+
+
+@functools.cache
+def _can_make_hosts() -> bool:
     if shutil.which("ip") is None:
         return False
     try:
-        with hosts(1, "bsclt"):
+        with hosts(1):
             return True
     except subprocess.CalledProcessError:
         return False

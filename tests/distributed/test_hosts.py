@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.distributed.hosts import can_make_hosts, hosts
+from tests.distributed.hosts import hosts, need_hosts
 from tests.integration.runs import (
     ENVIRONMENT,
     ROOT,
@@ -22,11 +22,7 @@ from tests.integration.runs import (
 )
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not can_make_hosts(), reason="needs network namespaces: root and iproute2"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PORT = 29517
 SECONDS_TO_NOTICE = 12
 IDS = {"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True}
@@ -34,6 +30,7 @@ IDS = {"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True}
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
+    need_hosts()
     return make_shards(tmp_path_factory.mktemp("shards"), 60, 8)
 
 
@@ -111,6 +108,7 @@ def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_
         cut = time.monotonic()
         codes = cluster.wait()
         assert 0 not in codes
+        assert all("lost the connection to the others" in output for output in cluster.outputs)
         assert time.monotonic() - cut < SECONDS_TO_NOTICE + 30
         machines[1].restore()
         epoch, had = visited_by_checkpoint(tmp_path / "run", shards)

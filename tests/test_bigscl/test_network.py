@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bigscl.processes.network import INTERFACE, addresses_of, choose_interface, interface_towards
-from tests.distributed.hosts import can_make_hosts, hosts
+from tests.distributed.hosts import hosts, need_hosts
 
 
 def test_the_loopback_is_no_interface_towards_other_nodes():
@@ -24,11 +24,11 @@ def test_addresses_of_the_loopback():
     assert "127.0.0.1" in addresses_of(names[0])
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="needs network namespaces: root and iproute2")
 def test_the_interface_of_a_host_is_the_one_with_the_route():
+    need_hosts()
 
     code = "import sys; from bigscl.processes.network import interface_towards as f; print(f(sys.argv[1]))"
-    with hosts(2, "bscln") as (one, other):
+    with hosts(2) as (one, other):
         for target in (one.address, other.address):
             found = subprocess.run(
                 one.command([sys.executable, "-c", code, target]), capture_output=True, text=True, check=True

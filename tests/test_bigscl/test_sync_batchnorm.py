@@ -58,3 +58,9 @@ def test_network_whose_own_layers_do_more_is_refused():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), ScaledNorm(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match=r"hardware.sync_batchnorm: .* do more than normalise"):
         synchronize_batchnorm(network, 16)
+
+
+def test_an_empty_batch_in_half_precision_reaches_the_layers_in_float32():
+    network = nn.Sequential(nn.BatchNorm2d(3)).eval()
+    synchronize_batchnorm(network, 8)
+    assert network(torch.zeros(0, 3, 8, 8, dtype=torch.bfloat16)).dtype == torch.float32
