@@ -23,7 +23,7 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
-from bigscl.store import HeatmapStore, Rows
+from bigscl.store import HeatmapStore, Rows, StorageOptions
 from bigscl.training.checkpoint import Checkpoints
 from tests import forks
 from tests.forks import ROOT, Child, free_port, trainer_server
@@ -197,7 +197,16 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def store_of(folder: Path, shards: Path, snapshot: int | None = None) -> HeatmapStore:
-    return HeatmapStore.open(folder / "store", annotations=index_of(shards).annotations(), snapshot=snapshot)
+    """A run's store, wherever its config has it."""
+    config = folder / "config.yaml"
+    settings = yaml.safe_load(config.read_text())["store"] if config.exists() else {}
+    reach = {name: settings[name] for name in ("endpoint", "region") if settings.get(name)}
+    return HeatmapStore.open(
+        settings.get("url") or folder / "store",
+        annotations=index_of(shards).annotations(),
+        snapshot=snapshot,
+        options=StorageOptions(**reach),
+    )
 
 
 def memory_of(folder: Path, shards: Path, snapshot: int | None = None) -> Rows:
