@@ -176,7 +176,8 @@ def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn
         time.sleep(SECONDS_FOR_THE_FIRST)
     text = "".join(traceback.format_exception(error)) if reason is None else _line(program, reason)
     _say(text)
-    report_to_launcher(text)
+    if _Start.is_over:
+        report_to_launcher(text)
     leave(1 if reason is None else 2)
 
 

@@ -275,8 +275,8 @@ class Trainer:
         """Give the lease of the store back after an error; the group is left to the end of the process."""
         try:
             self.memory.close()
-        except Exception:
-            logger.exception("the store could not be closed")
+        except Exception as error:
+            logger.warning("the store could not be closed: %s", error)
         for tracker in self.accelerator.trackers:
             tracker.finish()
 

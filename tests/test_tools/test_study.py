@@ -181,7 +181,7 @@ def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards,
         "--seeds",
         "1",
     ]
-    study = subprocess.Popen(call, cwd=CONFIGS.parent, stderr=subprocess.PIPE, text=True)
+    study = subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     run = tmp_path / "out" / "scl" / "seed-0"
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 10:
         assert study.poll() is None, study.stderr.read()
