@@ -6,6 +6,7 @@ it). Its axes on the storage are slot, shard, position in the shard, and then th
 
 # Shapes: R rows of a shard, L classes, k kept classes, W side of a heatmap.
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,7 @@ class Domain:
     last_epoch: int
 
 
-class StoredArray:
+class StoredArray(ABC):
     """One array of a store; the methods of this class are those of an array that exists in every layout."""
 
     name: str
@@ -63,13 +64,13 @@ class StoredArray:
         """Whether a group of this layout has the array."""
         return True
 
+    @abstractmethod
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         """The shape of one row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         """The type of the values."""
-        raise NotImplementedError
 
     def chunk_rows(self, spec: StoreSpec, group: GroupSpec) -> int:
         """Rows in one chunk."""
@@ -77,14 +78,15 @@ class StoredArray:
 
     def initialize(self, values: Array, start: Start) -> None:
         """Fill the zeros of a shard that was never written with its initial values."""
+        return  # most arrays start at zero
 
+    @abstractmethod
     def invalid(self, values: Array, domain: Domain) -> NDArray[np.bool_]:
         """Which values, or which rows, are outside the array's domain."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self, domain: Domain) -> str:
         """The array's domain in words."""
-        raise NotImplementedError
 
     def compacted(self, compaction: Compaction) -> Array:
         """The array after a compaction."""
