@@ -54,6 +54,8 @@ class Index:
     """Classes known to be absent."""
     labels: Ragged | None
     """All positives; None unless every sample of the shards has its full labels."""
+    unknown: NDArray[np.int64] | None = None
+    """Samples that `labels` does not know: all their classes are unknown. Only with labels from a file."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
 
@@ -91,12 +93,14 @@ class Index:
         return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
 
     def labels_of(self, ids: NDArray[np.int64], which: Labels = "observed") -> NDArray[np.int8]:
-        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown. Nothing is unknown in `labels`."""
+        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown. In `labels` only whole samples are unknown."""
         positives = self._positives(which)
         known = np.full((len(ids), self.num_classes), -1 if which == "observed" else 0, np.int8)
         if which == "observed":
             known[self.negatives.entries(ids)] = 0
         known[positives.entries(ids)] = 1
+        if which == "labels" and self.unknown is not None:
+            known[np.isin(ids, self.unknown)] = -1
         return known
 
     def annotations(self, labels: Labels = "observed") -> Annotations:
@@ -244,7 +248,9 @@ def _read_rows(file: Any, name: str) -> Ragged | None:
     if f"{name}.lengths" not in file:
         return None
     lengths, values = _numbers(file, f"{name}.lengths"), _numbers(file, f"{name}.values")
-    if len(lengths) and (lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) != len(values)):
+    # Each is bounded first: a sum of lengths beyond 64 bits wraps around.
+    bounded = not len(lengths) or (lengths.min() >= 0 and lengths.max() <= len(values))
+    if len(lengths) and not (bounded and int(lengths.sum(dtype=np.int64)) == len(values)):
         raise ValueError(f"{name} has {len(values)} values, not as many as its lengths say")
     return Ragged.from_lengths(lengths, values.astype(np.uint8 if name == "keys" else np.uint32, copy=False))
 

@@ -5,6 +5,10 @@
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -15,11 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from bigscl.data.batch import Batch
 from bigscl.data.decode import decode, jpeg_decoder
 from bigscl.data.index import Index, Labels, check_shards
-from bigscl.data.plan import Plan, Stream
+from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import Transform, TransformedImage
-from bigscl.data.workers import obey_parent_only
+from bigscl.data.workers import obey_parent_only, receive
 from bigscl.text import first_few, printable
 
 logger = logging.getLogger(__name__)
@@ -90,26 +94,24 @@ class Loader:
         prefetch_batches: int = 2,
         pin_memory: bool = False,
         allow_pipe: bool = False,
+        workers: "LoaderWorkers | None" = None,
     ) -> None:
-        check_shards(index)
+        """Load with `workers` that live on after the epoch, or with new ones that end with it."""
         self._num_batches = plan.num_batches(rank)
         self.bad = bad or BadSamples(index, plan.num_samples(rank))
         self.wait_seconds = 0.0
         """How long the consumer has waited for batches."""
         # An empty stream has no turn, and needs no process.
         streams = [stream for stream in plan.streams[rank] if len(stream.ids)]
-        batches = Batches(index, streams, plan.batch_size, transform, labels, allow_pipe)
-        workers = min(plan.workers, len(streams))
-        jpeg_decoder()  # here, once: forked workers inherit the import
-        self._loader: DataLoader[Batch] = DataLoader(
-            batches,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=prefetch_batches if workers else None,
+        self._work = [Work(stream=each, batch_size=plan.batch_size, transform=transform) for each in streams]
+        self._workers = workers or LoaderWorkers(
+            index,
+            min(plan.workers, len(streams)),
+            labels=labels,
+            prefetch_batches=prefetch_batches,
             pin_memory=pin_memory,
-            # The seed that DataLoader draws for its workers is not taken from the generator of training.
-            generator=torch.Generator(),
-            worker_init_fn=obey_parent_only,
+            allow_pipe=allow_pipe,
+            persistent=False,
         )
 
     def __len__(self) -> int:
@@ -117,8 +119,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Here, not at the first batch: the caller of iter() forks the workers.
-        batches: Iterator[Batch] = iter(self._loader) if self._num_batches else iter(())
-        return self._watched(batches)
+        return self._watched(self._workers.start(self._work) if self._num_batches else iter(()))
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         started = time.perf_counter()
@@ -129,38 +130,98 @@ class Loader:
             started = time.perf_counter()
 
 
-class Batches(IterableDataset[Batch]):
-    """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """What one worker does in one epoch."""
+
+    stream: Stream
+    batch_size: int
+    transform: Transform
+
+
+class LoaderWorkers:
+    """The loader processes of one rank; at the start of an epoch each gets its work through a pipe.
+
+    With `persistent` they live for all epochs, so that only the first one pays for forking them.
+    """
 
     def __init__(
         self,
         index: Index,
-        streams: list[Stream],
-        batch_size: int,
-        transform: Transform,
-        labels: Labels,
-        allow_pipe: bool,
+        num_workers: int,
+        *,
+        labels: Labels = "observed",
+        prefetch_batches: int = 2,
+        pin_memory: bool = False,
+        allow_pipe: bool = False,
+        persistent: bool = True,
     ) -> None:
-        self._index, self._streams, self._batch_size = index, streams, batch_size
-        self._transform, self._labels, self._allow_pipe = transform, labels, allow_pipe
+        """With no workers, this process does the work of the only stream."""
+        check_shards(index)
+        jpeg_decoder()  # here, once: forked workers inherit the import
+        self._num_workers, self._persistent = num_workers, persistent
+        self._batches = Batches(index, labels, allow_pipe)
+        self._outboxes: list[Connection] = []
+        self._loader: DataLoader[Batch] = DataLoader(
+            self._batches,
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_batches if num_workers else None,
+            pin_memory=pin_memory,
+            # The seed that DataLoader draws for its workers is not taken from the generator of training.
+            generator=torch.Generator(),
+            worker_init_fn=obey_parent_only,
+            persistent_workers=persistent and num_workers > 0,
+        )
+
+    def start(self, work: list[Work]) -> Iterator[Batch]:
+        """Return the batches of an epoch, one of each worker in turn; workers beyond its work have none."""
+        if self._num_workers == 0:
+            self._batches.work = work[0]
+            return iter(self._loader)
+        if not self._outboxes or not self._persistent:
+            pipes = [Pipe(duplex=False) for _ in range(self._num_workers)]
+            self._batches.inboxes = [inbox for inbox, _ in pipes]
+            self._outboxes = [outbox for _, outbox in pipes]
+        batches: Iterator[Batch] = iter(self._loader)
+        for outbox, each in zip_longest(self._outboxes, work):
+            # The worker is waiting for it: a plan may be longer than what a pipe holds.
+            outbox.send(each)
+        return batches
+
+    def close(self) -> None:
+        """End the processes."""
+        # DataLoader has no call for it: they end with the last reference to its iterator.
+        self._loader._iterator = None
+
+
+class Batches(IterableDataset[Batch]):
+    """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
+
+    def __init__(self, index: Index, labels: Labels, allow_pipe: bool) -> None:
+        self._index, self._labels, self._allow_pipe = index, labels, allow_pipe
+        self.work: Work | None = None
+        self.inboxes: list[Connection] = []
 
     def __iter__(self) -> Iterator[Batch]:
         worker: Any = get_worker_info()
-        stream = self._streams[0 if worker is None else worker.id]
+        work = self.work if worker is None else receive(self.inboxes[worker.id])
+        if work is None:
+            return
+        stream, size = work.stream, work.batch_size
         encoded = encoded_images(self._index, stream, allow_pipe=self._allow_pipe)
-        for first in range(0, len(stream.ids), self._batch_size):
-            count = min(self._batch_size, len(stream.ids) - first)
-            yield self._batch([next(encoded) for _ in range(count)])
+        for length in batch_lengths(len(stream.ids), size):
+            yield self._batch([next(encoded) for _ in range(length)], work.transform)
 
-    def _batch(self, samples: list[tuple[int, Encoded]]) -> Batch:
-        size = self._transform.size
+    def _batch(self, samples: list[tuple[int, Encoded]], transform: Transform) -> Batch:
+        size = transform.size
         # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
         images = torch.empty((len(samples), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
             try:
-                transformed[sample_id] = self._transformed(sample_id, content)
+                transformed[sample_id] = _transformed(transform, sample_id, content)
                 images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
@@ -172,12 +233,13 @@ class Batches(IterableDataset[Batch]):
             images=images[: len(transformed)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
             views=views.reshape(-1, 5),
-            erased=erased.reshape(-1, 4) if self._transform.erases else None,
+            erased=erased.reshape(-1, 4) if transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )
 
-    def _transformed(self, sample_id: int, content: Encoded) -> TransformedImage:
-        if isinstance(content, Unreadable):
-            raise content
-        return self._transform(decode(content), sample_id)
+
+def _transformed(transform: Transform, sample_id: int, content: Encoded) -> TransformedImage:
+    if isinstance(content, Unreadable):
+        raise content
+    return transform(decode(content), sample_id)

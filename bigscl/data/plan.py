@@ -3,6 +3,9 @@
 It is a pure function of shard sizes, seed, epoch, world size and workers (and of the rows that an interrupted
 epoch has visited), so every process knows it. A shard goes whole to one rank, and whole to one of its
 streams; a stream is what one DataLoader worker reads. The loader takes one batch of each stream in turn.
+
+No batch has a single sample, which batch normalisation cannot train on, unless the batch size is 1, the
+dataset has one sample only, or an interrupted epoch has left one.
 """
 
 import heapq
@@ -31,7 +34,7 @@ class Plan:
     """The streams of every rank for one epoch, or for the rest of it."""
 
     batch_size: int
-    """Samples per step and rank; the last batch of a stream may be smaller."""
+    """Samples per step and rank; the last two batches of a stream may be smaller, see `batch_lengths`."""
     streams: tuple[tuple[Stream, ...], ...]
     """By rank, then by worker in the order of their turns."""
     workers: int
@@ -53,7 +56,7 @@ class Plan:
 
     def num_batches(self, rank: int) -> int:
         """Return the number of batches that a rank yields."""
-        return sum(-(-len(stream.ids) // self.batch_size) for stream in self.streams[rank])
+        return sum(len(batch_lengths(len(stream.ids), self.batch_size)) for stream in self.streams[rank])
 
     def batches(self, rank: int) -> Iterator[Ids]:
         """Yield the ids of each batch of a rank, in the order in which the loader delivers them."""
@@ -62,8 +65,23 @@ class Plan:
             yield from (ids for ids in turn if ids is not None)
 
     def _batches_of(self, stream: Stream) -> Iterator[Ids]:
-        for first in range(0, len(stream.ids), self.batch_size):
-            yield stream.ids[first : first + self.batch_size]
+        first = 0
+        for length in batch_lengths(len(stream.ids), self.batch_size):
+            yield stream.ids[first : first + length]
+            first += length
+
+
+def batch_lengths(num_samples: int, batch_size: int) -> list[int]:
+    """Return the lengths of the batches of a stream. The last two share if one would have a single sample.
+
+    What is left after any number of these batches is divided into the others of them.
+    """
+    full, rest = divmod(num_samples, batch_size)
+    if rest != 1 or not full or batch_size == 1:
+        return [batch_size] * full + [rest] * (rest > 0)
+    # Three samples in batches of two are one batch.
+    shared = [3] if batch_size == 2 else [batch_size - 1, 2]
+    return [batch_size] * (full - 1) + shared
 
 
 def training_plan(
@@ -80,17 +98,18 @@ def training_plan(
 ) -> Plan:
     """Plan an epoch with every sample exactly once, in another order each epoch.
 
-    The samples of any two ranks differ by at most one shard. `visited` marks the rows that this epoch has
-    trained already. With the world size and workers of the run that visited them, the rest comes in the same
-    batches and the same order as without the interruption.
+    The samples of any two ranks differ by at most one shard, and two samples if a rank would have had a single
+    one. `visited` marks the rows that this epoch has trained already. With the world size and workers of the
+    run that visited them, the rest comes in the same batches and the same order as without the interruption.
     """
     _check(batch_size=(batch_size, 1), world_size=(world_size, 1), workers=(workers, 0))
     _check(shuffle_buffer=(shuffle_buffer, 1), seed=(seed, 0), epoch=(epoch, 0))
     random = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)))
     order = np.argsort(random.random(len(shard_sizes)))
     ranks = []
-    for shards in _divide(order, shard_sizes, world_size):
-        groups = _divide(shards, shard_sizes, max(1, workers))
+    divide = _divide if batch_size == 1 else _divide_without_singles
+    for shards in divide(order, shard_sizes, world_size):
+        groups = divide(shards, shard_sizes, max(1, workers))
         streams = [_shuffled(group, shard_sizes, rows_per_shard, shuffle_buffer, random) for group in groups]
         ranks.append(streams if visited is None else _left(streams, visited, batch_size))
     return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)), workers=workers)
@@ -125,6 +144,23 @@ def _divide(shards: Ids, sizes: Ids, num_groups: int) -> list[Ids]:
     return [shards[owner == group] for group in range(num_groups)]
 
 
+def _divide_without_singles(shards: Ids, sizes: Ids, num_groups: int) -> list[Ids]:
+    """Divide shards into groups of which none has a single sample, unless there is only one in all.
+
+    A shard of one sample that would be alone joins the smallest other group.
+    """
+    groups = _divide(shards, sizes, num_groups)
+    samples = [int(sizes[group].sum()) for group in groups]
+    while 1 in samples and sum(samples) > 1:
+        alone = samples.index(1)
+        others = [place for place, count in enumerate(samples) if count and place != alone]
+        joined = min(others, key=samples.__getitem__)
+        together = np.concatenate([groups[joined], groups[alone]])
+        groups[joined], groups[alone] = shards[np.isin(shards, together)], shards[:0]
+        samples[joined], samples[alone] = samples[joined] + 1, 0
+    return groups
+
+
 def _shuffled(
     shards: Ids, sizes: Ids, rows_per_shard: int, buffer: int, random: np.random.Generator
 ) -> Stream:
@@ -154,6 +190,7 @@ def _left(streams: list[Stream], visited: NDArray[np.bool_], batch_size: int) ->
     left, turns = [], []
     for stream in streams:
         ids = stream.ids[~visited[stream.ids]]
+        # Batches cut by other rules, of an earlier revision, are at most one more or less.
         batches_had = -(-(len(stream.ids) - len(ids)) // batch_size)
         turns.append((len(ids) == 0, batches_had))
         left.append(Stream(shards=stream.shards, ids=ids))

@@ -5,18 +5,19 @@ import logging
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from bigscl.data.decode import decode
 from bigscl.data.index import Index
 from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
 from bigscl.text import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,11 @@ def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
     return data
 
 
-def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> dict[int, Tensor]:
+def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> "dict[int, Tensor]":
     """Return the decoded images of a few samples, uint8 `[3,H,W]`, by id; raise Unreadable with its name."""
+    # Here: the labels of samples are read without torch, which takes 700 MB.
+    from bigscl.data.decode import decode
+
     stream = Stream(shards=np.unique(ids // index.rows_per_shard), ids=np.unique(ids))
     images = {}
     for sample_id, content in encoded_images(index, stream, allow_pipe=allow_pipe):

@@ -43,7 +43,10 @@ class NoSamples(ValueError):
     """No shard has a sample with an image and a label."""
 
     def __init__(self, urls: Sequence[str], problems: list[Problem]) -> None:
-        super().__init__(f"{', '.join(urls[:3])}: no sample with an image and a label in {len(urls)} shards")
+        super().__init__(
+            f"{', '.join(urls[:3])}: no sample with an image and a label in {len(urls)} shards. "
+            f"`bigscl index --unlabelled` keeps images whose labels are in a file (data.labels_file)."
+        )
         self.problems = problems
 
 
@@ -78,16 +81,18 @@ def scan(
     num_classes: int | None = None,
     jobs: int = 1,
     allow_pipe: bool = False,
+    unlabelled: bool = False,
     on_shard: Callable[[str], None] = lambda url: None,
 ) -> tuple[Index, list[Problem]]:
     """Return (index of all good samples, problems of the others), the same for any number of `jobs`.
 
-    Without class names or their number, the largest label found is the last class.
+    Without class names or their number, the largest label found is the last class. With `unlabelled`, samples
+    without labels are good, too: a file may have them.
     """
     urls = expand(shards)
     if class_names is not None:
         num_classes = len(class_names)
-    work = partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe)
+    work = partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe, unlabelled=unlabelled)
     by_url: dict[str, ShardScan] = {}
     for url, found in map_in_processes(work, urls, jobs if jobs > 1 else 0):
         by_url[url] = found
@@ -101,7 +106,7 @@ def scan(
     return _index(urls, scans, tuple(names)), problems
 
 
-def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardScan:
+def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelled: bool = False) -> ShardScan:
     """Return the content of one shard. What is wrong with it is listed as a problem, never raised."""
     problems: list[Problem] = []
     rows: list[tuple[str, Member, dict[str, list[int]]]] = []
@@ -115,7 +120,7 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool) -> ShardS
     with closing(shard):
         stored_bytes = UNKNOWN_BYTES if shard.stored_bytes is None else shard.stored_bytes
         for sample in _samples(shard, url, problems):
-            labels = _labels(sample, num_classes)
+            labels = _labels(sample, num_classes, unlabelled)
             if sample.key in keys:
                 sample.wrong.append("duplicate key: it occurs before in this shard; this sample is skipped")
             keys.add(sample.key)
@@ -184,7 +189,7 @@ def _add(sample: _Sample, extension: str, member: Member, shard: Shard) -> None:
         sample.wrong.append(f"{extension}: cannot be read: {error}")
 
 
-def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
+def _labels(sample: _Sample, num_classes: int | None, unlabelled: bool) -> dict[str, list[int]]:
     """Return the lists `observed`, `negatives` and `labels` of a sample; add problems to `sample.wrong`."""
     fields: dict[str, Any] = {}
     try:
@@ -194,13 +199,16 @@ def _labels(sample: _Sample, num_classes: int | None) -> dict[str, list[int]]:
         sample.wrong.append(f"json: cannot be read: {error}")
         return {}
     if not fields.keys() & {"labels", "observed"}:
-        if "cls" not in sample.contents:
+        if "cls" not in sample.contents and unlabelled and not sample.wrong:
+            fields["observed"] = []
+        elif "cls" not in sample.contents:
             if not sample.wrong:
                 sample.wrong.append("no label: expected `cls`, or `json` with `labels` or `observed`")
             return {}
-        text = sample.contents["cls"].decode(errors="replace").strip()
-        number = text.isdecimal() and text.isascii() and len(text) <= LONGEST_NUMBER
-        fields["observed"] = [int(text)] if number else text
+        else:
+            text = sample.contents["cls"].decode(errors="replace").strip()
+            number = text.isdecimal() and text.isascii() and len(text) <= LONGEST_NUMBER
+            fields["observed"] = [int(text)] if number else text
     for name, value in fields.items():
         if wrong := _wrong_classes(value, num_classes):
             sample.wrong.append(f"{name}: {wrong}")

@@ -1,8 +1,12 @@
-"""Signals of loader workers: only the process that started a worker may end it."""
+"""Loader workers and the process that started them, which alone may end them."""
 
 import os
 import signal
 import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+POLL_SECONDS = 1.0
 
 
 def obey_parent_only(worker: int) -> None:
@@ -22,3 +26,13 @@ def _await_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(128 + signal.SIGTERM)
+
+
+def receive(inbox: Connection) -> Any:
+    """Return the next message of the parent; end this process if the parent is gone."""
+    # The pipe does not say so: other workers have its other end open as well.
+    parent = os.getppid()
+    while not inbox.poll(POLL_SECONDS):
+        if os.getppid() != parent:
+            os._exit(1)
+    return inbox.recv()

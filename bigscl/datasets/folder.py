@@ -14,6 +14,8 @@ from bigscl.datasets.multilabel import existing, existing_folder
 from bigscl.datasets.writing import Sample, Shards
 
 SPLITS = ("train", "val", "test")
+# ImageNet's test images have no public labels.
+OTHER_SPLITS = "To leave a split out, name the others: --split train --split val."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +128,8 @@ def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str
     if flat is None:
         raise ValueError(
             f"{path}: {len(files)} images without class folders. Give their ground truth file: "
-            f"ILSVRC2012_validation_ground_truth.txt, LOC_val_solution.csv, or lines of `image class`."
+            f"ILSVRC2012_validation_ground_truth.txt, LOC_val_solution.csv, or lines of `image class`. "
+            f"{OTHER_SPLITS}"
         )
     truth = read_ground_truth(
         existing(flat.ground_truth, "the ground truth of images in a flat folder"), flat.synsets
@@ -134,8 +137,14 @@ def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str
     keys = [key_of(Path(file.name)) for file in files]
     if isinstance(truth, list):
         if len(truth) != len(files):
-            raise ValueError(f"{flat.ground_truth}: {len(truth)} lines for the {len(files)} images of {path}")
+            raise ValueError(
+                f"{flat.ground_truth}: {len(truth)} lines for the {len(files)} images of {path}. "
+                f"{OTHER_SPLITS}"
+            )
         truth = dict(zip(keys, truth, strict=True))
     if missing := [key for key in keys if key not in truth]:
-        raise ValueError(f"{flat.ground_truth}: {len(missing)} images have no line, e.g. {missing[0]}")
+        raise ValueError(
+            f"{flat.ground_truth}: {len(missing)} images of {path} have no line, e.g. {missing[0]}. "
+            f"{OTHER_SPLITS}"
+        )
     return [(key, str(file), truth[key]) for key, file in zip(keys, files, strict=True)]

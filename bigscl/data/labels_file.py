@@ -1,0 +1,275 @@
+"""Labels from a file beside the shards: CSV, JSON lines, Parquet, or ReaL's list of lists.
+
+A table has a line for each image: `key`, `positives` and, optionally, `negatives`. Classes are names or
+numbers (a name comes first); in CSV and in text columns they are separated by `;`. `*` as the only negative
+says that all classes but the positives are absent. A key is that of the sample in its shard, or `shard/key`
+where several shards have the same key.
+"""
+
+import csv
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.data.index import Index, with_fingerprint
+from bigscl.data.ragged import Ragged
+from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
+from bigscl.files import BadFile, parsing
+from bigscl.parquet import load_pyarrow
+from bigscl.text import first_few, printable
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("key", "positives", "negatives")
+ALL_OTHERS = "*"
+SEPARATOR = ";"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLabels:
+    """Labels of some samples, by their ids."""
+
+    positives: dict[int, list[int]]
+    negatives: dict[int, list[int]]
+    """Classes that are named as absent."""
+    complete: frozenset[int]
+    """Samples of which all classes are known: those that are not positives are absent."""
+
+
+def with_training_labels(index: Index, path: Path) -> Index:
+    """Return the index with the observed labels of a file; samples that it lacks keep those of the shards.
+
+    The full labels are the file's if it knows all classes of all samples.
+    """
+    found = read_labels(path, index)
+    ids = index.ids()
+    kept = len(ids) - len(found.positives)
+    logger.info("%s: labels of %d of %d training images%s", path, len(found.positives), len(ids), _rest(kept))
+    observed = _replaced(index.observed, found.positives)
+    labelled = replace(
+        index,
+        observed=observed,
+        negatives=_replaced(index.negatives, found.negatives),
+        labels=observed if len(found.complete) == len(ids) else index.labels,
+    )
+    return with_fingerprint(labelled)
+
+
+def with_evaluation_labels(index: Index, path: Path) -> Index:
+    """Return the index with the full labels of a file; no metric counts the samples that it lacks.
+
+    Classes that are not positives are absent, so a file with other negatives than `*` is refused.
+    """
+    found = read_labels(path, index)
+    if partial := [sample_id for sample_id, own in found.negatives.items() if own]:
+        raise BadFile(
+            f"{path}: {len(partial)} images have negatives, as {index.name(partial[0])}. Labels to evaluate "
+            f"against are complete: all classes but the positives are absent. Leave negatives out, or write "
+            f"{ALL_OTHERS}."
+        )
+    unknown = np.setdiff1d(index.ids(), np.array(list(found.positives), np.int64))
+    logger.info(
+        "%s: labels of %d of %d images; others are not evaluated",
+        path,
+        len(found.positives),
+        index.num_samples,
+    )
+    empty = Ragged.from_lengths(np.zeros(len(index.keys), np.int64), np.empty(0, np.uint32))
+    return with_fingerprint(replace(index, labels=_replaced(empty, found.positives), unknown=unknown))
+
+
+def read_labels(path: Path, index: Index) -> FileLabels:
+    """Return the labels of a file for the samples of an index; BadFile names what does not fit."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file of labels")
+    if path.suffix == ".json":
+        return _read_real(path, index)
+    if path.suffix not in READERS:
+        raise ValueError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
+    with parsing(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
+        rows = list(READERS[path.suffix](path))
+    return _matched(path, rows, index)
+
+
+def _read_real(path: Path, index: Index) -> FileLabels:
+    ids = index.ids()
+    keys = [index.key(int(sample_id)) for sample_id in ids]
+    labels = match_real_labels(read_real_labels(path), keys, index.class_names).labels
+    positives = {
+        int(sample_id): np.flatnonzero(own).tolist()
+        for sample_id, own in zip(ids, labels, strict=True)
+        if own.any()
+    }
+    return FileLabels(positives, {}, frozenset(positives))
+
+
+# Tables
+
+Row = Mapping[str, Any]
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        _check_columns(reader.fieldnames or ())
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(f"line {reader.line_num} has another number of columns than the first line")
+            yield row
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("no object")
+                _check_columns(row)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            yield row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    _, parquet = load_pyarrow(path, ".csv or .jsonl")
+    table = parquet.read_table(path)
+    _check_columns(table.column_names)
+    rows: list[Row] = table.to_pylist()
+    yield from rows
+
+
+READERS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
+
+
+def _check_columns(found: Iterable[str]) -> None:
+    found = list(found)
+    missing = [name for name in COLUMNS[:2] if name not in found]
+    unknown = [name for name in found if name not in COLUMNS]
+    if missing or unknown:
+        what = f"no {missing[0]!r}" if missing else f"an unknown {unknown[0]!r}"
+        raise ValueError(f"found {what} in {found}, expected {', '.join(COLUMNS)}")
+
+
+def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
+    ids, classes = _ids_by_key(index), _Classes(index.class_names)
+    positives: dict[int, list[int]] = {}
+    negatives: dict[int, list[int]] = {}
+    complete: set[int] = set()
+    unknown_keys: list[str] = []
+    for row in rows:
+        key = str(row["key"])
+        sample_id = ids.get(key)
+        if sample_id is None:
+            unknown_keys.append(key)
+            continue
+        where = f"{path}: key {printable(key)!r}"
+        if sample_id == SEVERAL:
+            raise BadFile(
+                f"{where} is in several shards. Write `shard/key`, as {index.name(_first(index, key))}."
+            )
+        if sample_id in positives:
+            raise BadFile(f"{where} occurs twice, expected one line for each image. Merge the lines.")
+        own, absent = (_listed(row.get(name), where, name) for name in COLUMNS[1:])
+        if absent == [ALL_OTHERS] and not classes.knows(ALL_OTHERS):
+            complete.add(sample_id)
+            absent = []
+        positives[sample_id] = classes.numbers(own, f"{where}: positives")
+        negatives[sample_id] = classes.numbers(absent, f"{where}: negatives")
+        if both := set(positives[sample_id]) & set(negatives[sample_id]):
+            named = index.class_names[min(both)]
+            raise BadFile(f"{where}: class {named!r} is positive and negative. Remove it from one of them.")
+    if unknown_keys:
+        raise BadFile(
+            f"{path}: {len(unknown_keys)} of {len(rows)} keys are not in the shards: "
+            f"{first_few(map(printable, unknown_keys), len(unknown_keys), most=3)}. Keys there look like "
+            f"{printable(index.key(int(index.ids()[0])))!r}."
+        )
+    if not rows:
+        raise BadFile(f"{path}: no lines with labels")
+    return FileLabels(positives, negatives, frozenset(complete))
+
+
+SEVERAL = -1
+
+
+def _ids_by_key(index: Index) -> dict[str, int]:
+    """Return the id of each key and of each `shard/key`; SEVERAL for a key of several samples."""
+    keys = [(int(sample_id), index.key(int(sample_id))) for sample_id in index.ids()]
+    counts = Counter(key for _, key in keys)
+    found = {index.name(sample_id): sample_id for sample_id, _ in keys}
+    return found | {key: sample_id if counts[key] == 1 else SEVERAL for sample_id, key in keys}
+
+
+def _first(index: Index, key: str) -> int:
+    return next(int(sample_id) for sample_id in index.ids() if index.key(int(sample_id)) == key)
+
+
+def _listed(value: Any, where: str, column: str) -> list[Any]:
+    """Return a cell as a list of classes."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(SEPARATOR) if part.strip()]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if not isinstance(value, list):
+        raise BadFile(f"{where}: {column} is {value!r:.40}, expected class names or numbers")
+    return value
+
+
+class _Classes:
+    """Numbers of classes by name or number."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def knows(self, name: str) -> bool:
+        return name in self._numbers
+
+    def numbers(self, values: Sequence[Any], where: str) -> list[int]:
+        return sorted({self._number(value, where) for value in values})
+
+    def _number(self, value: Any, where: str) -> int:
+        if isinstance(value, str) and value in self._numbers:
+            return self._numbers[value]
+        text = str(value)
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+        if isinstance(value, str | int) and not isinstance(value, bool) and 0 <= number < len(self._names):
+            return number
+        raise BadFile(
+            f"{where}: unknown class {value!r:.60}, expected one of {len(self._names)} names, as "
+            f"{self._names[0]!r}, or a number of 0 to {len(self._names) - 1}"
+        )
+
+
+# Into the index
+
+
+def _replaced(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
+    """Return the rows with some of them replaced."""
+    ids: NDArray[np.int64] = np.array(sorted(changed), np.int64)
+    lengths = rows.lengths.copy()
+    stays = np.ones(len(rows), bool)
+    stays[ids] = False
+    kept = rows.values[np.repeat(stays, lengths)]
+    lengths[ids] = [len(changed[sample_id]) for sample_id in ids.tolist()]
+    values = np.empty(int(lengths.sum()), np.uint32)
+    own = np.repeat(stays, lengths)
+    values[own] = kept
+    values[~own] = [one for sample_id in ids.tolist() for one in changed[sample_id]]
+    return Ragged.from_lengths(lengths, values)
+
+
+def _rest(kept: int) -> str:
+    return f"; {kept} keep the labels of the shards" if kept else ""

@@ -1,0 +1,94 @@
+"""A stage of a webdataset pipeline that gives each sample its id: its row in the index."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from bigscl.data.index import Index
+from bigscl.text import printable
+
+# Shards whose keys are held at a time; a shuffle buffer mixes the samples of a few.
+MOST_SHARDS = 256
+TAR_NAME = re.compile(r"[^/\s:='\"|]+\.(?:tar\.gz|tar|tgz)")
+
+
+class UnknownSample(ValueError):
+    """A pipeline yields a sample that is not in the index."""
+
+
+class SampleIds:
+    """Adds `__id__` to each sample, by its `__url__` and `__key__`: `dataset.map(bigscl.SampleIds(index))`.
+
+    Like other names with underscores, it passes webdataset's `decode` unchanged. The shards may lie in
+    another folder or come through a pipe: their names decide. A sample that the index lacks raises
+    UnknownSample; with webdataset's `handler=wds.warn_and_continue` it is left out.
+    """
+
+    def __init__(self, index: Index, field: str = "__id__") -> None:
+        self._index, self._field = index, field
+        self._shards: dict[str, int] = {}
+        self._places: OrderedDict[int, dict[bytes, int]] = OrderedDict()
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sample with its id."""
+        for name in ("__url__", "__key__"):
+            if not isinstance(sample.get(name), str):
+                raise ValueError(
+                    f"sample: has no {name}, found {sorted(map(str, sample))[:10]}. Put SampleIds before the "
+                    f"stages that drop it (to_tuple, rename, batched)."
+                )
+        return {**sample, self._field: self.row(sample["__url__"], sample["__key__"])}
+
+    def row(self, url: str, key: str) -> int:
+        """Return the id of a sample; UnknownSample if the index does not have it."""
+        if url not in self._shards:
+            self._shards[url] = self._find_shard(url)
+        shard = self._shards[url]
+        place = self._places_in(shard).get(key.encode(errors="surrogateescape"))
+        if place is None:
+            raise UnknownSample(
+                f"{printable(url)}: sample {printable(key)!r} is not in the index. The shard has changed, or "
+                f"`bigscl index` reported a problem with this sample. Run it again on these shards, or leave "
+                f"unknown samples out with handler=wds.warn_and_continue."
+            )
+        return shard * self._index.rows_per_shard + place
+
+    def _find_shard(self, url: str) -> int:
+        """Return the shard of a url: the same url, or the one whose name it shares most of."""
+        if url in self._index.urls:
+            return self._index.urls.index(url)
+        found = [(_common_end(url, name), shard) for shard, name in enumerate(self._index.shard_names)]
+        best = max(length for length, _ in found)
+        shards = [shard for length, shard in found if length == best]
+        if best == 0 or len(shards) > 1:
+            what = "no shard" if best == 0 else f"{len(shards)} shards"
+            raise UnknownSample(
+                f"{printable(url)}: {what} of this name in the index, which has "
+                f"{printable(self._index.shard_names[0])} and others. Use the index of these shards."
+            )
+        return shards[0]
+
+    def _places_in(self, shard: int) -> dict[bytes, int]:
+        if shard not in self._places:
+            rows, size = self._index.rows_per_shard, int(self._index.shard_sizes[shard])
+            first = shard * rows
+            keys = (bytes(self._index.keys[row]) for row in range(first, first + size))
+            self._places[shard] = {key: place for place, key in enumerate(keys)}
+            if len(self._places) > MOST_SHARDS:
+                self._places.popitem(last=False)
+        self._places.move_to_end(shard)
+        return self._places[shard]
+
+
+def _common_end(url: str, name: str) -> int:
+    """Return how many folders, the tar's name included, end both; 0 if the tar has another name."""
+    tar = list(TAR_NAME.finditer(url))
+    parts = (url[: tar[-1].end()] if tar else url).split("/")
+    others = name.split("/")
+    # In a pipe, words of the command are before the path.
+    parts[0] = parts[0].split(" ")[-1].removeprefix("file:")
+    common = 0
+    while common < min(len(parts), len(others)) and parts[-1 - common] == others[-1 - common]:
+        common += 1
+    return common
