@@ -1,7 +1,7 @@
 """ROLE's label estimator: estimated labels of every training image, trained together with the network."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ class LabelEstimator:
     A rank updates the rows of the samples it trains; `share` brings all ranks to the same state.
     """
 
+    # Invariant: `_pending` is the last update, whose gradient may still be on its way from the GPU. It is
+    # made before the next one. Until then its rows are not asked for: an epoch has each sample once, and
+    # `share` and `state` make it first.
+
     def __init__(self, observed: Annotations, seed: int) -> None:
         rows, classes = len(observed.offsets) - 1, observed.num_classes
         needed = 3 * 4 * rows * classes
@@ -41,14 +45,39 @@ class LabelEstimator:
         self._square = torch.zeros_like(self.logits)
         self._steps = torch.zeros(rows, dtype=torch.int64)
         self._updated: set[int] = set()
+        self._pending: Callable[[], None] | None = None
 
     def of(self, ids: Tensor, device: torch.device) -> Tensor:
         """Return the logits [B,L] of some samples, as a leaf that collects their gradient."""
-        return self.logits[ids.cpu()].to(device).requires_grad_()
+        rows = torch.empty((len(ids), self.logits.shape[1]), pin_memory=device.type == "cuda")
+        torch.index_select(self.logits, 0, ids, out=rows)
+        return rows.to(device, non_blocking=True).requires_grad_()
 
-    def step(self, ids: Tensor, gradient: Tensor, learning_rate: float) -> None:
-        """Update these samples' rows by one step of Adam."""
-        rows, slope = ids.cpu(), gradient.detach().float().cpu()
+    def step(
+        self,
+        ids: Tensor,
+        gradient: Tensor,
+        learning_rate: float,
+        ready: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Update these samples' rows by one step of Adam, by a gradient that is valid once `ready` returns.
+
+        Ids and gradient are on the host. The update is made with the next call, so as not to wait here.
+        """
+        self._finish()
+
+        def update() -> None:
+            ready()
+            self._update(ids, gradient, learning_rate)
+
+        self._pending = update
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+
+    def _update(self, rows: Tensor, slope: Tensor, learning_rate: float) -> None:
         self._steps[rows] += 1
         count = self._steps[rows][:, None]
         self._mean[rows] = BETAS[0] * self._mean[rows] + (1 - BETAS[0]) * slope
@@ -60,6 +89,7 @@ class LabelEstimator:
 
     def share(self, ranks: Ranks) -> None:
         """Send the rows that each rank has updated to all ranks; all ranks call it together."""
+        self._finish()
         rows = torch.tensor(sorted(self._updated), dtype=torch.int64)
         parts = ranks.gather(_packed([rows, *(table[rows] for table in self._tables())]))
         merged = None
@@ -72,6 +102,7 @@ class LabelEstimator:
 
     def state(self) -> dict[str, Tensor]:
         """Return everything that a checkpoint must keep."""
+        self._finish()
         names = ("logits", "mean", "square", "steps")
         return dict(zip(names, self._tables(), strict=True))
 

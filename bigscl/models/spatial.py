@@ -8,9 +8,10 @@ linear layer, as a 1x1 convolution, gives a score for every cell.
 # Shapes: B batch, C channels of the last feature map, L classes, G side of the score map.
 
 import logging
-from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,15 +35,21 @@ class Prediction(NamedTuple):
 
 
 def build_model(
-    backbone: str, num_classes: int, *, weights: str | None = None, pooling: Pooling = "logits"
+    backbone: str,
+    num_classes: int,
+    *,
+    weights: str | None = None,
+    pooling: Pooling = "logits",
+    args: Mapping[str, Any] | None = None,
 ) -> "SpatialClassifier":
     """Build the network that `backbone` names, with its weights and a spatial head of `num_classes` classes.
 
     `backbone` is a name of torchvision (`resnet50`), of timm (`timm:resnet50`), or `package.module:callable`,
-    called with `num_classes`. `weights` is a published name (`IMAGENET1K_V2`, `DEFAULT`) or a file (.pt,
-    .pth, .safetensors). A head with another number of classes is freshly initialised; all else must fit.
+    called with `num_classes`; `args` are further keyword arguments. `weights` is a published name
+    (`IMAGENET1K_V2`, `DEFAULT`) or a file (.pt, .pth, .safetensors). A head with another number of classes is
+    freshly initialised; all else must fit.
     """
-    network = create_network(backbone, num_classes, weights)
+    network = create_network(backbone, num_classes, weights, args)
     head = find_head(network, backbone)
     if weights is not None and is_file(weights):
         load_state(network, read_state(weights), head.name, weights)
@@ -81,10 +88,10 @@ class SpatialClassifier(nn.Module):
         probabilities the map is always needed, and always returned.
         """
         logits = self.network(images)
-        features = self._tap.take()
+        tapped = self._tap.take()
         if self.pooling == "logits" and not (self.training if maps is None else maps):
             return Prediction(None, at_least_float32(logits))
-        logit_map = self.head.logit_map(self.network, features, self.training)
+        logit_map = self.head.logit_map(self.network, tapped, images, self.training)
         if self.training or self.pooling != "logits":
             logits = pool(logit_map, self.pooling)
         return Prediction(logit_map, at_least_float32(logits))
@@ -94,6 +101,25 @@ class SpatialClassifier(nn.Module):
         logit_map = self(images, maps=True).logit_map
         assert isinstance(logit_map, Tensor)
         return logit_map
+
+    def check_side(self, side: int, setting: str) -> None:
+        """Refuse square images of a side that the network does not take, as most transformers do."""
+        taken = self.head.side_of_images
+        if taken in (None, side):
+            return
+        image = torch.zeros(1, 3, side, side).to(next(self.network.parameters()))
+        was_training = self.training
+        try:
+            with torch.no_grad():
+                self.eval()(image)
+        except Exception as error:
+            raise ValueError(
+                f"{setting}: {side}, but the network takes images of {taken} x {taken}, not of that size "
+                f"({error}). Choose {taken}, or another size of the network in model.args (timm: "
+                f"`img_size: {side}`)."
+            ) from None
+        finally:
+            self.train(was_training)
 
     def head_parameters(self) -> list[nn.Parameter]:
         """The parameters of the linear layer."""
