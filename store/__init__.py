@@ -6,6 +6,7 @@ These names are the public surface of the store. Modules outside this folder imp
 from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import MAX_COUNT
 from bigscl.store.backends import Backend, LocalBackend, open_backend
+from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes
@@ -43,6 +44,7 @@ __all__ = [
     "Backend",
     "BadFile",
     "ChunkCorrupt",
+    "Closing",
     "Codec",
     "GroupSpec",
     "HeatmapStore",

@@ -1,5 +1,7 @@
 """The annotated positives of every row: all that the store needs of the labels."""
 
+import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +40,37 @@ class Annotations:
                 f"annotations: classes span {self.classes.min()}..{self.classes.max()}, "
                 f"expected 0..{self.num_classes - 1}"
             )
+
+    @classmethod
+    def of(
+        cls, positives: Sequence[Collection[int]], num_classes: int, *, rows_per_shard: int = 1000
+    ) -> "Annotations":
+        """The annotations of a dataset that has no shards: sample n is row n.
+
+        `positives` are the annotated classes of each sample; each `rows_per_shard` samples share a chunk.
+        """
+        if not len(positives) or rows_per_shard < 1:
+            raise ValueError(
+                f"annotations: {len(positives)} samples, rows_per_shard {rows_per_shard}, expected at least 1"
+            )
+        rows = min(rows_per_shard, len(positives))
+        num_shards = -(-len(positives) // rows)
+        lengths = np.zeros(num_shards * rows, np.int64)
+        lengths[: len(positives)] = [len(each) for each in positives]
+        classes = np.array([number for each in positives for number in sorted(each)], np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        sizes = np.full(num_shards, rows)
+        sizes[-1] = len(positives) - rows * (num_shards - 1)
+        digest = hashlib.sha256(f"{num_classes} {rows} {len(positives)}".encode())
+        digest.update(offsets.astype("<i8").tobytes() + classes.astype("<i8").tobytes())
+        return cls(
+            fingerprint=digest.hexdigest(),
+            num_classes=num_classes,
+            rows_per_shard=rows,
+            shard_sizes=sizes,
+            offsets=offsets,
+            classes=classes,
+        )
 
     @property
     def num_samples(self) -> int:

@@ -1,7 +1,7 @@
 """The Zarr arrays of one group: whole versions of shards in, whole versions out."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import zarr
@@ -56,6 +56,15 @@ def describe_group(backend: Backend, spec: StoreSpec, group: GroupSpec) -> None:
         create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
 
 
+def open_array(store: WatchedStore, path: str, mode: Literal["r", "r+"]) -> zarr.Array[Any]:
+    """An array that writes a chunk even where all values equal the fill: what is missing must be a fault."""
+    opened: Any = zarr.open_array(store, path=path, mode=mode)
+    # As Array.with_config, which zarr has since 3.1.6 and so only beside numpy 2.
+    return zarr.Array(
+        zarr.AsyncArray(opened.metadata, opened.store_path, config={"write_empty_chunks": True})
+    )
+
+
 class ArrayGroup:
     """One array group, opened."""
 
@@ -65,11 +74,8 @@ class ArrayGroup:
         self._backend = backend
         self.plans = array_plans(spec, group)
         store = WatchedStore(backend.zarr_store(read_only=read_only))
-        # Chunks are written even where all values equal the fill: what is missing must be a fault.
         self._arrays = {
-            plan.name: zarr.open_array(
-                store, path=f"{group.name}/{plan.name}", mode="r" if read_only else "r+"
-            ).with_config({"write_empty_chunks": True})
+            plan.name: open_array(store, f"{group.name}/{plan.name}", "r" if read_only else "r+")
             for plan in self.plans
         }
         for plan in self.plans:

@@ -10,12 +10,13 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from bigscl.store.closing import Closing
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
 from bigscl.store.compact import check_top, compact_rows, compacted_group
-from bigscl.store.errors import ReadOnly, StorageFailed, StoreError
+from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.layout import annotated_mask, free_slot
 from bigscl.store.lease import Lease
 from bigscl.store.metadata import described, present, write_metadata
@@ -31,15 +32,25 @@ from bigscl.store.opening import (
 )
 from bigscl.store.passes import in_order
 from bigscl.store.reading import StoreReader
-from bigscl.store.snapshots import Snapshot, SnapshotLog, Written, merge_reports, report, with_versions
+from bigscl.store.snapshots import (
+    Snapshot,
+    SnapshotLog,
+    Written,
+    merge_reports,
+    pack,
+    report,
+    unpack,
+    with_versions,
+)
 from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
+from bigscl.store.waiting import POLL_SECONDS, Check, nothing
 
 StorePath = str | os.PathLike[str]
 
 
-class HeatmapStore(StoreReader):
+class HeatmapStore(StoreReader, Closing):
     """Scores and heatmaps of every sample, at one snapshot plus what this process has written since.
 
     Every rank opens the same store. `open` for writing, `commit`, `rollback`, `drop_snapshots` and `compact`
@@ -60,15 +71,17 @@ class HeatmapStore(StoreReader):
         *,
         transport: Transport | None = None,
         lease: Lease | None = None,
-        writable: bool,
+        retained: Mapping[int, Snapshot] | None = None,
         run: str = "",
     ) -> None:
-        self._writable = writable
+        """A store for writing knows the `retained` snapshots; without them it is for reading."""
+        self._writable = retained is not None
         super().__init__(backend, spec, snapshot, annotations)
         self._transport = transport or SingleProcess()
         self._lease = lease
         self._run = run
-        self._retained = self._log.read_all() if writable else {}
+        self._retained = dict(retained or {})
+        self._to_drop: set[int] = set()
         self._pending: dict[int, Written] = {}
         self._failure: Exception | None = None
 
@@ -123,31 +136,40 @@ class HeatmapStore(StoreReader):
         Writing takes annotations and the lease, and claims the snapshot: its content gets the next number,
         which shuts out every earlier writer. Opening an older snapshot for writing drops the newer ones.
         """
-        backend = open_backend(url, options)
-        spec = read_spec(backend)
+        backend, group = open_backend(url, options), transport or SingleProcess()
+        spec = read_spec(backend, listing=group.rank == 0)
         if annotations is not None:
             check_fingerprint(backend, spec, annotations)
         if mode == "r":
             log = SnapshotLog(backend)
             wanted = log.read(log.newest() if snapshot is None else snapshot)
-            return cls(backend, spec, wanted, annotations, transport=transport, writable=False)
+            return cls(backend, spec, wanted, annotations, transport=transport)
         if annotations is None:
             raise ValueError(f"{backend.url}: writing needs the annotations the store was made for")
-        group = transport or SingleProcess()
         leases: list[Lease] = []
 
         def prepare() -> bytes:
             patience = {} if patience_seconds is None else {"patience_seconds": patience_seconds}
             leases.append(Lease.acquire(backend, run, **patience))
             try:
-                return prepare_writing(backend, snapshot, run, leases[0]).to_bytes()
+                claimed = prepare_writing(backend, snapshot, run, leases[0])
+                return pack([claimed, *SnapshotLog(backend).read_all().values()])
             except BaseException:
                 leases.pop().release()
                 raise
 
-        current = Snapshot.from_bytes(on_rank_zero(group, prepare))
-        lease = leases[0] if leases else None
-        return cls(backend, spec, current, annotations, transport=group, lease=lease, writable=True, run=run)
+        # Ours is the claimed one, which comes first: the newest may be that of a writer who took over since.
+        retained = unpack(on_rank_zero(group, prepare))
+        return cls(
+            backend,
+            spec,
+            next(iter(retained.values())),
+            annotations,
+            transport=group,
+            lease=leases[0] if leases else None,
+            retained=retained,
+            run=run,
+        )
 
     def close(self) -> None:
         """Release the lease. What was not committed is lost."""
@@ -156,35 +178,43 @@ class HeatmapStore(StoreReader):
             self._lease = None
         self._writable = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Writing
 
-    def save_shard(self, shard: int, rows: Rows) -> None:
-        """Write a version of a shard to a free slot. It becomes part of the store with the next commit."""
+    def save_shard(self, shard: int, rows: Rows, check: Check = nothing) -> None:
+        """Write a version of a shard to a free slot. It becomes part of the store with the next commit.
+
+        If an announced drop is about to free its slot, this waits; `check` raises to end that.
+        """
         self._check_writable()
         if self._lease is not None:
             self._lease.check_seen()
-        with self._lock:
-            arrays = self._arrays
-            named = [kept.slots for kept in self._retained.values() if kept.group == arrays.spec.name]
-            pending = self._pending.get(shard)
-            ours = arrays.spec.slots_of(self._snapshot.generation)
-            slot = free_slot(shard, named, ours) if pending is None else pending.slot
+        slot = self._take_slot(shard, check)
         try:
-            digests = arrays.write(shard, slot, rows)
+            digests = self._arrays.write(shard, slot, rows)
         except Exception as error:
             # A version that was pending may now be half overwritten: nothing may be committed on top.
             self._failure = error
             raise
         with self._lock:
             self._pending[shard] = Written(slot, digests)
+
+    def _take_slot(self, shard: int, check: Check) -> int:
+        """A slot to write the shard to; waits for one that an announced drop is about to free."""
+        while True:
+            with self._lock:
+                if shard in self._pending:
+                    return self._pending[shard].slot
+                spec, frees_slots = self._arrays.spec, bool(self._to_drop)
+                named = [kept.slots for kept in self._retained.values() if kept.group == spec.name]
+                try:
+                    return free_slot(shard, named, spec.slots_of(self._snapshot.generation))
+                except NoFreeSlot:
+                    if not frees_slots:
+                        raise
+            check()
+            time.sleep(POLL_SECONDS)
+            self._look_for_dropped()
 
     def _check_writable(self) -> None:
         if not self._writable:
@@ -260,41 +290,71 @@ class HeatmapStore(StoreReader):
 
         def go_back() -> bytes:
             if snapshot == self._log.newest():
-                return self._log.read(snapshot).to_bytes()
-            claimed = self._log.claim(snapshot, self._run, self.check_lease, self._snapshot.generation)
-            self._log.drop_after(snapshot, claimed.id, self.check_lease)
-            return claimed.to_bytes()
+                current = self._log.read(snapshot)
+            else:
+                current = self._log.claim(snapshot, self._run, self.check_lease, self._snapshot.generation)
+                self._log.drop_after(snapshot, current.id, self.check_lease)
+            return pack([current, *self._log.read_all().values()])
 
-        current = Snapshot.from_bytes(on_rank_zero(self._transport, go_back))
+        retained = unpack(on_rank_zero(self._transport, go_back))
         with self._lock:
-            self._retained = self._log.read_all()
+            self._retained = retained
             self._pending = {}
             self._failure = None
-            self._go_to(current)
-        return current
+            self._go_to(next(iter(retained.values())))
+        return self._snapshot
 
     def drop_snapshots(self, keep: Iterable[int] = ()) -> None:
         """Keep only these snapshots and the current one; delete array groups that none of them names.
 
         What rank 0 wants kept counts.
         """
+        self.announce_drop(keep)
+        on_rank_zero(self._transport, self.drop_announced)
+        self.note_drop()
+
+    # A drop in two parts: all ranks agree on it together, and rank 0 makes it later, in any thread, while
+    # the ranks go on. A rank that finds no free slot meanwhile waits until these snapshots are gone.
+
+    def announce_drop(self, keep: Iterable[int] = ()) -> None:
+        """Agree with the other ranks on the snapshots that `drop_announced` will drop; collective.
+
+        Until then nothing may be committed, rolled back or compacted.
+        """
         self._check_writable()
         kept = {*keep, self._snapshot.id}
 
-        def drop() -> bytes:
-            for number in self._log.ids():
-                if number not in kept:
-                    self.check_lease()
-                    self._log.drop(number)
-            # Before any slot is used again: who lost the lease in the meantime must write nothing more.
-            self.check_lease()
-            self._delete_unnamed()
-            return json.dumps(self._log.ids()).encode()
+        def list_unneeded() -> bytes:
+            return json.dumps([number for number in self._log.ids() if number not in kept]).encode()
 
-        # The slots are reused by any rank only after rank 0 has removed the snapshots that name them.
-        left = json.loads(on_rank_zero(self._transport, drop))
+        unneeded = json.loads(on_rank_zero(self._transport, list_unneeded))
         with self._lock:
-            self._retained = {number: self._retained[number] for number in left if number in self._retained}
+            self._to_drop = set(unneeded)
+
+    def drop_announced(self) -> None:
+        """Drop the snapshots that were announced, on rank 0 alone."""
+        for number in sorted(self._to_drop):
+            self.check_lease()
+            self._log.drop(number)
+        # Before any slot is used again: who lost the lease in the meantime must write nothing more.
+        self.check_lease()
+        self._delete_unnamed()
+        self._forget(set(self._to_drop))
+
+    def note_drop(self) -> None:
+        """Note on every rank that rank 0 has dropped what was announced, after it said so."""
+        self._forget(set(self._to_drop))
+
+    def _look_for_dropped(self) -> None:
+        """Forget announced snapshots whose files are gone, by their names: a listing may be old."""
+        with self._lock:
+            announced = set(self._to_drop)
+        self._forget({number for number in announced if not self._log.exists(number)})
+
+    def _forget(self, dropped: set[int]) -> None:
+        with self._lock:
+            self._to_drop -= dropped
+            self._retained = {n: kept for n, kept in self._retained.items() if n not in dropped}
 
     def _delete_unnamed(self) -> None:
         """Delete groups that no snapshot names, and versions in slots that this writer will not use again."""

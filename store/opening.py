@@ -31,8 +31,14 @@ CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP)
 REMEDY = "Restore it from a copy (complete the copy, if one was interrupted), or use another place."
 
 
-def read_spec(backend: Backend) -> StoreSpec:
-    """What the store at this place is; or an error that says what is there instead."""
+def read_spec(backend: Backend, *, listing: bool = True) -> StoreSpec:
+    """What the store at this place is; or an error that says what is there instead.
+
+    Without `listing`, no folder is listed if the root file is there: on a shared file system a listing may be
+    old, and others have found the store complete.
+    """
+    if not listing and (root := backend.read(ROOT)) is not None:
+        return _parse_spec(backend, root)
     names = _own_names(backend)
     if not names:
         raise NotAStore(f"{backend.url}: nothing there. Create a store first, or check the path.")

@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.store.closing import Closing
 from bigscl.store.shard_cache import Allocate, ShardCache
 from bigscl.store.spec import Rows
 from bigscl.store.waiting import Channel, OnStart, join, nothing
@@ -37,7 +38,7 @@ class _Item(Generic[Batch]):
     """When the batch itself was there; what came after was waiting for its rows."""
 
 
-class Prefetcher:
+class Prefetcher(Closing):
     """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
 
     def __init__(
@@ -110,10 +111,3 @@ class Prefetcher:
         if self._thread is not None:
             join(self._thread, "the current batch (prefetch)")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ class StoreReader:
     def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
         """The rows of these samples, in their order. For looking around: reads whole shards each time."""
         wanted = np.asarray(ids, dtype=np.int64)
-        self._check_ids(wanted)
+        self.check_ids(wanted)
         gathered: dict[str, Array] = {}
         for shard, positions, places in split_by_shard(wanted, self.spec.rows_per_shard):
             for name, array in self._load(shard).items():
@@ -116,7 +117,8 @@ class StoreReader:
         self._check_still_retained()
         return stamps.reshape(-1)
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def check_ids(self, ids: NDArray[np.integer[Any]]) -> None:
+        """Raise ValueError if one of the ids is no row of a sample."""
         sizes = np.asarray(self.spec.shard_sizes)
         known = (ids >= 0) & (ids < self.spec.num_rows)
         known[known] = ids[known] % self.spec.rows_per_shard < sizes[ids[known] // self.spec.rows_per_shard]

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.store.closing import Closing
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.layout import array_plans, check_update, shard_bytes, split_by_shard
 from bigscl.store.spec import Array, Rows, Update
@@ -30,7 +31,7 @@ class CachedShard:
         self.lock = threading.Lock()
 
 
-class ShardCache:
+class ShardCache(Closing):
     """The cached shards of one rank in one epoch.
 
     A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
@@ -58,11 +59,17 @@ class ShardCache:
         # Finished shards wait in RAM for a writer: on slow storage their number must be bounded.
         self._finishing = threading.Semaphore(2 * io_threads)
         self._failure: BaseException | None = None
+        self._closed = False
 
     def check(self) -> None:
         """Raise the error of a background thread, if any."""
         if self._failure is not None:
             raise self._failure
+
+    def _check_open(self) -> None:
+        self.check()
+        if self._closed:
+            raise RuntimeError("the shards are dropped: nothing more is written")
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error; the next step stops with it."""
@@ -158,7 +165,7 @@ class ShardCache:
     def _write(self, shard: int, cached: CachedShard) -> None:
         with cached.lock:
             if cached.dirty:
-                self.store.save_shard(shard, cached.rows)
+                self.store.save_shard(shard, cached.rows, self._check_open)
                 cached.dirty = False
 
     def _remove(self, shard: int, cached: CachedShard) -> None:
@@ -189,6 +196,7 @@ class ShardCache:
 
     def close(self) -> None:
         """Drop all shards and end the threads; what was not flushed is lost."""
+        self._closed = True
         ending = threading.Thread(
             target=self._pool.shutdown, kwargs={"wait": True, "cancel_futures": True}, daemon=True
         )
@@ -196,13 +204,6 @@ class ShardCache:
         join(ending, f"reads and writes of {self.store.backend.url}")
         self._shards.clear()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def update(store: HeatmapStore, epoch: int, ids: NDArray[np.int64], values: Update) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -67,6 +67,20 @@ class Snapshot:
             generation=fields.integer("generation", 0) if "generation" in fields else 0,
             digests={name: digests.integers(name, -1, 2**32, len(slots)) for name in digests},
         )
+
+
+def pack(snapshots: Iterable[Snapshot]) -> bytes:
+    """Snapshots as one message from rank 0 to the others, which need not list the files themselves.
+
+    A listing can be old on a shared file system, and a slot that a snapshot names would look free.
+    """
+    return b"\n".join(snapshot.to_bytes() for snapshot in snapshots)
+
+
+def unpack(message: bytes) -> dict[int, Snapshot]:
+    """The snapshots of a message by number, in its order."""
+    found = map(Snapshot.from_bytes, message.split(b"\n"))
+    return {snapshot.id: snapshot for snapshot in found}
 
 
 class SnapshotLog:

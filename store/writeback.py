@@ -10,12 +10,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.store.closing import Closing
 from bigscl.store.shard_cache import ShardCache
 from bigscl.store.spec import Update
 from bigscl.store.waiting import Channel, OnStart, join, nothing, take
 
 
-class Writeback:
+class Writeback(Closing):
     """Takes updated rows from the step and scatters them into their shards, in order. One thread.
 
     At most `depth` updates wait; then `put` waits, and counts the seconds in `wait_seconds`.
@@ -82,10 +83,3 @@ class Writeback:
         self._actions.end()
         join(self._thread, "the current update (writeback)")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
