@@ -1,5 +1,71 @@
-"""Multi-label image classifiers from single-label datasets, with the Spatial Consistency Loss."""
+"""Multi-label image classifiers from single-label datasets, with the Spatial Consistency Loss.
 
+The names below are for own training loops. Each is imported when it is first used: torch takes seconds.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bigscl.config import StoreConfig
+    from bigscl.config import make_objective as objective
+    from bigscl.data.crop_with_view import RandomResizedCropWithView
+    from bigscl.data.index import load_index
+    from bigscl.data.loader import Loader
+    from bigscl.data.sample_ids import SampleIds
+    from bigscl.data.transforms import TrainingTransform
+    from bigscl.method.losses import LossInputs
+    from bigscl.models.spatial import build_model
+    from bigscl.store import Annotations
+    from bigscl.training.memory import Memory
+    from bigscl.training.recalled import Recalled, RepeatedSample, SampleViews
 
 __version__ = version("bigscl")
+
+__all__ = [
+    "Annotations",
+    "Loader",
+    "LossInputs",
+    "Memory",
+    "RandomResizedCropWithView",
+    "Recalled",
+    "RepeatedSample",
+    "SampleIds",
+    "SampleViews",
+    "StoreConfig",
+    "TrainingTransform",
+    "build_model",
+    "load_index",
+    "objective",
+]
+
+# Where each name is defined, and as what.
+_DEFINED = {
+    "Annotations": ("bigscl.store", "Annotations"),
+    "Loader": ("bigscl.data.loader", "Loader"),
+    "SampleViews": ("bigscl.training.recalled", "SampleViews"),
+    "LossInputs": ("bigscl.method.losses", "LossInputs"),
+    "Memory": ("bigscl.training.memory", "Memory"),
+    "RandomResizedCropWithView": ("bigscl.data.crop_with_view", "RandomResizedCropWithView"),
+    "Recalled": ("bigscl.training.recalled", "Recalled"),
+    "RepeatedSample": ("bigscl.training.recalled", "RepeatedSample"),
+    "SampleIds": ("bigscl.data.sample_ids", "SampleIds"),
+    "StoreConfig": ("bigscl.config", "StoreConfig"),
+    "TrainingTransform": ("bigscl.data.transforms", "TrainingTransform"),
+    "build_model": ("bigscl.models.spatial", "build_model"),
+    "load_index": ("bigscl.data.index", "load_index"),
+    "objective": ("bigscl.config", "make_objective"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED:
+        raise AttributeError(f"module 'bigscl' has no attribute {name!r}")
+    module, defined = _DEFINED[name]
+    globals()[name] = found = getattr(import_module(module), defined)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -172,11 +172,14 @@ def _line(program: str, reason: str) -> str:
 
 def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn:
     """End this rank, and through the launcher the others, with the reason as the last thing printed."""
-    if lost_other_ranks(error):
+    reports = _Start.is_over or first_on_this_machine()
+    # An error of the start is usually that of all ranks: the launcher ends this one when the first has
+    # reported it. If this rank is still here after a while, it is the only one that knows.
+    if lost_other_ranks(error) or not reports:
         time.sleep(SECONDS_FOR_THE_FIRST)
     text = "".join(traceback.format_exception(error)) if reason is None else _line(program, reason)
-    _say(text)
-    if _Start.is_over:
+    print(text, file=sys.stderr)
+    if _Start.is_over or not reports:
         report_to_launcher(text)
     leave(1 if reason is None else 2)
 

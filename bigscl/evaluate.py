@@ -22,6 +22,7 @@ from bigscl.command_line import make_command, rank_of_this_process, run
 from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
+from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.inference import Predictions, predict
@@ -110,6 +111,7 @@ class Evaluation:
             "%s on %d images, %d processes on %s",
             *(target.name, index.num_samples, self._ranks.world_size, self._device.type),
         )
+        logger.info("preprocessing: %s", target.describe_preprocessing())
 
     def predictions(self) -> SavedPredictions | None:
         """Return the predictions of all images on rank 0, None elsewhere."""
@@ -126,6 +128,13 @@ class Evaluation:
         if found is None:
             return None
         about: dict[str, Any] = {"model": self._target.name, "shards": _names(self._index)}
+        file = self._options.labels_file or (
+            None
+            if self._options.shards or self._target.config is None
+            else self._target.config.data.val_labels_file
+        )
+        about["labels_file"] = None if file is None else str(file)
+        about["preprocessing"] = self._target.describe_preprocessing()
         if localization := self._localization(found):
             about["localization"] = {
                 source: {kind: asdict(figures) for kind, figures in kinds.items()}
@@ -168,10 +177,15 @@ class Evaluation:
 def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
     """Load the index of the given shards, or of the run's validation shards."""
     if options.shards:
-        return load_index(options.shards, options.index)
+        return _with_labels(load_index(options.shards, options.index), options.labels_file)
     if target.config is None or target.config.data.val is None:
         raise ValueError("--shards: missing. Give the shards, or a run that has validation shards.")
-    return load_index(target.config.data.val, options.index or target.config.data.val_index)
+    index = load_index(target.config.data.val, options.index or target.config.data.val_index)
+    return _with_labels(index, options.labels_file or target.config.data.val_labels_file)
+
+
+def _with_labels(index: Index, file: Path | None) -> Index:
+    return index if file is None else with_evaluation_labels(index, file)
 
 
 def _stored_pointing(config: Config) -> dict[str, Pointing]:

@@ -22,9 +22,10 @@ from bigscl.command_line import (
     run,
     start_is_over,
 )
-from bigscl.config import Config, to_yaml
+from bigscl.config import Config, doubtful_settings, to_yaml
+from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
-from bigscl.data.loader import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
 from bigscl.evaluation.validation import validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
@@ -33,19 +34,23 @@ from bigscl.processes.ranks import PendingSum, process_group
 from bigscl.processes.signals import Interrupts
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
 from bigscl.training.epoch_progress import EpochProgress
+from bigscl.training.expectation import check_k
 from bigscl.training.log import Meter, MetricsLog, start_logging
 from bigscl.training.model_state import ModelState, map_side
+from bigscl.training.no_memory import NoMemory
 from bigscl.training.options import TrainingOptions
+from bigscl.training.recalled import Recalled
 from bigscl.training.resume import resume
 from bigscl.training.run import Run, RunFolder, open_data
 from bigscl.training.saving import Saver
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
 from bigscl.training.summary import summary
-from bigscl.training.transfer import Recalled
 
 logger = logging.getLogger(__name__)
 
+SECONDS_TO_FINISH_SAVING = 20.0
+"""How long a failed run waits for a checkpoint that is being written: launchers wait for 30 s."""
 Window = list[tuple[Batch, Recalled | None]]
 """The batches of one optimizer step, each with what is remembered of it."""
 
@@ -66,6 +71,7 @@ class Trainer:
         start_logging(self.ranks.rank)
         self.folder = RunFolder(config)
         self.data = open_data(config)
+        check_k(config, self.data.val)
         self.schedule = config.schedule
         self.state = ModelState(config, self.data, self.accelerator, self.ranks)
         self.progress = EpochProgress(len(self.data.train.keys), self.ranks)
@@ -75,12 +81,20 @@ class Trainer:
         self.memory = resume(run, self.state, self.progress, self.metrics, choice=choice, command=command)
         self.saver = Saver(run, self.state, self.progress, self.memory)
         self.step = Step(config, self.data, self.state, self.memory, self.ranks)
+        self.workers = self._loader_workers()
         self.stopping = False
         self.stop_file = StopFile(self.folder.path)
         self._clear_stop_file()
         self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
         for line in summary(config, self.data, self.ranks.world_size, side, self.device):
             logger.info(line)
+        for doubt in doubtful_settings(config):
+            logger.warning(doubt)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no epoch is left to train."""
+        return self.progress.epoch >= self.schedule.epochs
 
     def train(self) -> None:
         """Train all epochs that are left."""
@@ -89,7 +103,8 @@ class Trainer:
             self.state.enter_phase(epoch)
             self.step.prepare_buckets()
             self.train_epoch(epoch, plan)
-            self.finish_epoch(epoch, plan)
+            self.finish_epoch(epoch)
+        self.saver.finish()
         self._clear_stop_file()
 
     # A step
@@ -98,12 +113,16 @@ class Trainer:
         """Train on each sample that the epoch has not had yet, exactly once."""
         meter = Meter(self.ranks)
         self.state.model.train()
-        recalled = self.memory.recall(self._loader(plan, epoch), epoch)
+        recalled: Iterator[tuple[Batch, Recalled | None]] = self.memory.recall_ahead(
+            self._loader(plan, epoch)
+        )
         windows = batched(recalled, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
             for place in range(plan.first_step, plan.num_steps):
-                window, (count, stop, save) = following, counted()
+                window, (count, stop, save, failed) = following, counted()
+                if failed:
+                    self.saver.finish()
                 if place + 1 < plan.num_steps:
                     # Summed over the ranks while this step computes: a stop takes effect one step later.
                     following, counted = self._next_window(windows)
@@ -112,19 +131,21 @@ class Trainer:
                 self.train_step(window, plan.num_batches(place), meter, int(count), rate, gamma)
                 self._log(epoch, meter, {"learning_rate": rate, "gamma": gamma})
                 if stop or ((save or self._save_is_due()) and place + 1 < plan.num_steps):
-                    self.saver.save_within(epoch)
+                    self.saver.save_within()
                 if stop:
+                    self.saver.finish()
                     self._clear_stop_file()
                     raise Stopped
 
     def _next_window(self, windows: Iterator[Window]) -> tuple[Window, PendingSum]:
-        """Take the next window; start to sum its samples over the ranks, and who wants to stop or to save."""
+        """Take the next window; start to sum over the ranks its samples, and who wants to stop or to save."""
         window = next(windows, [])
         is_first = self.ranks.rank == 0
         stop = self.stopping or (is_first and self.stop_file.is_requested())
         # By the clock of one rank: others may see the minutes pass at another step.
         save = is_first and self._minutes_have_passed()
-        return window, self.ranks.start_sum([sum(len(batch) for batch, _ in window), stop, save])
+        count = sum(len(batch) for batch, _ in window)
+        return window, self.ranks.start_sum([count, stop, save, self.saver.has_failed])
 
     def train_step(
         self, window: Window, num_batches: int, meter: Meter, count: int, rate: float, gamma: float
@@ -148,7 +169,9 @@ class Trainer:
                 elif synced or place == last:
                     self.step.idle()
             if batch is not None:
-                self.memory.learn(batch, recalled, predicted)
+                if recalled is not None and predicted is not None:
+                    self.memory.learn(recalled, logits=predicted.logits, maps=predicted.maps)
+                self.memory.skip(batch.skipped)
                 self._note(batch)
         self.state.end_step()
         self.progress.advance(step=self.progress.step + 1)
@@ -177,10 +200,11 @@ class Trainer:
 
     # The end of an epoch
 
-    def finish_epoch(self, epoch: int, plan: EpochPlan) -> None:
+    def finish_epoch(self, epoch: int) -> None:
         """Commit the memory, validate, save a checkpoint, and draw what is remembered of some images."""
+        self.saver.finish()
         self.state.share_estimates()
-        self.memory.end_epoch(epoch, self.progress.step, plan.shards_of(self.ranks.rank))
+        self.memory.end_epoch(step=self.progress.step)
         skipped = len(self.progress.all_skipped())
         self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)
@@ -190,14 +214,19 @@ class Trainer:
             self.saver.save_checkpoint(ends_epoch=True)
         else:
             self.saver.drop_snapshots()
+        if epoch + 1 == self.config.compact_after:
+            # The arrays of the first layout go before more of the next one is written: disks are planned so.
+            self.saver.finish()
         if self.ranks.rank == 0:
-            self._record(epoch)
+            self._draw(epoch)
 
     def _validate(self, epoch: int) -> None:
         """Log the metrics on the validation set, and keep the weights if they are the best so far."""
         assert self.data.val is not None
         self.state.share_buffers()
-        found = validate(self.state.evaluated, self.data.val, self.config, self.device, self.ranks)
+        found = validate(
+            self.state.evaluated, self.data.val, self.config, self.device, self.ranks, self.metrics.working
+        )
         metrics = {"epoch": epoch, **found}
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
@@ -207,15 +236,14 @@ class Trainer:
             self.progress.advance(best=value, best_epoch=epoch)
             self.saver.save_best(metrics)
 
-    def _record(self, epoch: int) -> None:
-        """Add the rows of the tracked samples to the store's history, and draw some of them."""
-        store, log = self.memory.store, self.config.log
-        if store is None:
+    def _draw(self, epoch: int) -> None:
+        """Draw what is remembered of some tracked samples."""
+        memory, log = self.memory, self.config.log
+        if isinstance(memory, NoMemory) or not memory.store.spec.tracked:
             return
-        store.record_history(epoch)
-        if log.pictures_every and (epoch + 1) % log.pictures_every == 0 and store.spec.tracked:
+        if log.pictures_every and (epoch + 1) % log.pictures_every == 0:
             path = self.folder.path / "pictures" / f"epoch-{epoch:03d}.png"
-            draw_epoch(store, self.data.train, self.memory.selection, path, log.pictures)
+            draw_epoch(memory.store, self.data.train, memory.selection, path, log.pictures)
             self.metrics.log_image("heatmaps", path, self.progress.step)
 
     # Data
@@ -241,8 +269,17 @@ class Trainer:
             plan.remaining,
             rank,
             data.training_transform(self.config.seed, epoch),
-            labels=data.labels,
             bad=BadSamples(self.data.train, planned, max_share=data.max_bad_share),
+            workers=self.workers,
+        )
+
+    def _loader_workers(self) -> LoaderWorkers:
+        """Return the processes that load images for all epochs; a worker without a shard is not needed."""
+        data, index = self.config.data, self.data.train
+        return LoaderWorkers(
+            index,
+            min(data.workers, len(index.urls)),
+            labels=data.labels,
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
         )
@@ -268,11 +305,14 @@ class Trainer:
 
     def close(self) -> None:
         """Close the store and the trackers."""
+        self.workers.close()
         self.memory.close()
         self.accelerator.end_training()
 
     def abandon(self) -> None:
         """Give the lease of the store back after an error; the group is left to the end of the process."""
+        # Its epoch may have taken hours, and the error may be of the next one's first step.
+        self.saver.wait(SECONDS_TO_FINISH_SAVING)
         try:
             self.memory.close()
         except Exception as error:
@@ -302,13 +342,19 @@ def train(options: TrainingOptions) -> None:
     """Train to the end, or until a signal or `bigscl stop`: then the run is saved."""
     config = options.load()
     if options.print_config:
-        print(to_yaml(config) if rank_of_this_process() == 0 else "", end="")
+        print(commented_yaml(config) if rank_of_this_process() == 0 else "", end="")
         return
     listening = Interrupts(prints=first_on_this_machine())
     try:
         with listening as interrupts, Trainer(config, options.resume, sys.argv) as trainer:
             start_is_over()
             interrupts.stop_with(trainer.stop_soon)
+            if trainer.is_finished:
+                logger.info(
+                    "%s: already finished, all %d epochs are trained. To train longer, raise "
+                    "schedule.main.epochs; to train again, choose another --run.",
+                    *(config.run, config.schedule.epochs),
+                )
             trainer.train()
     except Stopped:
         if rank_of_this_process() == 0:

@@ -3,24 +3,31 @@
 from bigscl.config.reading import (
     ConfigError,
     changed_settings,
+    checked,
+    doubtful_settings,
     load_config,
     load_data_settings,
     make_config,
+    make_objective,
     parse_yaml,
     to_yaml,
 )
-from bigscl.config.schema import Config, DataConfig, ObservedConfig, StoreConfig
+from bigscl.config.schema import CheckpointConfig, Config, DataConfig, ObservedConfig, StoreConfig
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
     "ObservedConfig",
     "StoreConfig",
     "changed_settings",
+    "checked",
+    "doubtful_settings",
     "load_config",
     "load_data_settings",
     "make_config",
+    "make_objective",
     "parse_yaml",
     "to_yaml",
 ]

@@ -1,7 +1,10 @@
 """Read configs from YAML files and command lines, and report all their mistakes at once."""
 
+import os
 import reprlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +12,12 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from bigscl.config.packaged import find_config
 from bigscl.config.schema import Config, DataConfig
+from bigscl.data.transforms import shorter_side
+from bigscl.method.losses import Base, Consistency, Norm
 from bigscl.method.objective import Objective
+from bigscl.method.schedule import Ramp
 from bigscl.store import STORE_SCHEMES
 from bigscl.text import first_few, printable, reason_of
 
@@ -19,6 +26,8 @@ MOST_VALUES = 10_000
 MOST_LEVELS = 20
 MOST_MISTAKES = 50
 LONGEST_INPUT = 80
+# The shorter side in multiples of the central crop, beyond which it is a mistake rather than a choice.
+MOST_CROPPED = 1.6
 Section = TypeVar("Section")
 # Shortens the values that messages quote.
 SHORT = reprlib.Repr()
@@ -30,7 +39,11 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file and `--section.key value` overrides; ConfigError lists mistakes."""
+    """Return the config of a YAML file and `--section.key value` overrides; ConfigError lists mistakes.
+
+    The path may also be the name of a config that comes with bigscl.
+    """
+    path = find_config(path)
     values = _read(path)
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
@@ -48,7 +61,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{printable(str(path))}: cannot be read: {reason_of(error)}") from error
+        hint = ". `bigscl configs` lists those that come with bigscl" if not os.path.exists(path) else ""
+        raise ConfigError(f"{printable(str(path))}: cannot be read: {reason_of(error)}{hint}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
@@ -91,10 +105,33 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
 
 def make_config(values: dict[str, Any], source: str = "config") -> Config:
     """Return the config of plain values; ConfigError lists all mistakes."""
+    values, problems = _with_preprocessing(values)
     config = _validated(_adapter(), values, source)
-    if problems := list(_conflicts(config)):
+    if problems := [*problems, *_conflicts(config)]:
         raise ConfigError(_listed(source, problems))
     return config
+
+
+def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return the values with the preprocessing of the weights, if they ask for it, and what prevents that.
+
+    From here on its settings are like those of a file: a saved config has them all.
+    """
+    data, model = values.get("data"), values.get("model")
+    if not isinstance(data, dict) or not isinstance(model, dict) or data.get("preprocessing") != "weights":
+        return values, []
+    backbone, weights = model.get("backbone"), model.get("weights")
+    if not isinstance(backbone, str) or not isinstance(weights, str | None):
+        return values, []
+    from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
+
+    try:
+        found = find_preprocessing(backbone, weights)
+    except NoPreprocessing as error:
+        return values, [("data.preprocessing", f"weights, but {error}. Or choose explicit")]
+    except ValueError as error:
+        return values, [("model.backbone", str(error).removeprefix("backbone: "))]
+    return {**values, "data": {**data, **found.settings(data)}}, []
 
 
 def _validated(adapter: TypeAdapter[Section], values: Any, source: str) -> Section:
@@ -106,6 +143,30 @@ def _validated(adapter: TypeAdapter[Section], values: Any, source: str) -> Secti
         raise ConfigError(_listed(source, problems)) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, expected sections with settings") from None
+
+
+def checked(settings: Section, source: str) -> Section:
+    """Return settings that were made in code, checked as those of a file; ConfigError lists all mistakes."""
+    return _validated(TypeAdapter(type(settings)), asdict(settings), source)  # type: ignore[call-overload]
+
+
+def make_objective(
+    base: Base = "en",
+    consistency: Consistency = "scl",
+    *,
+    norm: Norm = "mse",
+    gamma: Ramp = Ramp(),  # noqa: B008
+    smoothing: float = 0.1,
+) -> Objective:
+    """Return what an own loop minimises, base + gamma * consistency; ConfigError lists all mistakes.
+
+    Call it with `recalled.inputs(...)` and the weight of the step, for which `gamma.at(progress)` is a ramp.
+    """
+    made = Objective(base=base, consistency=consistency, norm=norm, gamma=gamma, smoothing=smoothing)
+    made = checked(made, "objective")
+    if problems := list(_idle_settings(made)):
+        raise ConfigError(_listed("objective", problems))
+    return made
 
 
 @cache
@@ -127,10 +188,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
     if store.kind != "disk" and store.url is not None:
         yield "store.url", f"has no effect with store.kind {store.kind}"
-    if objective.consistency == "none" and objective.norm != "mse":
-        yield "objective.norm", "has no effect without consistency"
-    if not needs.smoothing and objective.smoothing != Objective().smoothing:
-        yield "objective.smoothing", f"has no effect with base {objective.base}"
+    yield from _idle_settings(objective)
     if needs.k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
     if needs.mean_counts and config.optimizer.accumulate > 1:
@@ -153,6 +211,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "schedule", "no epochs at all"
     if config.data.color_jitter is not None and config.data.rand_augment is not None:
         yield "data.rand_augment", "choose it or data.color_jitter"
+    if config.data.val_labels_file is not None and config.data.val is None:
+        yield "data.val_labels_file", "has no effect without data.val"
     if config.data.labels == "labels" and config.data.observed is not None:
         yield "data.observed", "has no effect with data.labels: labels"
     try:
@@ -169,6 +229,26 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "hardware.sync_batchnorm", "has no effect with model.freeze_statistics"
 
 
+def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of settings of the objective that would have no effect."""
+    if objective.consistency == "none" and objective.norm != "mse":
+        yield "objective.norm", "has no effect without consistency"
+    if not objective.needs.smoothing and objective.smoothing != Objective().smoothing:
+        yield "objective.smoothing", f"has no effect with base {objective.base}"
+
+
+def doubtful_settings(config: Config) -> Iterator[str]:
+    """Yield a warning for settings that are allowed, but hardly what the user wants."""
+    side = config.data.eval_size or config.data.size
+    shorter = config.data.shorter or side
+    if config.data.resize == "shorter" and shorter > MOST_CROPPED * side:
+        yield (
+            f"data.shorter: {shorter}, but the network's input has {side}: validation sees the central "
+            f"{side} of {shorter} pixels, at most {(side / shorter) ** 2:.0%} of an image. Leave "
+            f"data.shorter out ({shorter_side(side)} then), or choose data.resize: square"
+        )
+
+
 def changed_settings(before: Path, config: Config) -> list[str]:
     """List the settings that differ from a saved config, as `section.key: value`; none if there is no file.
 
@@ -176,7 +256,11 @@ def changed_settings(before: Path, config: Config) -> list[str]:
     """
     if not before.exists():
         return []
-    old = dict(_flat(_read(before)))
+    values = _read(before)
+    # With the defaults of settings that an earlier revision did not have; a wrong one is compared as it is.
+    with suppress(ConfigError):
+        values = yaml.safe_load(to_yaml(make_config(values, str(before))))
+    old = dict(_flat(values))
     new = dict(_flat(yaml.safe_load(to_yaml(config))))
     return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
 

@@ -5,13 +5,21 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
-from bigscl.data.transforms import MEAN, STD, EvaluationTransform, TrainingTransform
+from bigscl.data.transforms import (
+    MEAN,
+    STD,
+    EvaluationTransform,
+    Interpolation,
+    Resize,
+    TrainingTransform,
+    shorter_side,
+)
 from bigscl.data.views import RandomCrop
 from bigscl.method.objective import Objective
 from bigscl.method.schedule import Schedule
@@ -42,10 +50,16 @@ class DataConfig:
     """Index of the training shards. Default: the one in their folder."""
     val_index: Path | None = None
     """Index of the validation shards. Default: the one in their folder."""
+    labels_file: Path | None = None
+    """Labels of training images in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json."""
+    val_labels_file: Path | None = None
+    """Full labels of the validation images; images that it lacks are not evaluated."""
     labels: Literal["observed", "labels"] = "observed"
     """Labels that training may see: the observed ones, or `labels`, the full ones (the oracle)."""
     observed: ObservedConfig | None = None
     """Draw the observed labels from the full ones. Default: use those in the shards."""
+    preprocessing: Literal["explicit", "weights"] = "explicit"
+    """`weights`: settings of size, resizing, colours that are not given here are those of `model.weights`."""
     size: Annotated[int, Field(ge=16)] = 224
     """Side of the network's input in training."""
     eval_size: Annotated[int, Field(ge=16)] | None = None
@@ -64,10 +78,12 @@ class DataConfig:
     """RandAugment's colour operations in training."""
     erase: RandomErasing | None = None
     """Random erasing in training."""
-    resize: Literal["square", "shorter"] = "shorter"
+    interpolation: Interpolation = "bilinear"
+    """How images are resized, in training and evaluation."""
+    resize: Resize = "shorter"
     """Evaluation: squash the whole image to a square, or resize the shorter side and cut out the centre."""
-    shorter: Count = 256
-    """Length of the shorter side before the centre is cut out; for `resize: shorter`."""
+    shorter: Count | None = None
+    """Length of the shorter side before the centre is cut out. Default: 256/224 of the evaluated size."""
     mean: tuple[float, float, float] = MEAN
     """Mean of each colour channel, in 0 to 1; it is subtracted from the images."""
     std: tuple[Positive, Positive, Positive] = STD
@@ -76,6 +92,12 @@ class DataConfig:
     """Tolerated share of unreadable images in an epoch; the run stops beyond it."""
     allow_pipe: bool = False
     """Allow `pipe:` URLs, which run commands."""
+
+    def __post_init__(self) -> None:
+        if self.shorter is None:
+            # Resolved here, so that the saved config has the number. Squares do not use it.
+            size = 224 if self.resize == "square" else self.eval_size or self.size
+            object.__setattr__(self, "shorter", shorter_side(size))
 
     def training_transform(self, seed: int, epoch: int) -> TrainingTransform:
         """Return the transform of an epoch of training."""
@@ -86,11 +108,18 @@ class DataConfig:
             crop=self.crop,
             color=self.color_jitter or self.rand_augment,
             erase=self.erase,
+            interpolation=self.interpolation,
         )
 
     def evaluation_transform(self) -> EvaluationTransform:
         """Return the transform of validation and evaluation."""
-        return EvaluationTransform(size=self.eval_size or self.size, resize=self.resize, shorter=self.shorter)
+        assert self.shorter is not None
+        return EvaluationTransform(
+            size=self.eval_size or self.size,
+            resize=self.resize,
+            shorter=self.shorter,
+            interpolation=self.interpolation,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +130,8 @@ class ModelConfig:
     """A torchvision name, `timm:<name>`, or `package.module:callable`."""
     weights: str | None = None
     """Published weights by name (IMAGENET1K_V2), or a .pt, .pth or .safetensors file. Default: random."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the network, as its library or callable takes them (`drop_path_rate: 0.1`)."""
     pooling: Literal["logits", "probabilities"] = "logits"
     """What is averaged over cells. `probabilities` favours small objects but cannot be exported."""
     freeze_stages: CountOrZero = 0
@@ -211,6 +242,8 @@ class CheckpointConfig:
     """Save at the end of every so many epochs, and of the last."""
     keep: Count | None = None
     """Number of checkpoints to resume from. Default: as many as the slots hold."""
+    background: bool = True
+    """Write checkpoints from a copy in host memory while training goes on; false: training waits for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.evaluation.metrics import image_average_precision
 from bigscl.evaluation.report import Scored
 
 Floats = NDArray[np.float64]
@@ -25,13 +26,14 @@ def draw_counts(num_images: int, num_resamples: int, seed: int) -> NDArray[np.ui
 
 
 def resampled_figures(scored: Scored, counts: NDArray[np.uint8]) -> dict[str, Floats]:
-    """Return `map`, `top1` and `f1` (of all decisions at a score of 0.5) of every resample, [S] each."""
+    """Return `map`, `image_ap`, `top1` and `f1` (of decisions at 0.5) of every resample, [S] each."""
     ranking, targets = scored.ranking.numpy(), scored.targets.numpy()
     columns = zip(np.ascontiguousarray(ranking.T), np.ascontiguousarray(targets.T), strict=True)
     precisions = np.stack([_average_precisions(*column, counts) for column in columns])
     present = ~np.isnan(precisions)
     return {
         "map": _quotient(np.where(present, precisions, 0).sum(0), present.sum(0)),
+        "image_ap": _image_ap(image_average_precision(scored.ranking, scored.targets).numpy(), counts),
         "top1": _top1(scored.ranked.numpy()[:, 0], targets, counts),
         "f1": _f1(ranking >= scored.cut, targets, counts),
     }
@@ -66,6 +68,11 @@ def _sum_by_bin(
 def _from_the_top(sums: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of each bin and all above it."""
     return np.cumsum(sums[::-1], axis=0)[::-1]
+
+
+def _image_ap(precisions: Floats, counts: NDArray[np.uint8]) -> Floats:
+    evaluated = ~np.isnan(precisions)
+    return _quotient(_weighted(np.where(evaluated, precisions, 0), counts), _weighted(evaluated, counts))
 
 
 def _top1(best: NDArray[np.int64], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:

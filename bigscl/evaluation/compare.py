@@ -10,7 +10,7 @@ from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
 from bigscl.evaluation.predictions import SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
 
-FIGURES = {"map": "mAP", "top1": "top-1", "f1": "F1 at 0.5"}
+FIGURES = {"map": "mAP", "image_ap": "AP per image", "top1": "top-1", "f1": "F1 at 0.5"}
 COVERAGE = 95
 
 
@@ -125,7 +125,12 @@ def _same_labels(one: SavedPredictions, other: SavedPredictions) -> bool:
 
 
 def _figure(report: Report, name: str) -> float:
-    return {"map": report.mean_ap.present, "top1": report.top1, "f1": report.at_threshold.overall_f1}[name]
+    return {
+        "map": report.mean_ap.present,
+        "image_ap": report.image_ap,
+        "top1": report.top1,
+        "f1": report.at_threshold.overall_f1,
+    }[name]
 
 
 def _difference(

@@ -35,6 +35,27 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(blocks) if blocks else scores.new_empty(0, dtype=torch.float64)
 
 
+@torch.no_grad()
+def image_average_precision(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the average precision of each image, float64 [N]; NaN if an image has no positive.
+
+    As for a class, with the classes of the image ranked by their scores: precision at each positive's
+    score, tied scores taken together, averaged over the image's positives. It compares classes within an
+    image, where `average_precision` compares images within a class.
+    """
+    _check(scores, targets)
+    images, classes = (targets > 0).nonzero(as_tuple=True)
+    sums = torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
+    # Images have few positives: 46,837 x 1000 take 6.6 s, sorting the classes of every image takes 41.
+    per_block = max(1, 2**22 // max(1, scores.shape[1]))
+    for first in range(0, len(images), per_block):
+        own, positive = images[first : first + per_block], classes[first : first + per_block]
+        reached = scores[own] >= scores[own, positive][:, None]
+        hits = (reached & (targets[own] > 0)).sum(1)
+        sums.index_add_(0, own, hits.double() / (reached & (targets[own] >= 0)).sum(1))
+    return sums / images.bincount(minlength=len(scores))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanAP:
     """Mean average precision by both common rules; they differ if a class has no positive."""
@@ -105,6 +126,9 @@ class Subset:
     num_images: int
     top1: float
     mean_ap: MeanAP
+    """Over classes: images ranked within each class."""
+    image_ap: float
+    """Mean over images: classes ranked within each image."""
 
 
 def by_num_labels(scores: Tensor, targets: Tensor, ranked: Tensor | None = None) -> dict[str, Subset]:
@@ -115,7 +139,10 @@ def by_num_labels(scores: Tensor, targets: Tensor, ranked: Tensor | None = None)
     ranked = best_classes(scores, 1) if ranked is None else ranked
     num_labels = (targets > 0).sum(1)
     masks = {"all": num_labels > 0, **{str(k): num_labels == k for k in (1, 2, 3)}, "4+": num_labels >= 4}
-    return {name: _subset(scores[mask], targets[mask], ranked[mask]) for name, mask in masks.items()}
+    images = image_average_precision(scores, targets)
+    return {
+        name: _subset(scores[mask], targets[mask], ranked[mask], images[mask]) for name, mask in masks.items()
+    }
 
 
 def score_distribution(scores: Tensor, *, num_ranks: int = 4, num_bins: int = 50) -> Tensor:
@@ -276,11 +303,12 @@ def _harmonic(precision: float, recall: float) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _subset(scores: Tensor, targets: Tensor, ranked: Tensor) -> Subset:
+def _subset(scores: Tensor, targets: Tensor, ranked: Tensor, image_precisions: Tensor) -> Subset:
     return Subset(
         num_images=len(scores),
         top1=top_k_accuracy(ranked, targets, 1),
         mean_ap=mean_ap(average_precision(scores, targets)),
+        image_ap=float(image_precisions.mean()),
     )
 
 

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from bigscl.config import Config
 from bigscl.data.index import Index
+from bigscl.evaluation.metrics import estimate_k
+from bigscl.evaluation.predictions import true_labels
 from bigscl.method.selection import expected_counts, select
 from bigscl.store import HeatmapStore, SingleProcess
+from bigscl.training.run import open_data, read_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,24 @@ class Mined:
     """Fraction of the mined pairs that are positive; NaN if none is mined."""
     recall: float
     """Fraction of the missing positives that are mined; NaN if none is missing."""
+
+
+def mined_by_run(config: Config) -> Mined | None:
+    """Return what the memory of a run has found, by its own K or that of its validation set.
+
+    None if the run has no memory on disk, saw all labels, or nothing says what is missing.
+    """
+    if config.store.kind != "disk" or config.data.labels != "observed":
+        return None
+    data = open_data(config)
+    expected = data.positives_per_image
+    if data.train.labels is None or (expected is None and data.val is None):
+        return None
+    if expected is None:
+        assert data.val is not None
+        expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
+    with read_store(config, data.annotations) as store:
+        return mined_positives(store, data.train, expected)
 
 
 def mined_positives(store: HeatmapStore, index: Index, positives_per_image: float) -> Mined:

@@ -29,6 +29,8 @@ class EvaluationOptions:
     accelerate launch -m bigscl.evaluate --backbone resnet50 --weights IMAGENET1K_V1
     --shards 'imagenet/val-*.tar' --real real.json -o evaluation/resnet50
 
+    Published weights get the preprocessing that they were published with, unless the options below change it.
+
     It writes report.md, report.json, scores.png and predictions.zarr. From the latter `bigscl score` makes
     the same report without the network, and `bigscl compare` compares several networks.
     """
@@ -42,6 +44,14 @@ class EvaluationOptions:
     ] = None
     weights: Annotated[
         str | None, typer.Option(help="Name of published weights, as IMAGENET1K_V1.", rich_help_panel=_MODEL)
+    ] = None
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YAML",
+            help="Keyword arguments of the network, as '{global_pool: avg}'.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None
     pooling: Annotated[
         Literal["logits", "probabilities"] | None,
@@ -58,6 +68,13 @@ class EvaluationOptions:
         Path | None,
         typer.Option(help="Index of the shards, if it is not in their folder.", rich_help_panel=_IMAGES),
     ] = None
+    labels_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Full labels in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json.",
+            rich_help_panel=_IMAGES,
+        ),
+    ] = None
     size: Annotated[
         int | None,
         typer.Option(min=1, max=10_000, help="Side of the network's input.", rich_help_panel=_IMAGES),
@@ -71,6 +88,10 @@ class EvaluationOptions:
         typer.Option(
             min=1, max=10_000, help="Shorter side before the centre is cropped.", rich_help_panel=_IMAGES
         ),
+    ] = None
+    interpolation: Annotated[
+        Literal["bilinear", "bicubic"] | None,
+        typer.Option(help="How images are resized.", rich_help_panel=_IMAGES),
     ] = None
     mean: Annotated[
         Triple | None, typer.Option(help="Mean of red, green and blue, in 0 to 1.", rich_help_panel=_IMAGES)

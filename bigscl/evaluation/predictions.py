@@ -86,22 +86,37 @@ def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8],
 def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | None = None) -> SavedPredictions:
     """Load predictions from a folder of ours, or the logits of another tool.
 
-    Ours: `predictions.zarr`, or the folder it is in. Others: an .npz with `logits` [n,L] and `keys` [n], and
-    `labels` and `class_names` if it has them; or an .npy with logits, `keys` (one a line, or .npy). `labels`
-    are [n] class numbers, or [n,L] with 1 positive, 0 negative, -1 unknown (.npy).
+    Ours: `predictions.zarr`, the folder it is in, or a run with one evaluation. Others: an .npz with `logits`
+    [n,L] and `keys` [n], and `labels` and `class_names` if it has them; or an .npy with logits, `keys` (one a
+    line, or .npy). `labels` are [n] class numbers, or [n,L] with 1 positive, 0 negative, -1 unknown (.npy).
     """
     if path.suffix not in (".npy", ".npz"):
         if keys is not None or labels is not None:
             raise ValueError(
                 f"{path}: has keys and labels of its own; --keys and --labels are for .npy files"
             )
-        return _load_group(path if path.suffix == ".zarr" else path / FILE_NAME)
+        return _load_group(_find_group(path))
     arrays = _arrays(path)
     if keys is not None:
         arrays["keys"] = _read_keys(keys)
     if labels is not None:
         arrays["labels"] = _load_array(labels)
     return _from_arrays(path, arrays)
+
+
+def _find_group(path: Path) -> Path:
+    """Return the group that a path means: itself, that in a folder, or that of the evaluation of a run."""
+    if path.suffix == ".zarr" or (path / FILE_NAME).is_dir():
+        return path if path.suffix == ".zarr" else path / FILE_NAME
+    usual, found = path / "evaluation" / FILE_NAME, sorted(path.glob(f"*/{FILE_NAME}"))
+    if usual in found or len(found) == 1:
+        return usual if usual in found else found[0]
+    if found:
+        names = ", ".join(str(group.parent) for group in found)
+        raise ValueError(f"{path}: has several evaluations, give one of them: {names}")
+    if (path / "config.yaml").is_file():
+        raise FileNotFoundError(f"{path}: this run has no evaluation yet. Make one: bigscl evaluate {path}")
+    return path / FILE_NAME
 
 
 def _load_group(path: Path) -> SavedPredictions:

@@ -49,6 +49,10 @@ class Report:
 
     model: str
     shards: str
+    preprocessing: str
+    """How the images were prepared; empty if another tool did it."""
+    labels_file: str
+    """The file that the labels come from; empty if it is the shards."""
     labels: str
     """What was evaluated against: `labels` (all of them), `observed` (others absent) or `ReaL`."""
     activation: Activation
@@ -64,6 +68,9 @@ class Report:
     top1: float
     top5: float
     mean_ap: MeanAP
+    """Per class, as in the paper: images ranked within each class."""
+    image_ap: float
+    """Per image: classes ranked within each image, mean over the images with a positive."""
     by_num_labels: dict[str, Subset]
     at_threshold: PrecisionRecall
     at_k: dict[str, PrecisionRecall]
@@ -112,6 +119,8 @@ def make_report(
     return Report(
         model=saved.about["model"],
         shards=saved.about.get("shards", ""),
+        preprocessing=saved.about.get("preprocessing", ""),
+        labels_file=saved.about.get("labels_file") or "",
         labels="ReaL" if real_labels is not None else saved.about["labels"],
         activation=activation,
         num_images=len(scored.targets),
@@ -129,7 +138,7 @@ def score(
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
 ) -> Scored:
-    """Return predictions and labels for the metrics, without images that ReaL does not evaluate."""
+    """Return predictions and labels for the metrics, without images of which no class is known."""
     rows: Any = slice(None)
     if real_labels is None:
         targets, missing = saved.labels, tuple(saved.about["missing"])
@@ -140,6 +149,8 @@ def score(
         num_expected = found.num_images
     if targets is None:
         raise ValueError(f"{saved.about['model']}: no labels to score against. Give --labels, or --real.")
+    if real_labels is None:
+        rows = (targets >= 0).any(1)
     logits = torch.from_numpy(saved.logits[rows]).float()
     return Scored(
         ranking=logits if activation == "sigmoid" else logits.log_softmax(1),
@@ -157,11 +168,13 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
     classes = per_class(ranking, targets, class_names, scored.cut)
     highest = ranking.topk(min(4, num_classes), dim=1).values
     scores = highest.sigmoid() if activation == "sigmoid" else highest.exp()
+    subsets = by_num_labels(ranking, targets, ranked)
     return {
         "top1": top_k_accuracy(ranked, targets, 1),
         "top5": top_k_accuracy(ranked, targets, min(5, num_classes)),
         "mean_ap": mean_ap(torch.tensor([one.average_precision for one in classes], dtype=torch.float64)),
-        "by_num_labels": by_num_labels(ranking, targets, ranked),
+        "image_ap": subsets["all"].image_ap,
+        "by_num_labels": subsets,
         "at_threshold": precision_recall_at_threshold(ranking, targets, scored.cut),
         "at_k": {str(k): precision_recall_at_k(ranked, targets, k) for k in AT_K if k <= num_classes},
         "score_distribution": score_distribution(scores).tolist(),

@@ -58,7 +58,7 @@ def summary(report: Report) -> str:
 
 
 def main_table(reports: Sequence[Report]) -> str:
-    """Return accuracies and mAP by number of labels of reports on the same images; two lines each."""
+    """Return accuracies and mAP by number of labels of reports on the same images; three lines each."""
     first = reports[0]
     real = first.labels == "ReaL"
     accuracies = ["top-1 IN-val", "top-5 IN-val", "top-1 ReaL", "top-5 ReaL"] if real else ["top-1", "top-5"]
@@ -73,8 +73,11 @@ def main_table(reports: Sequence[Report]) -> str:
     for report in reports:
         found = _accuracies(report)
         rows.append([report.model, *found, *(percent(s.mean_ap.present) for s in _subsets(report))])
-        zeros = [percent(s.mean_ap.absent_as_zero) for s in _subsets(report)]
+        # Without images there is nothing to be absent from.
+        zeros = [percent(s.mean_ap.absent_as_zero if s.num_images else math.nan) for s in _subsets(report)]
         rows.append([f"{report.model}, absent classes as 0", *[""] * len(found), *zeros])
+        images = [percent(s.image_ap) for s in _subsets(report)]
+        rows.append([f"{report.model}, AP per image", *[""] * len(found), *images])
     return markdown_table(header, rows)
 
 
@@ -107,8 +110,16 @@ def _about(report: Report) -> str:
         "ReaL": "the ReaL labels, matched by image number; images without any are not evaluated",
     }[report.labels]
     lines = [f"Scored against {against}; scores are the {report.activation} of the logits. In percent."]
+    lines.append(
+        "mAP is the mean over classes, with images ranked within each class. AP per image is the mean over "
+        "images with a positive, with classes ranked within each image."
+    )
     if report.shards:
         lines.append(f"Images: {report.shards}.")
+    if report.labels_file and report.labels != "ReaL":
+        lines.append(f"Labels: {report.labels_file}; images that it lacks are not evaluated.")
+    if report.preprocessing:
+        lines.append(f"Preprocessing: {report.preprocessing}.")
     if report.missing:
         named = ", ".join(map(printable, report.missing[:NAMED_MISSING]))
         more = len(report.missing) - NAMED_MISSING

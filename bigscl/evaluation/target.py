@@ -1,16 +1,17 @@
 """What is evaluated: a run, a checkpoint, a weights file or published weights, and its preprocessing."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bigscl.config import Config, load_config
+from bigscl.config import Config, load_config, parse_yaml
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform
 from bigscl.evaluation.options import EvaluationOptions
 from bigscl.folders import find_folder
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import find_head
+from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
 from bigscl.models.spatial import Pooling, SpatialClassifier
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
@@ -27,11 +28,26 @@ class EvaluationTarget:
     weights: str
     """A file, or the name of published weights."""
     pooling: Pooling = "logits"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the network."""
     transform: EvaluationTransform = CENTRE
     mean: Color = MEAN
     std: Color = STD
+    preprocessing: str = "the usual one for ImageNet"
+    """Where transform, mean and std come from."""
     config: Config | None = None
     """The config of the run it comes from."""
+
+    def describe_preprocessing(self) -> str:
+        """Return how images are prepared, in a line."""
+        how, side = self.transform, self.transform.size
+        area = (
+            f"the whole image as {side} x {side}"
+            if how.resize == "square"
+            else f"shorter side to {how.shorter}, centre of {side} x {side}"
+        )
+        mean, std = (" ".join(f"{value:.4g}" for value in color) for color in (self.mean, self.std))
+        return f"{self.preprocessing}: {area}, {how.interpolation}, mean {mean}, std {std}"
 
 
 def find_target(model: Path | None, backbone: str | None, weights: str | None) -> EvaluationTarget:
@@ -41,21 +57,40 @@ def find_target(model: Path | None, backbone: str | None, weights: str | None) -
             raise ValueError(
                 "nothing to evaluate. Give a run, a checkpoint, a weights file, or --backbone and --weights."
             )
-        return _bare(backbone, weights) if is_file(weights) else _published(backbone, weights)
+        return _of_backbone(backbone, weights)
     if weights is not None:
         raise ValueError(f"--weights: has no effect with {model}. Give one of them.")
     file = find_weights(model)
-    return _of_run(file) if backbone is None else _bare(backbone, str(file))
+    return _of_run(file) if backbone is None else _of_backbone(backbone, str(file))
 
 
 def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> EvaluationTarget:
     """Return the target with the name, pooling and preprocessing of a command line."""
-    changed = replace(target.transform, **_given(options, "size", "resize", "shorter"))
+    changes = _given(options, "size", "resize", "shorter", "interpolation")
+    if options.size is not None and options.shorter is None:
+        # The same part of each image as before.
+        changes["shorter"] = -(-options.size * target.transform.shorter // target.transform.size)
+    changed = replace(target.transform, **changes)
     if options.pooling is not None and target.config is not None:
         raise ValueError("--pooling: has no effect on a run, which has its own")
     if options.shorter is not None and changed.resize == "square":
         raise ValueError("--shorter: has no effect with --resize square")
+    if options.args is not None:
+        if target.config is not None:
+            raise ValueError("--args: has no effect on a run, which has its own in model.args")
+        target = replace(target, args=_parse_args(options.args))
+    own = _given(options, "size", "resize", "shorter", "interpolation", "mean", "std")
+    if own:
+        given = f"{target.preprocessing}, with {', '.join(own)} of the command line"
+        target = replace(target, preprocessing=given)
     return replace(target, transform=changed, **_given(options, "name", "pooling", "mean", "std"))
+
+
+def _parse_args(text: str) -> dict[str, Any]:
+    args = parse_yaml(text, f"--args {text}")
+    if not isinstance(args, dict) or not all(isinstance(name, str) for name in args):
+        raise ValueError(f"--args {text}: expected keyword arguments, as '{{global_pool: avg}}'")
+    return args
 
 
 def _given(options: EvaluationOptions, *names: str) -> dict[str, Any]:
@@ -86,7 +121,7 @@ def find_config(file: Path) -> Path | None:
 
 def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifier:
     """Build the network with its weights, in evaluation mode; refuse one with other classes."""
-    network = create_network(target.backbone, num_classes, target.weights)
+    network = create_network(target.backbone, num_classes, target.weights, target.args)
     head = find_head(network, target.backbone)
     outputs = head.linear(network).out_features
     if is_file(target.weights):
@@ -99,11 +134,9 @@ def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifi
         )
     if is_file(target.weights):
         load_state(network, state, head.name, target.weights)
-    return SpatialClassifier(network, head, pooling=target.pooling).eval()
-
-
-def _bare(backbone: str, weights: str) -> EvaluationTarget:
-    return EvaluationTarget(name=f"{backbone} {Path(weights).name}", backbone=backbone, weights=weights)
+    model = SpatialClassifier(network, head, pooling=target.pooling).eval()
+    model.check_side(target.transform.size, "--size")
+    return model
 
 
 def _of_run(file: Path) -> EvaluationTarget:
@@ -120,31 +153,27 @@ def _of_run(file: Path) -> EvaluationTarget:
         backbone=config.model.backbone,
         weights=str(file),
         pooling=config.model.pooling,
+        args=config.model.args,
         transform=config.data.evaluation_transform(),
         mean=config.data.mean,
         std=config.data.std,
+        preprocessing="that of the run",
         config=config,
     )
 
 
-def _published(backbone: str, weights: str) -> EvaluationTarget:
-    """Return published weights by name; torchvision's define their preprocessing."""
-    target = EvaluationTarget(name=f"{backbone} {weights}", backbone=backbone, weights=weights)
-    if ":" in backbone:
-        return target
-    from torchvision import models
-
-    if backbone not in models.list_models(module=models):
-        return target
-    published = models.get_model_weights(backbone)
-    if weights != "DEFAULT" and weights not in published.__members__:
-        return target
-    preset: Any = published[weights].transforms()
+def _of_backbone(backbone: str, weights: str) -> EvaluationTarget:
+    """Return a backbone with published weights or a file; those that are known define their preprocessing."""
+    name = Path(weights).name if is_file(weights) else weights
+    target = EvaluationTarget(name=f"{backbone} {name}", backbone=backbone, weights=weights)
+    try:
+        found = find_preprocessing(backbone, weights)
+    except NoPreprocessing:
+        return target  # if the backbone does not exist, creating the network says so
     return replace(
         target,
-        transform=EvaluationTransform(
-            size=preset.crop_size[0], resize="shorter", shorter=preset.resize_size[0]
-        ),
-        mean=tuple(preset.mean),
-        std=tuple(preset.std),
+        transform=found.transform(),
+        mean=found.mean,
+        std=found.std,
+        preprocessing="that of the published weights",
     )

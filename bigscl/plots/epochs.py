@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.method.selection import Selection
-from bigscl.plots.samples import Box, SamplePicture, draw_samples, panels_of
+from bigscl.plots.samples import Box, Kind, SamplePicture, draw_samples, kinds_of, panels_of
 from bigscl.store import HeatmapStore
 
 PANELS = 5
@@ -22,8 +22,7 @@ def draw_epoch(
     ids = np.array(store.spec.tracked[:count], np.int64)
     rows = store.read(ids)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
-    annotated = index.labels_of(ids) == 1
-    present = _present(index, ids, annotated, rows.scores, selection)
+    kinds = _kinds(index, ids, rows.scores, selection)
     samples = [
         SamplePicture(
             image=images[int(n)].numpy(),
@@ -31,29 +30,28 @@ def draw_epoch(
             panels=panels_of(
                 rows.take(slice(place, place + 1)),
                 index.class_names,
-                annotated=annotated[place],
-                present=present[place],
+                kinds=kinds[place],
                 boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
                 count=PANELS,
             ),
         )
         for place, n in enumerate(ids)
     ]
-    draw_samples(samples, path, title=title)
+    draw_samples(samples, path, title=title or f"the first {len(ids)} tracked samples, evenly over the set")
 
 
-def _present(
-    index: Index,
-    ids: NDArray[np.int64],
-    annotated: NDArray[np.bool_],
-    scores: NDArray[np.float16],
-    selection: Selection,
-) -> NDArray[np.bool_]:
-    """Return which classes are present by the full labels; without them, by what is expected."""
+def _kinds(
+    index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Selection
+) -> list[list[Kind]]:
+    """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
+    observed = index.labels_of(ids)
     if index.labels is not None:
-        return np.asarray(index.labels_of(ids, "labels") == 1)
-    expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids))
-    return np.asarray(annotated | expected.numpy())
+        present = index.labels_of(ids, "labels") == 1
+        return [kinds_of(observed[n] == 1, present=present[n]) for n in range(len(ids))]
+    expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    return [
+        kinds_of(observed[n] == 1, expected=expected[n], negatives=observed[n] == 0) for n in range(len(ids))
+    ]
 
 
 def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:

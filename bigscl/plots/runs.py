@@ -11,7 +11,7 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.plots.epochs import boxes_by_class
-from bigscl.plots.samples import MEANINGS, Kind, SamplePicture, draw_samples, panel_of
+from bigscl.plots.samples import MEANINGS, Kind, SamplePicture, draw_samples, kinds_of, panel_of
 from bigscl.store import Rows
 from bigscl.training.run import open_data, read_store
 
@@ -47,14 +47,24 @@ def draw_runs(
         for kind, number in _shown(held, present[place], kinds):
             panels = [
                 replace(
-                    panel_of(own.rows, number, index.class_names, own.annotated, present[place], boxes),
-                    name=name,
+                    panel_of(
+                        own.rows,
+                        number,
+                        index.class_names,
+                        kinds_of(own.annotated, present=present[place]),
+                        boxes,
+                    ),
+                    name=f"{name}: {index.class_names[number]}",
                 )
                 for name, own in held.items()
             ]
             title = f"{index.class_names[number]}: {MEANINGS[kind]}"
             samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
-    draw_samples(samples, path)
+    draw_samples(
+        samples,
+        path,
+        title=f"{len(ids)} training images with an unannotated positive, evenly over the set",
+    )
 
 
 def _with_missing(index: Index, count: int) -> NDArray[np.int64]:

@@ -15,23 +15,34 @@ from PIL import Image
 from bigscl.files import atomic_write
 from bigscl.store import Rows
 
-Kind = Literal["annotated", "unannotated", "negative"]
+Kind = Literal["annotated", "unannotated", "expected", "negative", "unknown"]
+"""What the labels say of a class in an image. Where they are incomplete, others are expected or unknown."""
 Box = tuple[float, float, float, float]
 
 # Distinguishable for people with red-green colour blindness, too.
-COLORS: dict[Kind, str] = {"annotated": "#009e73", "unannotated": "#d55e00", "negative": "#56667a"}
+COLORS: dict[Kind, str] = {
+    "annotated": "#009e73",
+    "unannotated": "#d55e00",
+    "expected": "#cc79a7",
+    "negative": "#56667a",
+    "unknown": "#8a8a8a",
+}
 MEANINGS: dict[Kind, str] = {
     "annotated": "annotated positive",
     "unannotated": "unannotated positive",
+    "expected": "not annotated, expected",
     "negative": "negative",
+    "unknown": "not annotated",
 }
 BOX_COLOR = "white"
+INSIDE, OUTSIDE = "o", "x"
+"""Marks of the hottest cell: inside one of the boxes of its class, or outside of all."""
 DIM = 0.7
 # Inches and pixels of the page.
 TILE = 1.5
 GAP = 0.08
 LINE = 0.17
-LEGEND = 0.42
+LEGEND = 0.36
 DPI = 128
 MAX_PIXELS_PER_SIDE = 2**16 - 1
 
@@ -63,35 +74,29 @@ def panels_of(
     rows: Rows,
     names: Sequence[str],
     *,
-    annotated: NDArray[np.bool_],
-    present: NDArray[np.bool_],
+    kinds: Sequence[Kind],
     boxes: Mapping[int, Sequence[Box]] | None = None,
     count: int = 6,
 ) -> list[Panel]:
     """Return up to `count` heatmaps of one sample, those of `classes_to_show`.
 
-    `rows` has that sample only. `annotated` marks the positives that training sees, `present` the classes
-    that are (or are expected to be) in the image; `boxes` are those of its objects.
+    `rows` has that sample only. `kinds` are those of all classes in it; `boxes` are those of its objects.
     """
-    chosen = classes_to_show(rows, annotated, present, count)
-    return [panel_of(rows, number, names, annotated, present, boxes) for number in chosen]
+    chosen = classes_to_show(rows, kinds, count)
+    return [panel_of(rows, number, names, kinds, boxes) for number in chosen]
 
 
-def classes_to_show(
-    rows: Rows, annotated: NDArray[np.bool_], present: NDArray[np.bool_], count: int
-) -> list[int]:
-    """Return classes with heatmaps: annotated, other present ones, then negatives, each by falling score.
+def classes_to_show(rows: Rows, kinds: Sequence[Kind], count: int, *, reserve: bool = True) -> list[int]:
+    """Return classes with heatmaps: annotated, other (expected) positives, the rest; each by falling score.
 
-    The last place is reserved for a negative.
+    With `reserve`, the last place is for one of the rest.
     """
     scores = rows.scores[0]
     classes = sorted(rows.kept_classes()[0].tolist(), key=lambda number: -scores[number])
-    kinds = {number: kind_of(number, annotated, present) for number in classes}
-    positives = [
-        number for kind in ("annotated", "unannotated") for number in classes if kinds[number] == kind
-    ]
-    negatives = [number for number in classes if kinds[number] == "negative"]
-    chosen = positives[: max(1, count - 1) if negatives else count]
+    positive: tuple[Kind, ...] = ("annotated", "unannotated", "expected")
+    positives = [number for kind in positive for number in classes if kinds[number] == kind]
+    negatives = [number for number in classes if kinds[number] not in positive]
+    chosen = positives[: max(1, count - 1) if negatives and reserve else count]
     return chosen + negatives[: count - len(chosen)]
 
 
@@ -99,8 +104,7 @@ def panel_of(
     rows: Rows,
     number: int,
     names: Sequence[str],
-    annotated: NDArray[np.bool_],
-    present: NDArray[np.bool_],
+    kinds: Sequence[Kind],
     boxes: Mapping[int, Sequence[Box]] | None = None,
 ) -> Panel:
     """Return the panel of one class; a class whose heatmap is not kept has no heat."""
@@ -109,7 +113,7 @@ def panel_of(
         heatmap=np.zeros((1, 1), np.float16) if heatmap is None else heatmap,
         name=names[number],
         score=float(rows.scores[0, number]),
-        kind=kind_of(number, annotated, present),
+        kind=kinds[number],
         boxes=tuple((boxes or {}).get(number, ())),
     )
 
@@ -121,11 +125,41 @@ def heatmap_of(rows: Rows, number: int) -> NDArray[Any] | None:
     return np.asarray(rows.heatmaps_of(np.array([0]), np.array([number]))[0])
 
 
-def kind_of(number: int, annotated: NDArray[np.bool_], present: NDArray[np.bool_]) -> Kind:
-    """Return the kind of a class in a sample."""
-    if annotated[number]:
-        return "annotated"
-    return "unannotated" if present[number] else "negative"
+def kinds_of(
+    annotated: NDArray[np.bool_],
+    *,
+    present: NDArray[np.bool_] | None = None,
+    expected: NDArray[np.bool_] | None = None,
+    negatives: NDArray[np.bool_] | None = None,
+) -> list[Kind]:
+    """Return the kind of every class in a sample.
+
+    `annotated` are the positives that training sees. `present` are all positives, if the full labels are
+    known; if they are not, `expected` are the expected positives, and `negatives` are known to be absent.
+    """
+    kinds: list[Kind] = ["unknown" if present is None else "negative"] * len(annotated)
+    marks: list[tuple[Kind, NDArray[np.bool_] | None]] = [("annotated", annotated)]
+    if present is None:
+        marks = [("expected", expected), ("negative", negatives), *marks]
+    else:
+        marks = [("unannotated", present), *marks]
+    for kind, mask in marks:
+        for number in np.flatnonzero(mask) if mask is not None else ():
+            kinds[number] = kind
+    return kinds
+
+
+def peak_of(heatmap: NDArray[Any]) -> tuple[float, float] | None:
+    """Return the centre (x, y) of the hottest cell, in 0..1 of the image; None of a map without heat."""
+    if not heatmap.max() > 0:
+        return None
+    row, column = np.unravel_index(int(heatmap.argmax()), heatmap.shape)
+    return (float(column) + 0.5) / heatmap.shape[1], (float(row) + 0.5) / heatmap.shape[0]
+
+
+def is_inside(point: tuple[float, float], boxes: Sequence[Box]) -> bool:
+    """Return whether a point lies in one of the boxes: a hit of the pointing game."""
+    return any(x0 <= point[0] <= x1 and y0 <= point[1] <= y1 for x0, y0, x1, y1 in boxes)
 
 
 def overlay(image: NDArray[np.uint8], heatmap: NDArray[Any]) -> NDArray[np.uint8]:
@@ -163,7 +197,8 @@ def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int 
     across = min(across, len(samples))
     tiles = 1 + max(len(sample.panels) for sample in samples)
     row_height = TILE + 2 * LINE + GAP
-    head = LINE * 2 if title else GAP
+    lines = title.splitlines()
+    head = LINE * len(lines) + GAP / 2 if title else GAP
     width = across * tiles * (TILE + GAP) + across * GAP
     height = head + -(-len(samples) // across) * row_height + LEGEND
     if max(width, height) * DPI > MAX_PIXELS_PER_SIDE:
@@ -174,8 +209,9 @@ def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int 
     # One coordinate system in inches from the top left: hundreds of axes would take minutes.
     axes = figure.add_axes((0, 0, 1, 1), frameon=False)
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], autoscale_on=False)
-    if title:
-        axes.text(GAP, head / 2, title, fontsize=10, weight="bold", va="center")
+    for number, line in enumerate(lines):
+        fitting = _short(line, int(width / 0.085))
+        axes.text(GAP, LINE * (number + 0.6), fitting, fontsize=9, weight="bold", va="center")
     for number, sample in enumerate(samples):
         row, column = divmod(number, across)
         left = GAP + column * (tiles * (TILE + GAP) + GAP)
@@ -196,8 +232,22 @@ def _draw_sample(axes: Any, sample: SamplePicture, left: float, top: float, tile
             across, down = box[1] - box[0], box[2] - box[3]
             corner = (box[0] + x0 * across, box[3] + y0 * down)
             _frame(axes, corner, (x1 - x0) * across, (y1 - y0) * down, BOX_COLOR, 0.9)
-        label = f"{_short(panel.name, 15)} {panel.score:.2f}"
+        _mark_peak(axes, panel, box)
+        label = f"{_short(panel.name, 17)} {panel.score:.2f}"
         _text(axes, x, top + LINE * 1.5 + TILE, label, TILE, color=COLORS[panel.kind], weight="bold")
+
+
+def _mark_peak(axes: Any, panel: Panel, extent: tuple[float, float, float, float]) -> None:
+    """Mark the hottest cell of a class whose boxes are known: where the pointing game looks."""
+    peak = peak_of(panel.heatmap)
+    if peak is None or not panel.boxes:
+        return
+    left, right, bottom, top = extent
+    mark = INSIDE if is_inside(peak, panel.boxes) else OUTSIDE
+    x, y = left + peak[0] * (right - left), top + peak[1] * (bottom - top)
+    axes.plot([x], [y], mark, color=BOX_COLOR, markersize=4.5, markeredgecolor="black", markeredgewidth=0.8)
+    if mark == OUTSIDE:  # a cross has no face: white over black
+        axes.plot([x], [y], mark, color=BOX_COLOR, markersize=3.5, markeredgewidth=1.2)
 
 
 def _put(
@@ -252,8 +302,20 @@ def _draw_legend(axes: Any, samples: Sequence[SamplePicture], width: float, heig
         axes.text(x + 0.1, y, "0", fontsize=7, va="center", ha="right")
         axes.text(x + 1.0, y, "1", fontsize=7, va="center")
         x += 1.3
-    if any(panel.boxes for panel in panels) and x + 1.2 < width:
-        axes.text(x, y, "white box: the object", fontsize=7, va="center")
+    for text in _legend_texts(panels):
+        if x + 0.062 * len(text) < width:
+            axes.text(x, y, text, fontsize=7, va="center")
+            x += 0.062 * len(text) + 0.1
+
+
+def _legend_texts(panels: Sequence[Panel]) -> list[str]:
+    """Return what the number, the boxes and the marks mean, as far as there are any."""
+    if not panels:
+        return []
+    texts = ["number: score of the class"]
+    if any(panel.boxes for panel in panels):
+        texts.append("box: the object; hottest cell: o inside, x outside")
+    return texts
 
 
 def _shrunk(image: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import cache
 
 import torch
 
@@ -28,12 +29,18 @@ def usable_precision(wanted: str, device: torch.device) -> str:
     return wanted
 
 
+@cache
 def _bf16_works() -> bool:
     code = (
         "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); c = torch.nn.Conv2d(8, 8, 3).bfloat16();"
         "assert (a @ a)[0, 0] == 64; c(torch.ones(1, 8, 9, 9, dtype=torch.bfloat16)).sum().backward()"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def machine_ram_bytes() -> int:
+    """Return the bytes of RAM of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def keep_freed_memory() -> None:

@@ -30,6 +30,18 @@ def choose_interface() -> None:
         logger.info("ranks of other nodes are reached through %s (set %s to change it)", name, INTERFACE)
 
 
+def address_of_ranks() -> str | None:
+    """The IPv4 address that gloo listens on under a launcher; None if it cannot be told, or without one."""
+    if "MASTER_ADDR" not in os.environ:
+        return None
+    try:
+        if (name := os.environ.get(INTERFACE)) is not None:
+            return next(iter(sorted(addresses_of(name.split(",")[0]))), None)
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
 def interface_towards(host: str) -> str | None:
     """The interface through which this machine reaches a host; None for the loopback, or if it cannot."""
     try:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -24,15 +25,28 @@ SAME_REQUEST_SECONDS = 1.0
 """A launcher may forward a signal that the process has received: within this time it is one request."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What a program says when it is interrupted."""
+
+    program: str = "bigscl.train"
+    first: str = "saving after this step. Press Ctrl-C again to end at once without saving."
+    second: str = "ended without saving. Resume from the last checkpoint with the same command."
+    launcher_gone: str = "Resume with the same command."
+    too_early: str = "before training began."
+
+
 class Interrupts:
     """Turns the first signal into a request to stop; exits at once at the next one, or without a launcher.
 
     Exiting saves nothing: the run resumes from its last checkpoint, as after `kill -9`.
     """
 
-    def __init__(self, *, prints: bool = True) -> None:
+    def __init__(self, *, prints: bool = True, wording: Wording | None = None) -> None:
         self._prints = prints
+        self._wording = wording or Wording()
         self._stop: Callable[[], object] | None = None
+        self._clean_up: Callable[[], object] = _do_nothing
         self._asked = False
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
@@ -40,6 +54,10 @@ class Interrupts:
     def stop_with(self, stop: Callable[[], object]) -> None:
         """From now on call `stop` at the first signal, so that the run is saved; before, a signal exits."""
         self._stop = stop
+
+    def clean_up_with(self, clean_up: Callable[[], object]) -> None:
+        """From now on call `clean_up` before exiting at once, while the other threads still run."""
+        self._clean_up = clean_up
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe()
@@ -75,17 +93,17 @@ class Interrupts:
                 if number in SIGNALS:
                     self._receive(signal.Signals(number))
             if self._launcher_is_gone():
-                self._exit(1, f"the launcher (process {self._parent}) is gone. Resume with the same command.")
+                self._exit(1, f"the launcher (process {self._parent}) is gone. {self._wording.launcher_gone}")
 
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._stop is None:
-            self._exit(128 + number, f"stopped by {number.name} before training began.")
+            self._exit(128 + number, f"stopped by {number.name} {self._wording.too_early}")
         elif self._is_second(number, now):
-            self._exit(130, "ended without saving. Resume from the last checkpoint with the same command.")
+            self._exit(130, self._wording.second)
         elif number == signal.SIGINT and self._interrupted_at is None:
             self._interrupted_at = now
-            self._print("saving after this step. Press Ctrl-C again to end at once without saving.")
+            self._print(self._wording.first)
         self._asked = True
         self._stop()
 
@@ -107,11 +125,13 @@ class Interrupts:
     def _print(self, message: str) -> None:
         if self._prints:
             with contextlib.suppress(OSError):  # a terminal that is gone
-                print(f"bigscl.train: {message}", file=sys.stderr, flush=True)
+                print(f"{self._wording.program}: {message}", file=sys.stderr, flush=True)
 
     def _exit(self, code: int, message: str) -> NoReturn:
         """End this process and its loader workers now, whatever its threads are waiting for."""
         self._print(message)
+        with contextlib.suppress(Exception):  # whatever it meets, the process ends
+            self._clean_up()
         leave(code)
 
 

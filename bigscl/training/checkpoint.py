@@ -61,19 +61,20 @@ def write_json(values: Any) -> Writer:
 
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> Writer:
-    """Return a writer of named tensors as safetensors."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Return a writer of named tensors as safetensors, with their values of now."""
+    plain = {name: copy_on_host(tensor).contiguous() for name, tensor in tensors.items()}
     # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
     return lambda path: path.write_bytes(save(plain))
 
 
 def write_state(state: Any) -> Writer:
-    """Return a writer of nested tensors and numbers, which can be read without running code."""
+    """Return a writer of nested tensors and numbers of now, which can be read without running code."""
+    copied = copy_on_host(state)
 
     def write(path: Path) -> None:
         try:
             with path.open("wb") as file:
-                torch.save(state, file)
+                torch.save(copied, file)
         except RuntimeError as error:
             # This is how torch's zip writer reports a failed write when it closes.
             if isinstance(error.__context__, OSError):
@@ -81,6 +82,19 @@ def write_state(state: Any) -> Writer:
             raise
 
     return write
+
+
+def copy_on_host(value: Any) -> Any:
+    """Return nested tensors and numbers with all tensors copied to the host: training may go on."""
+    match value:
+        case Tensor():
+            return value.detach().to("cpu", copy=True)
+        case Mapping():
+            return {name: copy_on_host(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return type(value)(copy_on_host(inner) for inner in value)
+        case _:
+            return value
 
 
 # Checkpoints
@@ -174,9 +188,9 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove the checkpoints that are not kept."""
         found = self.all()
-        kept = {checkpoint.path for checkpoint in kept_of(found, self._keep)}
+        kept = kept_of([checkpoint.progress for checkpoint in found], self._keep)
         for checkpoint in found:
-            if checkpoint.path not in kept:
+            if checkpoint.progress not in kept:
                 remove_folder(checkpoint.path)
 
     def repair(self) -> None:
@@ -197,12 +211,21 @@ class Checkpoints:
 
     def snapshots(self) -> set[int]:
         """Return the snapshots that the checkpoints name, which must not be dropped."""
-        named = {checkpoint.progress.snapshot for checkpoint in self.all()}
-        return {number for number in named if number is not None}
+        return _snapshots([checkpoint.progress for checkpoint in self.all()])
+
+    def snapshots_after(self, progress: Progress) -> set[int]:
+        """Return the snapshots that the checkpoints name once another one is saved and the rest pruned."""
+        # One of the same step is replaced.
+        older = [each.progress for each in self.all() if each.progress.step < progress.step]
+        return _snapshots(kept_of([*older, progress], self._keep))
 
 
-def kept_of(found: list[Checkpoint], keep: int) -> list[Checkpoint]:
+def _snapshots(of: list[Progress]) -> set[int]:
+    return {progress.snapshot for progress in of if progress.snapshot is not None}
+
+
+def kept_of(found: list[Progress], keep: int) -> list[Progress]:
     """Return the checkpoints to keep: the newest, then the newest ends of epochs, then the newest others."""
     newest, older = found[-1:], reversed(found[:-1])
     # Sorting keeps the order of equals: within each kind the newest comes first.
-    return [*newest, *sorted(older, key=lambda one: not one.progress.ends_epoch)][:keep]
+    return [*newest, *sorted(older, key=lambda one: not one.ends_epoch)][:keep]

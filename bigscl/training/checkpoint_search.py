@@ -3,16 +3,16 @@
 import json
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.method.selection import Selection
 from bigscl.processes.ranks import failure_on_any
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
+from bigscl.training.committed import committed_state, is_empty
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState
 from bigscl.training.run import Run, RunFolder, check_store, read_store
@@ -38,7 +38,6 @@ class Candidates:
 class SnapshotState:
     """What the store's snapshot adds to a checkpoint."""
 
-    selection: Selection
     skipped: list[int]
     """Samples of the current epoch that could not be read."""
     visited: NDArray[np.bool_]
@@ -85,7 +84,11 @@ class CheckpointSearch:
 
     def _recovered_id(self, snapshots: list[Snapshot]) -> str:
         """Return the run's id from its store, if its run.json is damaged or was not yet written."""
-        ours = (self._run.folder.path / "run.json").exists() or self._run.config.store.url is None
+        learnt = not all(is_empty(snapshot) for snapshot in snapshots)
+        # A run writes its run.json before it learns. A store with learnt rows may be of somebody's own loop.
+        ours = (self._run.folder.path / "run.json").exists() or (
+            self._run.config.store.url is None and not learnt
+        )
         return snapshots[-1].run if snapshots and ours else ""
 
     def read_best(self, candidates: Candidates) -> Saved | None:
@@ -114,7 +117,16 @@ class CheckpointSearch:
         """Return a checkpoint that every rank could read; or None, and the reason."""
         read: list[Saved] = []
         reason = failure_on_any(self._run.ranks, lambda: read.append(self._read(path, candidates)))
-        return (None, reason) if reason else (read[0], "")
+        return (None, reason) if reason else (self._with_visited(read[0]), "")
+
+    def _with_visited(self, saved: Saved) -> Saved:
+        """Send every rank the rows that rank 0 found visited: the stamps are a file for each shard."""
+        if saved.snapshot is None:
+            return saved
+        ours = np.packbits(saved.snapshot.visited).tobytes() if self._run.ranks.rank == 0 else None
+        packed = np.frombuffer(self._run.ranks.broadcast(ours), np.uint8)
+        visited = np.unpackbits(packed, count=len(saved.snapshot.visited)).astype(bool)
+        return replace(saved, snapshot=replace(saved.snapshot, visited=visited))
 
     def _read(self, path: Path, candidates: Candidates) -> Saved:
         """Read and check a checkpoint with its snapshot."""
@@ -126,7 +138,8 @@ class CheckpointSearch:
         owner = self._check_owner(path, candidates, [name for name in names if name])
         if store is not None:
             check_snapshot(path, progress, store.snapshot)
-            snapshot = read_snapshot(store, progress.epoch, self._run.data.train.num_classes)
+            stamps = store.visited() if self._run.ranks.rank == 0 else np.full(store.spec.num_rows, -1)
+            snapshot = read_snapshot(store, stamps == progress.epoch, self._run.data.train.num_classes)
         self._state.check(checkpoint)
         self._progress.check(checkpoint)
         return Saved(checkpoint=checkpoint, snapshot=snapshot, run_id=owner)
@@ -153,7 +166,8 @@ class CheckpointSearch:
                 f"{kind}. Resume with store.kind: none, or start again in another folder."
             )
         try:
-            return read_store(self._run.config, self._run.data.annotations, progress.snapshot)
+            run = self._run
+            return read_store(run.config, run.data.annotations, progress.snapshot, run.ranks)
         except StoreError as error:
             raise CheckpointError(
                 f"{path}: needs snapshot {progress.snapshot} of its store: {error}"
@@ -174,7 +188,7 @@ def list_candidates(folder: RunFolder, choice: Choice) -> list[Path]:
 def _check_ours(url: str, snapshots: list[Snapshot], run_id: str) -> None:
     """Refuse a store with rows that another run has written: this run would start it from the beginning."""
     for snapshot in snapshots:
-        if max(snapshot.slots) >= 0 and snapshot.run not in ("", run_id):
+        if not is_empty(snapshot) and snapshot.run not in ("", run_id):
             raise StoreError(
                 f"{url}: was written by run {snapshot.run}, this is a new one. Use another store.url, "
                 f"or resume that run in its own folder."
@@ -192,22 +206,13 @@ def check_snapshot(path: Path, progress: Progress, snapshot: Snapshot) -> None:
         )
 
 
-def read_snapshot(store: HeatmapStore, epoch: int, num_classes: int) -> SnapshotState:
-    """Return the selection of a snapshot, and the samples that its epoch has had."""
-    visited = store.visited() == epoch
-    attributes = store.snapshot.attributes
+def read_snapshot(store: HeatmapStore, visited: NDArray[np.bool_], num_classes: int) -> SnapshotState:
+    """Return the samples that the epoch of a snapshot has had: visited, or skipped."""
     try:
-        selection = Selection.from_json(attributes["selection"])
-        skipped = [int(sample) for sample in attributes["skipped"]]
+        skipped = committed_state(store.snapshot, num_classes).skipped
         visited[skipped] = True
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+    except (StoreError, IndexError) as error:
         raise CheckpointError(
-            f"{store.backend.url}: snapshot {store.snapshot.id}: its selection and skipped samples cannot "
-            f"be read ({error!r}). Resume from another checkpoint with --resume."
+            f"{store.backend.url}: {error}. Resume from another checkpoint with --resume."
         ) from None
-    if len(selection.tau) != num_classes:
-        raise CheckpointError(
-            f"{store.backend.url}: snapshot {store.snapshot.id}: its selection has {len(selection.tau)} "
-            f"classes, expected {num_classes}. Resume from another checkpoint with --resume."
-        )
-    return SnapshotState(selection=selection, skipped=skipped, visited=np.asarray(visited))
+    return SnapshotState(skipped=skipped, visited=visited)

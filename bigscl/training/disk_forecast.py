@@ -49,11 +49,11 @@ def disk_moments(config: Config, num_steps: int) -> Iterator[DiskMoment]:
             layout = current[0]
             current = (layout, _free_slot({*kept, current}, layout, config.store.slots))
             on_disk[layout].add(current[1])
-            yield DiskMoment(recorded=epoch, versions=(len(on_disk[0]), len(on_disk[1])))
             if last and epoch + 1 == config.compact_after:
                 current = (1, 0)
                 on_disk[1].add(0)
-                yield DiskMoment(recorded=epoch, versions=(len(on_disk[0]), len(on_disk[1])))
+            # The history is recorded with the last commit of an epoch, before anything is deleted.
+            yield DiskMoment(recorded=epoch + last, versions=(len(on_disk[0]), len(on_disk[1])))
             if not last or (epoch + 1) % config.checkpoint.every_epochs == 0:
                 kept = [*kept, current][-config.keep_checkpoints :]
                 start = []

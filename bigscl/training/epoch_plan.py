@@ -34,10 +34,6 @@ class EpochPlan:
         done = (place - self.first_step) * self.accumulate
         return min(self.accumulate, self.remaining.num_steps - done)
 
-    def shards_of(self, rank: int) -> list[int]:
-        """Return the shards that a rank trains on in the whole epoch."""
-        return [int(shard) for stream in self.whole.streams[rank] for shard in stream.shards]
-
 
 def plan_epoch(
     config: Config,

@@ -62,6 +62,8 @@ class Forecast:
     """Loader workers without a shard."""
     imbalance: float
     """The fraction by which the busiest rank's samples exceed the mean: the other ranks wait for it."""
+    busy_share: float
+    """Samples of an epoch as a share of what full batches on all ranks in all its steps would hold."""
 
 
 def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
@@ -78,6 +80,7 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
         shards_per_worker=Share(fewest=min(workers), most=max(workers)),
         idle_workers=workers.count(0),
         imbalance=max(samples) / (sum(samples) / len(samples)) - 1,
+        busy_share=sum(samples) / (len(samples) * plan.whole.batch_size * plan.whole.num_steps),
     )
 
 

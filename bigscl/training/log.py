@@ -40,21 +40,23 @@ def start_logging(rank: int) -> None:
 
 def environment(command: list[str]) -> dict[str, Any]:
     """Return command, versions of packages and revision of the sources, to be kept with the run."""
-    here = Path(__file__).parent
-    revision = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "command": command,
         "python": sys.version.split()[0],
         "versions": {name: version(name) for name in PACKAGES},
-        "revision": revision.stdout.strip() or None,
+        "revision": _revision(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }
+
+
+def _revision() -> str | None:
+    """Return the revision of the sources; None without a repository or without git, as in a container."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 class MetricsLog:
@@ -67,6 +69,8 @@ class MetricsLog:
         self._console = Console(stderr=True) if self._writes and sys.stderr.isatty() else None
         self._pace: Pace | None = None
         self._bar: EpochBar | None = None
+        self._ended_at: float | None = None
+        """When the last step of the epoch before was done."""
 
     def drop_after(self, step: int) -> None:
         """Remove what was logged after this step: the run resumes there and will log it again."""
@@ -98,7 +102,8 @@ class MetricsLog:
 
     def progress(self, epoch: int, epochs: int, total: int, done: int) -> AbstractContextManager[Any]:
         """Return a progress bar over an epoch's steps on a terminal; elsewhere it shows nothing."""
-        self._pace = Pace(epoch, epochs, total, done)
+        between = 0.0 if self._ended_at is None else time.perf_counter() - self._ended_at
+        self._pace = Pace(epoch, epochs, total, done, between)
         if self._console is None:
             return nullcontext()
         self._bar = EpochBar(self._pace, epoch, epochs, self._console)
@@ -108,6 +113,8 @@ class MetricsLog:
         """Count one more step."""
         assert self._pace is not None
         self._pace.done += 1
+        if self._pace.done == self._pace.total:
+            self._ended_at = time.perf_counter()
         if self._bar is not None:
             self._bar.advance()
 

@@ -1,104 +1,270 @@
-"""The memory of a run: recall what is known of a batch, learn from its prediction, end an epoch."""
+"""The memory of a training: recall what is known of a batch, learn from its prediction, end an epoch.
+
+The trainer and other people's loops use it in the same way. It knows nothing of configs, models or runs.
+"""
 
 # Shapes: B batch, L classes, G side of the score map.
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+import json
+import math
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.config import StoreConfig
-from bigscl.data.batch import Batch
-from bigscl.method.heatmaps import blend, blend_scores, gather_classes
+from bigscl.config import StoreConfig, checked
+from bigscl.data.plan import Plan, training_plan
 from bigscl.method.selection import Selection, expected_counts, select
-from bigscl.store import HeatmapStore, Prefetcher, ShardCache, Update, Writeback
-from bigscl.training.run import Run
-from bigscl.training.transfer import Recalled, allocate_pinned, choose_device, to_device, to_host
+from bigscl.processes.ranks import process_group
+from bigscl.store import (
+    Annotations,
+    Closing,
+    StoreError,
+    Transport,
+    Update,
+    on_rank_zero,
+)
+from bigscl.training.committed import committed_state, find_empty, find_snapshot, is_empty
+from bigscl.training.epoch_threads import EpochThreads, announced
+from bigscl.training.opening import open_store
+from bigscl.training.recalled import (
+    ONCE,
+    Boxes,
+    CheckedViews,
+    Ids,
+    Recalled,
+    RepeatedSample,
+    SampleViews,
+    as_rows,
+    check_sample_views,
+    sample_views_of,
+    updated_averages,
+)
+from bigscl.training.transfer import to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
+Batch = TypeVar("Batch")
 Chunk = TypeVar("Chunk")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Predicted:
-    """What the memory learns of a batch, on the device."""
-
-    logits: Tensor
-    """[B,L]"""
-    maps: Tensor | None
-    """[B,L,G,G], probabilities; None if only scores are kept."""
+@contextmanager
+def show_nothing(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Do long work without showing it."""
+    yield lambda done: None
 
 
-class Memory:
+class Memory(Closing):
     """Scores and heatmaps of every sample, and the expected positives, on one rank.
 
-    In each epoch: `recall` yields the batches with what is remembered of them, `learn` takes each batch's
-    prediction, `end_epoch` commits. Without a store nothing is remembered: `recall` yields None, the other
-    calls do nothing. All ranks call `commit`, `end_epoch` and `drop_snapshots` together.
+    In each epoch `recall` gives what is remembered of a batch, `learn` takes its prediction, and `end_epoch`
+    selects and commits. A sample is learnt at most once per epoch; one that is not learnt (never visited,
+    recalled only, skipped, or lost with an exception) keeps its row. Each shard's samples are learnt by one
+    rank in an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`,
+    `load_state_dict`, `reset` and `drop_snapshots`.
     """
+
+    # Invariant: `_visited` are the rows that this epoch has learnt or skipped, on this rank or before the
+    # memory was opened. A row is recalled and learnt only while it is not among them, so that what is
+    # recalled is what the epoch before has left, whatever the threads have written meanwhile.
 
     def __init__(
         self,
-        run: Run,
-        store: HeatmapStore | None,
-        selection: Selection,
-        device: torch.device,
-        show_work: ShowWork,
+        annotations: Annotations,
+        settings: StoreConfig,
+        *,
+        heatmap_size: int,
+        positives_per_image: float | None = None,
+        selection_start: int = 1,
+        device: torch.device | str = "cpu",
+        ranks: Transport | None = None,
+        run: str | None = None,
+        snapshot: int | None = None,
+        epoch: int | None = None,
+        drops_snapshots: bool = True,
+        show_work: ShowWork = show_nothing,
     ) -> None:
-        self._run, self._config = run, run.config
-        self._device = device
+        """Open the store that the settings name, or create it for these annotations.
+
+        `heatmap_size` is W, twice the side of the network's score maps. `positives_per_image` is K: expected
+        positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
+        The ranks are those of torch.distributed unless given.
+
+        A store with learnt rows is opened at `snapshot`; without it, `load_state_dict` or `reset` must say
+        where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
+        `drops_snapshots` each commit drops the snapshots that no state dict needs, see `state_dict`.
+        """
+        _check_arguments(annotations, settings, positives_per_image)
+        self._settings = _check_settings(settings, drops_snapshots)
+        self._annotations = annotations
+        self._positives_per_image = positives_per_image
+        self._selection_start = selection_start
+        self._device = torch.device(device)
+        self._ranks = ranks or process_group()
+        self._drops_snapshots = drops_snapshots
         self._show_work = show_work
-        self.store = store
-        self.selection = selection.to(device)
-        self._threads: _EpochThreads | None = None
-        self._data_seconds = 0.0
+        self._threads: EpochThreads | None = None
+        self.store = open_store(
+            self._settings,
+            annotations,
+            heatmap_size=heatmap_size,
+            ranks=self._ranks,
+            run=run or self._new_name(),
+            snapshot=snapshot,
+        )
+        try:
+            self._check_size(heatmap_size)
+            self._start(epoch)
+        except BaseException:
+            self.store.close()
+            raise
+        self._start_is_known = snapshot is not None or is_empty(self.store.snapshot)
+        # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
+        self._named = self.store.snapshot.id
+
+    def _new_name(self) -> str:
+        return on_rank_zero(self._ranks, lambda: f"own-loop-{uuid.uuid4().hex[:12]}".encode()).decode()
+
+    def _check_size(self, heatmap_size: int) -> None:
+        if self.store.spec.heatmap_size != heatmap_size:
+            raise StoreError(
+                f"{self.store.backend.url}: has heatmaps of side {self.store.spec.heatmap_size}, found "
+                f"heatmap_size {heatmap_size}. Use another store.url, or the size that it was created with."
+            )
+
+    def _start(self, epoch: int | None = None) -> None:
+        """Stand where the store's snapshot stands."""
+        snapshot = self.store.snapshot
+        committed = committed_state(snapshot, self.store.spec.num_classes)
+        self.epoch = committed.next_epoch if epoch is None else epoch
+        """The epoch that is being learnt, or comes next."""
+        self.selection = committed.selection.to(self._device)
+        """The expected positives of this epoch."""
+        within = snapshot.epoch == self.epoch
+        self._visited = np.zeros(self.store.spec.num_rows, bool)
+        if within:
+            self._visited = self._read_visited()
+            self._visited[committed.skipped] = True
+        self._skipped = committed.skipped if within and self._ranks.rank == 0 else []
+        self._shards_learnt: set[int] = set()
+        self._is_dirty = False
+
+    def _read_visited(self) -> NDArray[np.bool_]:
+        """Return the rows stamped with this epoch; rank 0 reads them, as the stamps are a file per shard."""
+
+        def read() -> bytes:
+            return np.packbits(self.store.visited() == self.epoch).tobytes()
+
+        packed = np.frombuffer(on_rank_zero(self._ranks, read), np.uint8)
+        return np.unpackbits(packed, count=self.store.spec.num_rows).astype(bool)
 
     @property
     def keeps_heatmaps(self) -> bool:
         """Whether there are heatmaps to update, not only scores."""
-        return self.store is not None and self.store.group.layout != "scores"
+        return self.store.group.layout != "scores"
 
     @property
-    def snapshot(self) -> int | None:
+    def snapshot(self) -> int:
         """The id of the store's current snapshot."""
-        return None if self.store is None else self.store.snapshot.id
+        return self.store.snapshot.id
+
+    # Which samples
+
+    @property
+    def visited(self) -> NDArray[np.bool_]:
+        """Rows that this epoch has learnt or skipped: on this rank, or before the memory was opened."""
+        return self._visited.copy()
+
+    def is_new(self, ids: Ids) -> NDArray[np.bool_]:
+        """Return for each sample whether this epoch has not learnt or skipped it yet, as `visited`."""
+        rows = as_rows(ids)
+        self.store.check_ids(rows)
+        had: NDArray[np.bool_] = self._visited[rows]
+        return ~had
+
+    def plan(self, *, batch_size: int, seed: int = 0, workers: int = 0, shuffle_buffer: int = 1000) -> Plan:
+        """Return what is left of this epoch in batches for every rank: each sample once, shards whole.
+
+        `plan.batches(rank)` yields the ids of each batch: the batch sampler of a dataset by row. Call it
+        before the epoch's first batch.
+        """
+        return training_plan(
+            self._annotations.shard_sizes,
+            self._annotations.rows_per_shard,
+            seed=seed,
+            epoch=self.epoch,
+            batch_size=batch_size,
+            world_size=self._ranks.world_size,
+            workers=workers,
+            shuffle_buffer=shuffle_buffer,
+            visited=self._visited if self._visited.any() else None,
+        )
 
     # A step
 
-    def recall(self, batches: Iterable[Batch], epoch: int) -> Iterator[tuple[Batch, Recalled | None]]:
-        """Yield each batch with what is remembered of its samples, on the device."""
-        if self.store is None:
-            return self._time(batches)
-        self._threads = _EpochThreads(self.store, epoch, self._config.store, self._device)
-        pairs = self._threads.prefetcher.pair(batches, lambda batch: batch.ids.numpy())
-        return ((batch, to_device(rows, self._device)) for batch, rows in pairs)
+    def recall(self, ids: Ids, views: Boxes | None = None, erased: Boxes | None = None) -> Recalled:
+        """Return what is remembered of some samples, on the device; it waits for their shards to be read.
 
-    def _time(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, None]]:
-        self._data_seconds, asked = 0.0, time.perf_counter()
-        for batch in batches:
-            self._data_seconds += time.perf_counter() - asked
-            yield batch, None
-            asked = time.perf_counter()
-
-    def learn(self, batch: Batch, recalled: Recalled | None, predicted: Predicted | None) -> None:
-        """Update the averages of a batch that `recall` yielded; its skipped samples keep theirs.
-
-        `predicted` is None if none of the batch's samples could be read.
+        `views` [B,5] and `erased` [B,4]: see `SampleViews`.
         """
-        if self._threads is None:
-            return
-        if predicted is not None:
-            assert recalled is not None
-            arrays, ready = to_host(updated_averages(batch, recalled, predicted, self._config.store))
-            self._threads.writeback.put(batch.ids.numpy(), Update(**arrays), ready=ready)
-        self._threads.writeback.skip(batch.skipped.numpy())
+        sample_views = self._checked(SampleViews(ids, views, erased))
+        self._check_new(sample_views.rows)
+        threads = self._open_threads()
+        return to_device(threads.read(sample_views.rows), sample_views, self.selection, self._device, threads)
+
+    def recall_ahead(
+        self, batches: Iterable[Batch], sample_views: Callable[[Batch], SampleViews] = sample_views_of
+    ) -> Iterator[tuple[Batch, Recalled]]:
+        """Yield each batch with what is remembered of it; a thread reads both ahead of the step.
+
+        Batches have `ids` and `views` as attributes or keys; for others, `sample_views` says where they are.
+        """
+        threads = self._open_threads()
+        # Here, not in the thread: loader workers are forked by the thread that asks for the iterator.
+        iterator = iter(batches)
+        for found, rows in threads.read_ahead(
+            announced(iterator, lambda each: self._checked(sample_views(each)))
+        ):
+            if isinstance(found, Exception):
+                raise found
+            batch, seen = found
+            self._check_new(seen.rows)
+            yield batch, to_device(rows, seen, self.selection, self._device, threads)
+
+    def learn(self, recalled: Recalled, *, logits: Tensor, maps: Tensor | None = None) -> None:
+        """Update the averages of samples that were recalled in this epoch, behind the step.
+
+        `logits` [B,L] are those of the pooled prediction; `maps` [B,L,G,G] are the sigmoid of the logit maps,
+        in the frame of the view. Maps are not needed while only scores are kept.
+        """
+        if self._threads is None or recalled.source is not self._threads:
+            raise ValueError(
+                "learn: these samples were recalled before the epoch ended or the state was loaded. Recall "
+                "them again."
+            )
+        self._check_new(recalled.rows)
+        self._check_prediction(recalled, logits, maps)
+        arrays, ready = to_host(updated_averages(recalled, logits, maps, self._settings))
+        self._threads.writeback.put(recalled.rows, Update(**arrays), ready=ready)
+        self._note(recalled.rows)
+
+    def skip(self, ids: Ids) -> None:
+        """Let samples keep their rows in this epoch, such as images that cannot be read.
+
+        Those that are neither learnt nor skipped keep them too, but are new again after a resume.
+        """
+        rows = as_rows(ids)
+        if len(rows):
+            self._check_new(self._checked(SampleViews(rows)).rows)
+            self._open_threads().writeback.skip(rows)
+            self._note(rows)
+            self._skipped += rows.tolist()
 
     def flush(self) -> None:
         """Return when all that was learnt is written."""
@@ -108,76 +274,173 @@ class Memory:
     @property
     def waits(self) -> dict[str, float]:
         """Seconds that the step waited in this epoch, by what it waited for."""
-        return {"wait_data": self._data_seconds} if self._threads is None else self._threads.waits
+        return {} if self._threads is None else self._threads.waits
+
+    def _checked(self, sample_views: SampleViews) -> CheckedViews:
+        found = check_sample_views(sample_views)
+        self.store.check_ids(found.rows)
+        return found
+
+    def _check_new(self, rows: NDArray[np.int64]) -> None:
+        if self._visited[rows].any():
+            sample = rows[self._visited[rows]][0]
+            raise RepeatedSample(f"sample {sample} comes a second time in epoch {self.epoch}. {ONCE}")
+
+    def _check_prediction(self, recalled: Recalled, logits: Tensor, maps: Tensor | None) -> None:
+        size, num_classes = len(recalled), self.store.spec.num_classes
+        if logits.shape != (size, num_classes):
+            raise ValueError(f"logits: found {list(logits.shape)}, expected {[size, num_classes]}")
+        if maps is None and self.keeps_heatmaps:
+            raise ValueError("maps: missing, and the store keeps heatmaps. Pass the score maps [B,L,G,G].")
+        if maps is not None and (maps.ndim != 4 or maps.shape[:2] != logits.shape):
+            raise ValueError(f"maps: found {list(maps.shape)}, expected {[size, num_classes, 'G', 'G']}")
+
+    def _note(self, rows: NDArray[np.int64]) -> None:
+        self._visited[rows] = True
+        self._shards_learnt.update(np.unique(rows // self.store.spec.rows_per_shard).tolist())
+        self._is_dirty = True
+
+    def _open_threads(self) -> EpochThreads:
+        self._check_start()
+        if self._threads is None:
+            self._threads = EpochThreads(self.store, self.epoch, self._settings, self._device)
+        return self._threads
+
+    def _check_start(self) -> None:
+        if not self._start_is_known:
+            raise StoreError(
+                f"{self.store.backend.url}: has learnt rows up to epoch {self.epoch}. Call load_state_dict "
+                f"with the memory's state in your checkpoint, or reset() to start from the beginning."
+            )
 
     # The end of an epoch
 
-    def end_epoch(self, epoch: int, step: int, shards: list[int]) -> None:
+    def end_epoch(self, *, step: int = 0) -> None:
         """Select the expected positives of the next epoch, commit this one, and compact the heatmaps if due.
 
-        `shards` are those that this rank has trained on.
+        The rows of the tracked samples are added to the store's history. `step`, the optimizer steps so far,
+        is recorded in the snapshot.
         """
+        self._check_start()
         self.flush()
         self._close_threads()
-        if self.store is None:
-            return
-        self.selection = self._select(epoch, shards)
-        self.commit(epoch, step, next_epoch=epoch + 1)
-        if epoch + 1 == self._config.compact_after and self.store.group.layout != "topk":
-            self._compact(self.store)
+        self.selection = self._select(self._divide_shards())
+        self._commit(step, next_epoch=self.epoch + 1)
+        if self.epoch + 1 == self._settings.compact_after and self.store.group.layout != "topk":
+            self._compact()
+        if self._ranks.rank == 0:
+            self.store.record_history(self.epoch)
+        self._drop_unneeded()
+        self._start(self.epoch + 1)
 
-    def _select(self, epoch: int, shards: list[int]) -> Selection:
-        if not self._config.objective.needs.expected or epoch + 1 < self._config.selection.start_epoch:
-            return self.selection
-        assert self.store is not None
-        assert self._run.data.positives_per_image is not None
-        counts = expected_counts(self._run.data.annotations.counts(), self._run.data.positives_per_image)
-        with self._show_work("selecting the expected positives", len(shards)) as show:
-            # Before they are committed, a rank sees the scores of its own shards, and only of those.
-            chunks = _counted(self.store.scores_by_shard(shards), show)
-            return select(chunks, counts, self._run.ranks).to(self._device)
+    def commit(self, *, step: int = 0) -> None:
+        """Make what was learnt so far permanent, within the epoch."""
+        self._check_start()
+        self.flush()
+        self._divide_shards()
+        self._commit(step, next_epoch=self.epoch)
+        self._drop_unneeded()
 
-    def commit(self, epoch: int, step: int, *, next_epoch: int, skipped: Iterable[int] = ()) -> None:
-        """Make what was learnt so far permanent, with all that a run needs to resume from it.
-
-        Within an epoch (`next_epoch` is the same), `skipped` are its samples that could not be read.
-        """
-        if self.store is None:
-            return
+    def _commit(self, step: int, *, next_epoch: int) -> None:
+        ended = next_epoch != self.epoch
         attributes = {
             "selection": self.selection.to_json(),
             "next_epoch": next_epoch,
-            "skipped": list(skipped),
+            "skipped": [] if ended else self._all_skipped(),
         }
-        self.store.commit(epoch=epoch, step=step, attributes=attributes)
+        self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
+        self._is_dirty = False
 
-    def _compact(self, store: HeatmapStore) -> None:
+    def _all_skipped(self) -> list[int]:
+        """Return the samples that any rank has skipped in this epoch, on rank 0; an empty list elsewhere."""
+        parts = self._ranks.gather(json.dumps(self._skipped).encode()) or []
+        return sorted({sample for part in parts for sample in json.loads(part)})
+
+    def _divide_shards(self) -> list[int]:
+        """Return the shards whose scores this rank reads; refuse a shard that two ranks have learnt."""
+        parts = self._ranks.gather(json.dumps(sorted(self._shards_learnt)).encode())
+
+        def divide() -> bytes:
+            assert parts is not None
+            learnt = [set(json.loads(part)) for part in parts]
+            return json.dumps(divide_shards(learnt, self.store.spec.num_shards)).encode()
+
+        divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
+        return divided[self._ranks.rank]
+
+    def _select(self, shards: list[int]) -> Selection:
+        if self._positives_per_image is None or self.epoch + 1 < self._selection_start:
+            return self.selection
+        counts = expected_counts(self._annotations.counts(), self._positives_per_image)
+        with self._show_work("selecting the expected positives", len(shards)) as show:
+            # Before they are committed, a rank sees the scores of its own shards, and only of those.
+            chunks = _counted(self.store.scores_by_shard(shards), show)
+            return select(chunks, counts, self._ranks).to(self._device)
+
+    def _compact(self) -> None:
         """From now on keep only the heatmaps of each image's top classes."""
-        ranks = self._run.ranks
-        top = min(self._config.store.top or 0, self._run.data.train.num_classes)
+        store, ranks = self.store, self._ranks
+        top = min(self._settings.top or 0, store.spec.num_classes)
         num_shards = sum(slot >= 0 for slot in store.snapshot.slots)
         share = len(range(ranks.rank, num_shards, ranks.world_size))
         with self._show_work(f"keeping heatmaps of {top} classes per image", share) as show:
             store.compact(top, progress=show)
 
+    # Saving and resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a few plain values that name the store's snapshot, for your checkpoint.
+
+        The store keeps the snapshot of the newest state dict and the newest commit: save a checkpoint after
+        each commit, and it can be resumed from whenever the process is killed. What was learnt after the
+        last commit is in no snapshot, so commit first.
+        """
+        if self._is_dirty:
+            raise StoreError(
+                f"{self.store.backend.url}: has learnt since its last commit, and no snapshot holds that. "
+                f"Call commit() or end_epoch() before state_dict()."
+            )
+        self._named = self.snapshot
+        return {"snapshot": self.snapshot, "epoch": self.epoch, "run": self.store.snapshot.run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Return to the snapshot that a state dict names; what was learnt later is lost."""
+        self._return_to(lambda: find_snapshot(self.store, state))
+
+    def reset(self) -> None:
+        """Return to the beginning, when nothing was learnt."""
+        self._return_to(lambda: find_empty(self.store))
+
+    def _return_to(self, find: Callable[[], int]) -> None:
+        number = int(on_rank_zero(self._ranks, lambda: str(find()).encode()))
+        self._close_threads()
+        self.store.rollback(number)
+        self._start()
+        self._start_is_known = True
+        self._named = number
+
+    def _drop_unneeded(self) -> None:
+        if self._drops_snapshots:
+            self.drop_snapshots({self._named})
+
     def drop_snapshots(self, keep: set[int]) -> None:
         """Delete all snapshots but these and the current one."""
-        if self.store is not None:
-            with self._show_work("deleting snapshots that no checkpoint needs", None):
-                self.store.drop_snapshots(keep=keep)
+        with self._show_work("deleting snapshots that no checkpoint needs", None):
+            self.store.drop_snapshots(keep=keep)
 
     def check_lease(self) -> None:
         """Raise StoreError if another process has taken the store meanwhile."""
-        if self.store is not None:
-            self.store.check_lease()
+        self.store.check_lease()
 
     def close(self) -> None:
-        """Stop the threads and close the store; a store in memory is deleted."""
+        """Stop the threads and close the store: what was not committed is lost.
+
+        A store in memory is deleted.
+        """
         self._close_threads()
-        if self.store is not None:
-            self.store.close()
-            if self._config.store.kind == "memory" and self._run.ranks.rank == 0:
-                self.store.backend.delete_tree("")
+        self.store.close()
+        if self._settings.kind == "memory" and self._ranks.rank == 0:
+            self.store.backend.delete_tree("")
 
     def _close_threads(self) -> None:
         if self._threads is not None:
@@ -185,55 +448,47 @@ class Memory:
             self._threads = None
 
 
-class _EpochThreads:
-    """The threads that read rows ahead of the step and write them behind it, for one epoch."""
 
-    def __init__(self, store: HeatmapStore, epoch: int, config: StoreConfig, device: torch.device) -> None:
-        limit = None if config.resident_gb is None else int(config.resident_gb * 2**30)
-        allocate = allocate_pinned if device.type == "cuda" else np.empty
-        on_start = partial(choose_device, device)
-        # Closed in reverse: first nothing new comes in, then nothing more goes out, then the shards go.
-        self._stack = ExitStack()
-        cache = self._stack.enter_context(
-            ShardCache(store, epoch, limit_bytes=limit, io_threads=config.io_threads)
+# Pure parts
+
+
+def divide_shards(learnt: Sequence[set[int]], num_shards: int) -> list[list[int]]:
+    """Return for each rank the shards that it has learnt, and its part of those that no rank has learnt."""
+    owner: dict[int, int] = {}
+    for rank, shards in enumerate(learnt):
+        for shard in sorted(shards):
+            if owner.setdefault(shard, rank) != rank:
+                raise StoreError(
+                    f"shard {shard}: ranks {owner[shard]} and {rank} have learnt samples of it in one epoch, "
+                    f"and one would overwrite the other's. Give each shard to one rank, as "
+                    f"`memory.plan(...)` and `wds.split_by_node` do."
+                )
+    idle = [shard for shard in range(num_shards) if shard not in owner]
+    for place, shard in enumerate(idle):
+        owner[shard] = place % len(learnt)
+    return [sorted(shard for shard, own in owner.items() if own == rank) for rank in range(len(learnt))]
+
+
+def _check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
+    if not isinstance(annotations, Annotations):
+        found = type(annotations).__name__
+        raise ValueError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
+    if not isinstance(settings, StoreConfig):
+        raise ValueError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
+    if positives_per_image is not None and not 0 < positives_per_image < math.inf:
+        raise ValueError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
+
+
+def _check_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig:
+    settings = checked(settings, "Memory")
+    if settings.top is not None and settings.compact_after is None:
+        raise ValueError("compact_after: missing. Say after how many epochs the top classes are chosen.")
+    if drops_snapshots and settings.slots < 3:
+        raise ValueError(
+            f"slots: {settings.slots}, expected at least 3: the newest commit, the one that your checkpoint "
+            f"names, and one to write to"
         )
-        self.writeback = self._stack.enter_context(
-            Writeback(cache, depth=config.writeback_batches, on_start=on_start)
-        )
-        self.prefetcher = self._stack.enter_context(
-            Prefetcher(cache, depth=config.prefetch_batches, allocate=allocate, on_start=on_start)
-        )
-
-    @property
-    def waits(self) -> dict[str, float]:
-        read = self.prefetcher.waits
-        written = self.writeback.wait_seconds
-        return {"wait_data": read.data, "wait_heatmaps": read.heatmaps, "wait_writeback": written}
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-@torch.no_grad()
-def updated_averages(
-    batch: Batch, recalled: Recalled, predicted: Predicted, config: StoreConfig
-) -> dict[str, Tensor]:
-    """Return the running averages of a batch after its prediction, by the names of the store's arrays."""
-    visits = recalled.max_visits if config.ema == "debiased" else None
-    pooled = predicted.logits.float().sigmoid()
-    updated = {"scores": blend_scores(recalled.scores, pooled, config.momentum, visits)}
-    if recalled.heatmaps is None:
-        return updated
-    assert predicted.maps is not None
-    maps, device = predicted.maps, recalled.heatmaps.device
-    if recalled.classes is not None:
-        maps = gather_classes(maps, recalled.classes)
-    views = batch.views.to(device, non_blocking=True)
-    erased = None if batch.erased is None else batch.erased.to(device, non_blocking=True)
-    updated["heatmaps"], counts = blend(
-        recalled.heatmaps, maps, views, config.momentum, erased=erased, counts=recalled.counts
-    )
-    return updated if counts is None else updated | {"counts": counts}
+    return settings
 
 
 def _counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:

@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigscl.config import Config
 from bigscl.method.estimator import LabelEstimator
 from bigscl.method.schedule import Schedule
+from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
 from bigscl.models.sync_batchnorm import synchronize_batchnorm
 from bigscl.processes.ranks import Ranks
@@ -63,6 +63,8 @@ class ModelState:
             # DDP noted which parameters train when it was made: remove it and wrap the network again.
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             self.accelerator.free_memory()
+            # On one process the network itself is marked as prepared: it would not get its precision again.
+            self.network.__dict__.pop("_is_accelerate_prepared", None)
         warmup = self._schedule.is_warmup(epoch)
         self.network.freeze_stages(self._config.model.freeze_stages)
         self.network.freeze_statistics(self._config.model.freeze_statistics)
@@ -97,9 +99,12 @@ class ModelState:
             self.estimator.share(self._ranks)
 
     def share_buffers(self) -> None:
-        """Give every rank the batch statistics of rank 0, as DDP does before each step."""
+        """Give every rank the batch statistics of rank 0, which are saved, in the network that is validated.
+
+        DDP does so before each step, but each rank averages the statistics that it has after the step.
+        """
         if self._ranks.world_size > 1:
-            for buffer in self.network.buffers():
+            for buffer in self.evaluated.buffers():
                 torch.distributed.broadcast(buffer, 0)
 
     # Saving and restoring
@@ -162,8 +167,13 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
     """Return the network with the same weights on every rank; later random numbers differ between ranks."""
     set_seed(config.seed)
     network = build_model(
-        config.model.backbone, num_classes, weights=config.model.weights, pooling=config.model.pooling
+        config.model.backbone,
+        num_classes,
+        weights=config.model.weights,
+        pooling=config.model.pooling,
+        args=config.model.args,
     )
+    network.check_side(config.data.eval_size or config.data.size, "data.eval_size")
     if config.hardware.sync_batchnorm:
         synchronize_batchnorm(network, config.data.size)
     network = network.to(device)
@@ -175,12 +185,9 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
     return network
 
 
-def make_average(config: Config, network: SpatialClassifier) -> AveragedModel | None:
+def make_average(config: Config, network: SpatialClassifier) -> WeightAverage | None:
     """Return an average of the weights over the steps, or None if the config sets no `weight_ema`."""
-    if config.weight_ema is None:
-        return None
-    average = get_ema_multi_avg_fn(config.weight_ema)  # type: ignore[no-untyped-call]
-    return AveragedModel(network, multi_avg_fn=average, use_buffers=True)
+    return None if config.weight_ema is None else WeightAverage(network, config.weight_ema)
 
 
 def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -198,6 +205,7 @@ def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.
 
 def map_side(network: SpatialClassifier, size: int) -> int:
     """Return G, the side of the network's score maps for images of this size."""
+    network.check_side(size, "data.size")
     was_training = network.training
     parameter = next(network.parameters())
     with torch.no_grad():

@@ -24,7 +24,9 @@ class TrainingOptions:
     Example: bigscl train configs/quickstart_scl.yaml --run runs/mine
     """
 
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, or the name of a packaged one.")
+    ]
     settings: Settings = None
     resume: Annotated[
         str,
@@ -35,7 +37,7 @@ class TrainingOptions:
         ),
     ] = "auto"
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the config with all defaults, and exit.")
+        bool, typer.Option("--print-config", help="Print all settings with comments, and exit.")
     ] = False
 
     def load(self) -> "Config":

@@ -18,20 +18,25 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Pace:
-    """The steps done of an epoch, and the time left of the epoch and the run at the speed so far."""
+    """The steps done of an epoch, and the time left of the epoch and the run at the speed so far.
 
-    def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
+    `between_seconds` is what the end of the last epoch took: selection, commit, validation and checkpoint.
+    """
+
+    def __init__(self, epoch: int, epochs: int, total: int, done: int, between_seconds: float = 0.0) -> None:
         self._epoch, self._epochs = epoch, epochs
+        self._between_seconds = between_seconds
         self.total = total
         self.done = self._first = done
         self._started = time.perf_counter()
 
     def seconds_left(self) -> tuple[float, float]:
-        """Return the seconds left of the epoch and of the run, without the work between epochs."""
+        """Return the seconds left of the epoch and of the run, with the work at the ends of epochs."""
         trained = max(1, self.done - self._first)
         per_step = (time.perf_counter() - self._started) / trained
         epoch = (self.total - self.done) * per_step
-        return epoch, epoch + (self._epochs - self._epoch - 1) * self.total * per_step
+        epochs = self._epochs - self._epoch
+        return epoch, epoch + (epochs - 1) * self.total * per_step + epochs * self._between_seconds
 
     def __str__(self) -> str:
         return f"epoch {self._epoch + 1}/{self._epochs} step {self.done}/{self.total}"

@@ -8,16 +8,14 @@ dropped.
 from pathlib import Path
 
 from bigscl.folders import repair_folder
-from bigscl.method.selection import Selection
 from bigscl.processes.ranks import failure_on_any
-from bigscl.store import HeatmapStore, on_rank_zero
+from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError
 from bigscl.training.checkpoint_search import Candidates, CheckpointSearch, Choice, Saved, list_candidates
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.log import MetricsLog
-from bigscl.training.memory import Memory
 from bigscl.training.model_state import ModelState
-from bigscl.training.run import Run, open_store
+from bigscl.training.run import AnyMemory, Run, open_memory
 
 
 def resume(
@@ -28,7 +26,7 @@ def resume(
     *,
     choice: Choice,
     command: list[str],
-) -> Memory:
+) -> AnyMemory:
     """Bring the model, the progress, the folder and the store to the state of a checkpoint, or of a new run.
 
     All ranks call it together. Nothing is created, rolled back or deleted before every rank has read its part
@@ -42,17 +40,14 @@ def resume(
     check_unchanged(run, candidates, choice)
     checkpoint = None if saved is None else saved.checkpoint
     # Opening takes the store's lease: from here on this run may change the disk.
-    store = open_store(run, None if checkpoint is None else checkpoint.progress.snapshot)
+    snapshot = None if checkpoint is None else checkpoint.progress.snapshot
+    memory = open_memory(run, snapshot, progress.epoch, state.accelerator.device, metrics.working)
     try:
-        change_disk(run, store, checkpoint, search.unusable, metrics, command)
+        change_disk(run, memory, checkpoint, search.unusable, metrics, command)
     except BaseException:
-        if store is not None:
-            store.close()
+        memory.close()
         raise
-    selection = Selection.none(run.data.train.num_classes)
-    if saved is not None and saved.snapshot is not None:
-        selection = saved.snapshot.selection
-    return Memory(run, store, selection, state.accelerator.device, metrics.working)
+    return memory
 
 
 def restore(run: Run, state: ModelState, progress: EpochProgress, saved: Saved | None) -> None:
@@ -91,7 +86,7 @@ def check_unchanged(run: Run, candidates: Candidates, choice: Choice) -> None:
 
 def change_disk(
     run: Run,
-    store: HeatmapStore | None,
+    memory: AnyMemory,
     checkpoint: Checkpoint | None,
     unusable: list[Path],
     metrics: MetricsLog,
@@ -103,6 +98,7 @@ def change_disk(
 
     def change_folder() -> None:
         run.folder.write_start(run.config, command, run.ranks.world_size)
+        run.folder.write_samples(run)
         checkpoints = run.folder.checkpoints
         checkpoints.repair()
         repair_folder(run.folder.path / "best")
@@ -113,5 +109,5 @@ def change_disk(
         metrics.drop_after(0 if checkpoint is None else checkpoint.progress.step)
 
     on_rank_zero(run.ranks, change_folder)
-    if store is not None:
-        store.drop_snapshots(keep=run.folder.needed_snapshots())
+    # Rank 0 decides: another node may see an old listing of the folder.
+    memory.drop_snapshots(run.folder.needed_snapshots() if run.ranks.rank == 0 else set())

@@ -1,32 +1,37 @@
-"""What a run is made of before it trains: its data, its folder and its store."""
+"""What a run is made of before it trains: its data, its folder, its memory and its store."""
 
 import json
 import logging
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bigscl.config import Config, ConfigError, changed_settings, to_yaml
+from bigscl.data import sample_list
 from bigscl.data.index import Index, load_index
-from bigscl.evaluation.metrics import estimate_k
-from bigscl.evaluation.predictions import true_labels
+from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
 from bigscl.store import (
     Annotations,
     HeatmapStore,
+    IndexMismatch,
     NotAStore,
     Snapshot,
+    SnapshotLog,
     StoreError,
-    on_rank_zero,
     open_backend,
-    read_spec,
 )
 from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.expectation import positives_per_image
 from bigscl.training.log import environment
+from bigscl.training.memory import Memory, ShowWork
+from bigscl.training.no_memory import NoMemory
 
 logger = logging.getLogger(__name__)
+
+AnyMemory = Memory | NoMemory
+"""The memory of a run; its objective may need none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,32 +49,30 @@ class Data:
 def open_data(config: Config) -> Data:
     """Read the indexes of the run's shards, and choose the labels that training may see."""
     train = load_index(config.data.train, config.data.train_index)
+    if config.data.labels_file is not None:
+        train = with_training_labels(train, config.data.labels_file)
     if config.data.observed is not None:
         drawn = config.data.observed
         train = train.draw_observed(drawn.seed, drawn.positives, drawn.negatives)
     val = None if config.data.val is None else load_index(config.data.val, config.data.val_index)
+    if val is not None and config.data.val_labels_file is not None:
+        val = with_evaluation_labels(val, config.data.val_labels_file)
     if val is not None and val.class_names != train.class_names:
         raise ValueError(
             f"data.val: its {val.num_classes} classes are not the {train.num_classes} of data.train. "
             f"Both need the same classes.txt."
         )
+    annotations = train.annotations(config.data.labels)
+    if not len(annotations.classes):
+        raise ValueError(
+            "data.train: no image has a positive label. Give data.labels_file, or shards with labels."
+        )
     return Data(
         train=train,
         val=val,
-        annotations=train.annotations(config.data.labels),
-        positives_per_image=_positives_per_image(config, val),
+        annotations=annotations,
+        positives_per_image=positives_per_image(config, val),
     )
-
-
-def _positives_per_image(config: Config, val: Index | None) -> float | None:
-    if not config.objective.needs.k:
-        return None
-    if config.selection.K != "auto":
-        return float(config.selection.K)
-    assert val is not None
-    k = estimate_k(torch.from_numpy(true_labels(val, val.ids())[0]))
-    logger.info("K = %.3f positives per image, from the %d validation images", k, val.num_samples)
-    return k
 
 
 class RunFolder:
@@ -106,6 +109,12 @@ class RunFolder:
         started = json.dumps({**environment(command), "world_size": world_size})
         append_lines(self.path / "environment.jsonl", [started])
 
+    def write_samples(self, run: "Run") -> None:
+        """Write which row of the store is which image, unless the file is there; for a store on disk."""
+        path = self.path / sample_list.FILE
+        if run.config.store.kind == "disk" and not sample_list.is_list_of(run.data.train, path):
+            sample_list.write_sample_list(run.data.train, path)
+
     def _warn_of_changes(self, config: Config) -> None:
         try:
             changed = changed_settings(self.path / "config.yaml", config)
@@ -132,67 +141,48 @@ class Run:
     """W, the side of the heatmaps that the network needs."""
 
 
+def open_memory(
+    run: Run, snapshot: int | None, epoch: int, device: torch.device, show_work: ShowWork
+) -> AnyMemory:
+    """Open the run's memory at a checkpoint's snapshot and epoch; without one, empty."""
+    config = run.config
+    if config.store.kind == "none":
+        return NoMemory()
+    url = config.store_url if config.store.kind == "disk" else None
+    return Memory(
+        run.data.annotations,
+        replace(config.store, url=url, compact_after=config.compact_after),
+        heatmap_size=run.heatmap_size,
+        positives_per_image=run.data.positives_per_image if config.objective.needs.expected else None,
+        selection_start=config.selection.start_epoch,
+        device=device,
+        ranks=run.ranks,
+        run=run.folder.id,
+        snapshot=snapshot or 0,
+        epoch=epoch,
+        # The run's checkpoints say which are needed.
+        drops_snapshots=False,
+        show_work=show_work,
+    )
+
+
 # The store
 
 
-def read_store(config: Config, annotations: Annotations, snapshot: int | None = None) -> HeatmapStore:
-    """Open the store of a run for reading, at a snapshot or at the newest one."""
+def read_store(
+    config: Config, annotations: Annotations, snapshot: int | None = None, ranks: Ranks | None = None
+) -> HeatmapStore:
+    """Open the store of a run for reading, at a snapshot or at the newest one.
+
+    If all ranks open it at a snapshot, only rank 0 of `ranks` lists folders.
+    """
     return HeatmapStore.open(
-        config.store_url, annotations=annotations, snapshot=snapshot, options=config.store.options()
+        config.store_url,
+        annotations=annotations,
+        snapshot=snapshot,
+        transport=ranks,
+        options=config.store.options(),
     )
-
-
-def open_store(run: Run, snapshot: int | None) -> HeatmapStore | None:
-    """Open the store for writing at a checkpoint's snapshot; without one, empty, and created if missing."""
-    settings = run.config.store
-    if settings.kind == "none":
-        return None
-    url = _writable_url(run)
-    if snapshot is None:
-        on_rank_zero(run.ranks, lambda: _create_store(run, url))
-    return HeatmapStore.open(
-        url,
-        annotations=run.data.annotations,
-        mode="w",
-        snapshot=0 if snapshot is None else snapshot,
-        run=run.folder.id,
-        transport=run.ranks,
-        options=settings.options(),
-    )
-
-
-def _create_store(run: Run, url: str) -> None:
-    settings = run.config.store
-    backend = open_backend(url, settings.options())
-    if settings.kind == "memory":
-        backend.delete_tree("")  # what an earlier start of this run left, when it was killed
-    try:
-        read_spec(backend)
-    except NotAStore:
-        HeatmapStore.create(
-            url,
-            run.data.annotations,
-            heatmap_size=run.heatmap_size,
-            layout=settings.warmup_heatmaps,
-            slots=settings.slots,
-            codec=settings.codec,
-            checksum=settings.checksum,
-            counts=settings.ema == "debiased",
-            tracked=settings.tracked,
-            options=settings.options(),
-        )
-
-
-def _writable_url(run: Run) -> str:
-    """Return where the run's store lives: on disk, in this process, or in memory that the ranks share."""
-    if run.config.store.kind == "disk":
-        return run.config.store_url
-    world_size = run.ranks.world_size
-    if world_size == 1:
-        return f"memory://{run.folder.id}"
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
-        raise ValueError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
-    return f"/dev/shm/bigscl-{run.folder.id}"
 
 
 def check_store(run: Run) -> list[Snapshot]:
@@ -201,9 +191,20 @@ def check_store(run: Run) -> list[Snapshot]:
         store = read_store(run.config, run.data.annotations)
     except NotAStore:
         return []  # if the run may create one, creating reports what is there instead
+    except IndexMismatch as error:
+        raise IndexMismatch(f"{error}{_hint_if_empty(run.config)}") from None
     if store.spec.heatmap_size != run.heatmap_size:
         raise StoreError(
             f"{run.config.store_url}: has heatmaps of side {store.spec.heatmap_size}, this network at "
             f"data.size {run.config.data.size} needs {run.heatmap_size}. Use another store.url."
+            f"{_hint_if_empty(run.config)}"
         )
     return store.snapshots()
+
+
+def _hint_if_empty(config: Config) -> str:
+    """Return what to do with a store that a run created and never trained into; nothing for any other."""
+    log = SnapshotLog(open_backend(config.store_url, config.store.options()))
+    if any(max(log.read(number).slots) >= 0 for number in log.ids()):
+        return ""
+    return f" Nothing was trained into this one: you can delete {config.store_url} and start again."

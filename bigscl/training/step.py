@@ -2,28 +2,40 @@
 
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch, normalize
-from bigscl.method.heatmaps import to_view
 from bigscl.method.losses import LossInputs, predicted_count
 from bigscl.method.objective import Loss
 from bigscl.method.precision import probabilities
-from bigscl.models.spatial import Prediction
 from bigscl.processes.ranks import Ranks
-from bigscl.training.memory import Memory, Predicted
 from bigscl.training.model_state import ModelState
 from bigscl.training.random_state import rng_state, set_rng_state
-from bigscl.training.run import Data
-from bigscl.training.transfer import Recalled
+from bigscl.training.recalled import Recalled
+from bigscl.training.run import AnyMemory, Data
+from bigscl.training.transfer import copy_to_host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Predicted:
+    """What the memory learns of a batch, on the device."""
+
+    logits: Tensor
+    """[B,L]"""
+    maps: Tensor | None
+    """[B,L,G,G], probabilities; None if only scores are kept."""
 
 
 class Step:
     """Computes prediction, loss and gradient of one batch at a time, on one rank."""
 
-    def __init__(self, config: Config, data: Data, state: ModelState, memory: Memory, ranks: Ranks) -> None:
+    def __init__(
+        self, config: Config, data: Data, state: ModelState, memory: AnyMemory, ranks: Ranks
+    ) -> None:
         self._config = config
         self._objective = config.objective
         self._positives_per_image = data.positives_per_image
@@ -60,18 +72,14 @@ class Step:
         state, device = self._state, self._accelerator.device
         # DDP averages over ranks; the sum over samples is divided by their true number.
         scale = self._ranks.world_size / count
+        images = batch.images.to(device, non_blocking=True)
+        labels = batch.labels.to(device, non_blocking=True)
+        prediction = state.model(self._normalized(images), maps=self._needs_maps)
+        maps = None if prediction.logit_map is None else probabilities(prediction.logit_map)
         # The estimator is on the host: it takes the ids that are there.
-        ids, batch = batch.ids, batch.to(device, non_blocking=True)
-        prediction = state.model(self._normalized(batch.images), maps=self._needs_maps)
-        estimates = None if state.estimator is None else state.estimator.of(ids, device)
-        inputs = LossInputs(
-            logits=prediction.logits,
-            labels=batch.labels,
-            maps=None if prediction.logit_map is None else probabilities(prediction.logit_map),
-            scores=None if recalled is None else recalled.scores,
-            target=self._target(batch, recalled, prediction),
-            classes=None if recalled is None else recalled.classes,
-            expected=self._expected(batch, recalled),
+        estimates = None if state.estimator is None else state.estimator.of(batch.ids, device)
+        inputs = replace(
+            self._inputs(recalled, prediction.logits, labels, maps),
             positives_per_image=self._positives_per_image,
             mean_counts=self._mean_counts(prediction.logits, estimates, count),
             estimates=estimates,
@@ -80,8 +88,10 @@ class Step:
         self._accelerator.backward(loss.total.sum() * scale)
         if state.estimator is not None and estimates is not None:
             assert estimates.grad is not None
-            state.estimator.step(ids, estimates.grad / self._gradient_factor, rate)
-        return loss, Predicted(logits=inputs.logits, maps=inputs.maps)
+            gradient = (estimates.grad / self._gradient_factor).float()
+            copies, ready = copy_to_host({"gradient": gradient})
+            state.estimator.step(batch.ids, copies["gradient"], rate, ready)
+        return loss, Predicted(logits=prediction.logits, maps=maps)
 
     def idle(self) -> None:
         """Join the other ranks' collectives with zero gradient, and without changing batch statistics."""
@@ -104,20 +114,13 @@ class Step:
         pixels = normalize(images, self._config.data.mean, self._config.data.std)
         return pixels if self._config.hardware.channels_last else pixels.contiguous()
 
-    def _expected(self, batch: Batch, recalled: Recalled | None) -> Tensor | None:
-        """Return the expected positives, bool [B,L]; None without a memory."""
-        return None if recalled is None else self._memory.selection.expected(recalled.scores, batch.ids)
-
-    def _target(self, batch: Batch, recalled: Recalled | None, prediction: Prediction) -> Tensor | None:
-        """Return what the maps should agree with: the heatmaps as the views see them, [B,L or k,G,G]."""
-        if recalled is None or not self._objective.needs.heatmaps:
-            return None
-        assert prediction.logit_map is not None
-        side = prediction.logit_map.shape[-1]
-        if recalled.heatmaps is None:
-            # Only scores, until the top classes are chosen: the score stands for every cell.
-            return recalled.scores.float()[:, :, None, None].expand(-1, -1, side, side)
-        return to_view(recalled.heatmaps, batch.views, side)
+    def _inputs(
+        self, recalled: Recalled | None, logits: Tensor, labels: Tensor, maps: Tensor | None
+    ) -> LossInputs:
+        """Return what the losses are computed from, with what is remembered of the batch."""
+        if recalled is None:
+            return LossInputs(logits=logits, labels=labels)
+        return recalled.inputs(logits, labels, maps if self._objective.needs.heatmaps else None)
 
     def _mean_counts(self, logits: Tensor, estimates: Tensor | None, count: int) -> tuple[Tensor, ...]:
         """Return mean numbers of predicted positives over the global batch, if the objective needs them."""

@@ -6,7 +6,8 @@ from bigscl.config import Config
 from bigscl.store import spec_for
 from bigscl.text import size
 from bigscl.training.epoch_plan import plan_epoch
-from bigscl.training.forecast import MemoryPhase, forecast
+from bigscl.training.expectation import expectation
+from bigscl.training.forecast import Forecast, MemoryPhase, forecast
 from bigscl.training.run import Data
 
 
@@ -23,7 +24,11 @@ def summary(
         f"world size {world_size} on {device.type}, {config.data.workers} loader workers each, "
         f"{plan.whole.num_steps} batches of {world_size} x {config.data.batch_size} images in "
         f"{needs.num_steps} steps per epoch, {config.schedule.epochs} epochs",
+        _describe_division(needs, len(index.urls), world_size),
     ]
+    if data.positives_per_image is not None:
+        counts = data.annotations.counts()
+        lines.append(str(expectation(data.positives_per_image, counts, index.num_samples)))
     if config.store.kind == "none":
         return [*lines, "no store: this objective remembers nothing"]
     disk = size(needs.disk_bytes)
@@ -31,10 +36,24 @@ def summary(
     return [*lines, *map(_describe, needs.phases)]
 
 
+def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str:
+    """Return how busy the ranks are, and what would change that."""
+    idle = 1 - needs.busy_share
+    line = f"ranks are idle {idle:.1%} of an epoch"
+    if needs.imbalance > idle / 2:
+        fit = max(1, num_shards // world_size) * world_size
+        return (
+            f"{line}: shards go whole to one rank, {needs.shards_per_rank.fewest} to "
+            f"{needs.shards_per_rank.most} each. {fit} or {fit + world_size} shards of equal size, or "
+            f"several times as many, would divide evenly"
+        )
+    return f"{line}: the last batch of each loader worker is not full. Fewer workers or more images lower it"
+
+
 def _describe(phase: MemoryPhase) -> str:
     layout = phase.group.layout if phase.group.top is None else f"top {phase.group.top}"
     return (
-        f"epochs {phase.epochs.start} - {phase.epochs.stop - 1}: {layout}, {size(phase.disk_bytes)} in "
+        f"epochs {phase.epochs.start + 1} - {phase.epochs.stop}: {layout}, {size(phase.disk_bytes)} in "
         f"{phase.versions} versions, {size(phase.ram_bytes)} RAM per process, "
         f"{size(phase.image_bytes * 1000)} read and as much written per 1,000 images"
     )

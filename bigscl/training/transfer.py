@@ -3,7 +3,6 @@
 # Shapes: B batch, L classes, W side of the heatmap, k classes with a heatmap.
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,26 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.method.selection import Selection
 from bigscl.store import Rows
+from bigscl.training.recalled import CheckedViews, Recalled
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recalled:
-    """What is remembered of a batch, on the training device; None for arrays that the store does not keep."""
-
-    scores: Tensor
-    """float16 [B,L]"""
-    max_visits: Tensor
-    """[B]: epochs up to the last visit of the image. Its visits are as many, or fewer if it could not be read
-    in one of these epochs: the store keeps the epoch of the last visit, not the number of visits."""
-    heatmaps: Tensor | None
-    """float16 [B,L,W,W], or [B,k,W,W] with `classes`."""
-    classes: Tensor | None
-    """int64 [B,k]"""
-    counts: Tensor | None
-    """uint8 [B,W,W]: visits of each cell; only for the debiased average."""
 
 
 def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -41,19 +25,27 @@ def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return pinned.view(dtype).reshape(shape)
 
 
-def to_device(rows: Rows, device: torch.device) -> Recalled:
-    """Return the rows of a batch as tensors on the device."""
+def to_device(
+    rows: Rows, sample_views: CheckedViews, selection: Selection, device: torch.device, source: object = None
+) -> Recalled:
+    """Return the rows of a batch, and how it looks at them, as tensors on the device."""
 
     # As they are: a conversion on the host would make an unpinned copy, whose transfer blocks.
-    def move(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def move(array: Array | Tensor) -> Tensor:
+        return torch.as_tensor(array).to(device, non_blocking=True)
 
     return Recalled(
+        rows=sample_views.rows,
+        ids=move(sample_views.rows),
+        views=move(sample_views.views),
+        erased=None if sample_views.erased is None else move(sample_views.erased),
+        selection=selection,
         scores=move(rows.scores),
         max_visits=move(rows.visited) + 1,
         heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
         classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
         counts=None if rows.counts is None else move(rows.counts),
+        source=source,
     )
 
 
@@ -74,9 +66,15 @@ def choose_device(device: torch.device) -> None:
 
 def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], object]]:
     """Return arrays for the tensors' values, and a call that blocks until the values are there."""
+    copies, ready = copy_to_host(tensors)
+    return {name: copy.numpy() for name, copy in copies.items()}, ready
+
+
+def copy_to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], object]]:
+    """The same as tensors."""
     device = next(iter(tensors.values())).device
     if device.type != "cuda":
-        return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}, lambda: None
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, lambda: None
     copies = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         for name, tensor in tensors.items()
@@ -84,4 +82,4 @@ def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], 
     # Blocking: the thread that waits for it sleeps, instead of keeping a core busy.
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     copied.record()
-    return {name: copy.numpy() for name, copy in copies.items()}, copied.synchronize
+    return copies, copied.synchronize

@@ -1,0 +1,172 @@
+"""The reference of all settings, made from the sentences below them in the sources.
+
+`python -m bigscl.config.reference > configs/SETTINGS.md` writes the page again.
+"""
+
+import ast
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from bigscl.config.reading import to_yaml
+from bigscl.config.schema import Config
+
+HEAD = """# All settings
+
+Every setting of a run, as `section.key` in a YAML file, or as `--section.key value` on the command line of
+`bigscl train` and `bigscl plan`. `bigscl train CONFIG --print-config`
+prints those of one config with these sentences.
+
+This page is made from the sources: `python -m bigscl.config.reference > configs/SETTINGS.md`.
+"""
+WIDTH = 100
+NUMBERS = {"integer": "integer", "number": "number"}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+# Bounds that only keep numbers within 64 bits.
+HUGE = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting, or the title of a section."""
+
+    path: str
+    """Its dotted path."""
+    text: str
+    """The sentence below it in the sources."""
+    kind: str
+    """The values it takes, in words; empty for a section."""
+    default: str | None
+    """Its default as YAML; None if it must be given."""
+
+    @property
+    def is_section(self) -> bool:
+        """Whether settings follow that belong to it."""
+        return not self.kind
+
+
+def all_settings() -> Iterator[Setting]:
+    """Yield every setting of a run, each section before its settings."""
+    yield from _settings(Config, MISSING, "")
+
+
+def _settings(kind: type[Any], value: Any, prefix: str) -> Iterator[Setting]:
+    """Yield the settings of a dataclass; `value` has their defaults, MISSING: those of the dataclass."""
+    sentences, hints = _sentences(kind), typing.get_type_hints(kind)
+    properties = TypeAdapter(kind).json_schema()["properties"]
+    nested = []
+    for field in fields(kind):
+        default = _default(field) if value is MISSING else getattr(value, field.name)
+        path, text = f"{prefix}{field.name}", " ".join(sentences[field.name].split())
+        inner = _section_in(hints[field.name])
+        if inner is not None:
+            shown = None if default is MISSING else ("null" if default is None else "")
+            nested.append((inner, default, Setting(path=path, text=text, kind="", default=shown)))
+        else:
+            words = _words(properties[field.name])
+            yield Setting(path=path, text=text, kind=words, default=_as_yaml(default))
+    for inner, default, section in nested:
+        yield section
+        yield from _settings(inner, MISSING if default is None else default, f"{section.path}.")
+
+
+def _sentences(kind: type[Any]) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node, after in itertools.pairwise(body.body):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
+            assert isinstance(after.value, ast.Constant)
+            found[node.target.id] = str(after.value.value)
+    return found
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _section_in(hint: Any) -> type[Any] | None:
+    """Return the dataclass that a field holds, or may hold."""
+    return next((part for part in (hint, *typing.get_args(hint)) if is_dataclass(part)), None)  # type: ignore[return-value]
+
+
+def _as_yaml(value: Any) -> str | None:
+    if value is MISSING:
+        return None
+    plain = TypeAdapter(type(value)).dump_python(value, mode="json")
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def _words(schema: dict[str, Any]) -> str:
+    """Return the values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        return " or ".join(_words(one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        items = schema.get("prefixItems")
+        return "list of texts" if items is None else f"{len(items)} values, each {_words(items[0])}"
+    if schema.get("type") in NUMBERS:
+        bounds = [
+            f"{word} {schema[name]:g}" for name, word in BOUNDS.items() if abs(schema.get(name, HUGE)) < HUGE
+        ]
+        return ", ".join([NUMBERS[schema["type"]], *bounds])
+    return {"boolean": "`true`, `false`", "null": "`null`"}.get(
+        schema.get("type", ""), "path" if "format" in schema else "text"
+    )
+
+
+def settings_page() -> str:
+    """Return the page of all settings, as Markdown."""
+    lines = [HEAD, "| setting | default | values | |", "|---|---|---|---|"]
+    for one in all_settings():
+        if one.is_section:
+            left_out = " Default: none." if one.default == "null" and "Default" not in one.text else ""
+            lines += ["", f"## {one.path}", "", one.text + left_out, ""]
+            lines += ["| setting | default | values | |", "|---|---|---|---|"]
+        else:
+            default = "**required**" if one.default is None else f"`{one.default}`"
+            text = one.text.replace("|", "\\|")
+            lines.append(f"| `{one.path}` | {default} | {one.kind} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def commented_yaml(config: Config) -> str:
+    """Return the resolved config as YAML with the sentence of each setting; `load_config` reads it back."""
+    texts = {one.path: one.text for one in all_settings()}
+    return "\n".join(_commented(yaml.safe_load(to_yaml(config)), texts, "", 0)) + "\n"
+
+
+def _commented(values: dict[str, Any], texts: dict[str, str], prefix: str, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        comment = textwrap.wrap(texts.get(path, ""), WIDTH - len(indent))
+        yield from (f"{indent}# {line}" for line in comment)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:"
+            yield from _commented(value, texts, f"{path}.", depth + 1)
+        else:
+            flow = None if isinstance(value, list) else False
+            plain = yaml.safe_dump({name: value}, default_flow_style=flow, width=10**6).strip()
+            yield textwrap.indent(plain, indent)
+
+
+if __name__ == "__main__":
+    print(settings_page(), end="")

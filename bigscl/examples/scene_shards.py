@@ -1,0 +1,24 @@
+"""A small dataset for the examples: scenes of handwritten digits in indexed shards."""
+
+from pathlib import Path
+
+from bigscl.data.index import Index, default_path, load_index
+from bigscl.data.scan import scan
+from bigscl.datasets.scenes import scenes
+from bigscl.datasets.writing import write
+
+SIZES = {"single": 1, "train": 100, "val": 1, "test": 1}
+SIDE = 48
+"""Of the crops that the examples train on."""
+
+
+def scene_shards(folder: Path) -> Index:
+    """Return the index of 100 scenes in shards of 16, which one rank makes if there is none."""
+    drawn = scenes(SIZES, 0, samples_per_shard=16)
+    tars = [str(folder / name) for name in drawn.names("train")]
+    if not default_path(tars).exists():
+        for _ in write(drawn, folder):
+            pass
+        index, _ = scan(tars, class_names=drawn.classes)
+        index.save(default_path(tars))
+    return load_index(tars)

@@ -1,0 +1,77 @@
+"""Open the store of a memory for writing, and create it if there is none."""
+
+import os
+
+from bigscl.config import StoreConfig
+from bigscl.store import (
+    Annotations,
+    HeatmapStore,
+    NotAStore,
+    Transport,
+    on_rank_zero,
+    open_backend,
+    read_spec,
+)
+
+
+def open_store(
+    settings: StoreConfig,
+    annotations: Annotations,
+    *,
+    heatmap_size: int,
+    ranks: Transport,
+    run: str,
+    snapshot: int | None,
+) -> HeatmapStore:
+    """Open the store for writing at a snapshot, by default the newest; create it unless a later one is named.
+
+    All ranks call it together. Newer snapshots than the one asked for are dropped.
+    """
+    url = _writable_url(settings, ranks, run)
+    if not snapshot:
+        on_rank_zero(ranks, lambda: _create(url, settings, annotations, heatmap_size))
+    return HeatmapStore.open(
+        url,
+        annotations=annotations,
+        mode="w",
+        snapshot=snapshot,
+        run=run,
+        transport=ranks,
+        options=settings.options(),
+    )
+
+
+def _create(url: str, settings: StoreConfig, annotations: Annotations, heatmap_size: int) -> None:
+    backend = open_backend(url, settings.options())
+    if settings.kind == "memory":
+        backend.delete_tree("")  # what an earlier start of this run left, when it was killed
+    try:
+        read_spec(backend)
+    except NotAStore:
+        HeatmapStore.create(
+            url,
+            annotations,
+            heatmap_size=heatmap_size,
+            layout=settings.warmup_heatmaps,
+            slots=settings.slots,
+            codec=settings.codec,
+            checksum=settings.checksum,
+            counts=settings.ema == "debiased",
+            tracked=settings.tracked,
+            options=settings.options(),
+        )
+
+
+def _writable_url(settings: StoreConfig, ranks: Transport, run: str) -> str:
+    """Return where the store lives: on disk, in this process, or in memory that the ranks share."""
+    if settings.kind == "disk":
+        if settings.url is None:
+            raise ValueError("store.url: missing. Give the store a path, or choose kind memory.")
+        return settings.url
+    if settings.kind == "none":
+        raise ValueError("store.kind: none, expected disk or memory: a memory needs a store")
+    if ranks.world_size == 1:
+        return f"memory://{run}"
+    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) != ranks.world_size:
+        raise ValueError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
+    return f"/dev/shm/bigscl-{run}"

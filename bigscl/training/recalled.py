@@ -1,0 +1,207 @@
+"""What is remembered of a batch: targets for the losses, and the averages after its prediction."""
+
+# Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bigscl.config import StoreConfig
+from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.method.losses import LossInputs
+from bigscl.method.selection import Selection
+
+Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
+Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
+
+
+class SampleViews(NamedTuple):
+    """Which samples a batch shows, and which part of each image."""
+
+    ids: Ids
+    """[B]: rows of the index."""
+    views: Boxes | None = None
+    """[B,5]: left, top, width, height in fractions of the image, and 1 where mirrored. Default: all of it."""
+    erased: Boxes | None = None
+    """[B,4]: left, top, width, height of an erased box in fractions of the view; all 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CheckedViews:
+    """Sample views whose numbers fit."""
+
+    rows: NDArray[np.int64]
+    views: Tensor
+    erased: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Recalled:
+    """What is remembered of a batch, on the training device; None for arrays that the store does not keep."""
+
+    rows: NDArray[np.int64]
+    """[B]: the sample ids, on the host."""
+    ids: Tensor
+    """int64 [B]: the sample ids."""
+    views: Tensor
+    """float32 [B,5]"""
+    erased: Tensor | None
+    """float32 [B,4]; None if nothing can be erased."""
+    selection: Selection
+    scores: Tensor
+    """float16 [B,L]"""
+    max_visits: Tensor
+    """[B]: epochs up to the last visit of the image. Its visits are as many, or fewer if it could not be read
+    in one of these epochs: the store keeps the epoch of the last visit, not the number of visits."""
+    heatmaps: Tensor | None
+    """float16 [B,L,W,W], or [B,k,W,W] with `classes`."""
+    classes: Tensor | None
+    """int64 [B,k]"""
+    counts: Tensor | None
+    """uint8 [B,W,W]: visits of each cell; only for the debiased average."""
+    source: object = None
+    """The pass over an epoch that it belongs to; it is learnt in the same pass."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def expected(self) -> Tensor:
+        """The expected positives, bool [B,L]."""
+        return self.selection.expected(self.scores, self.ids)
+
+    def target(self, side: int) -> Tensor:
+        """Return what score maps of this side should agree with: the heatmaps as the views see them.
+
+        [B,L,side,side], or [B,k,side,side] of `classes`.
+        """
+        if self.heatmaps is None:
+            # Only scores, until the top classes are chosen: the score stands for every cell.
+            return self.scores.float()[:, :, None, None].expand(-1, -1, side, side)
+        return to_view(self.heatmaps, self.views, side)
+
+    def inputs(self, logits: Tensor, labels: Tensor, maps: Tensor | None = None) -> LossInputs:
+        """Return what an objective is computed from.
+
+        `logits` [B,L] are those of the pooled prediction, `labels` int8 [B,L] are 1 positive, 0 negative and
+        -1 unknown, `maps` [B,L,G,G] are probabilities; only spatial consistency needs them.
+        """
+        return LossInputs(
+            logits=logits,
+            labels=labels,
+            maps=maps,
+            scores=self.scores,
+            target=None if maps is None else self.target(maps.shape[-1]),
+            classes=self.classes,
+            expected=self.expected,
+        )
+
+
+@torch.no_grad()
+def updated_averages(
+    recalled: Recalled, logits: Tensor, maps: Tensor | None, settings: StoreConfig
+) -> dict[str, Tensor]:
+    """Return the running averages of a batch after its prediction, by the names of the store's arrays.
+
+    `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
+    """
+    visits = recalled.max_visits if settings.ema == "debiased" else None
+    pooled = logits.float().sigmoid()
+    updated = {"scores": blend_scores(recalled.scores, pooled, settings.momentum, visits)}
+    if recalled.heatmaps is None:
+        return updated
+    assert maps is not None
+    if recalled.classes is not None:
+        maps = gather_classes(maps, recalled.classes)
+    updated["heatmaps"], counts = blend(
+        recalled.heatmaps,
+        maps,
+        recalled.views,
+        settings.momentum,
+        erased=recalled.erased,
+        counts=recalled.counts,
+    )
+    return updated if counts is None else updated | {"counts": counts}
+
+
+# What users pass in
+
+
+def sample_views_of(batch: Any) -> SampleViews:
+    """Return the samples of a batch that has `ids`, `views` and `erased` as attributes or as keys."""
+    if isinstance(batch, SampleViews):
+        return batch
+    is_mapping = isinstance(batch, Mapping)
+    found: dict[str, Any] = {
+        name: batch.get(name) if is_mapping else getattr(batch, name, None) for name in SampleViews._fields
+    }
+    if found["ids"] is None:
+        raise ValueError(
+            f"batch: found {type(batch).__name__} without `ids`. Give batches with `ids` and `views`, or "
+            f"pass sample_views=lambda batch: bigscl.SampleViews(ids, views) to say where they are."
+        )
+    return SampleViews(**found)
+
+
+def check_sample_views(sample_views: SampleViews) -> CheckedViews:
+    """Return ids, views and erased boxes as arrays and tensors; ValueError if they do not fit."""
+    rows = as_rows(sample_views.ids)
+    if len(np.unique(rows)) < len(rows):
+        values, counts = np.unique(rows, return_counts=True)
+        raise RepeatedSample(f"sample {values[counts > 1][0]} is twice in one batch. {ONCE}")
+    whole = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).expand(len(rows), -1)
+    views = whole if sample_views.views is None else _as_boxes("views", sample_views.views, len(rows), 5)
+    erased = None if sample_views.erased is None else _as_boxes("erased", sample_views.erased, len(rows), 4)
+    return CheckedViews(rows=rows, views=views, erased=erased)
+
+
+def as_rows(ids: Ids) -> NDArray[np.int64]:
+    """Return sample ids as an array on the host; ValueError if they are none."""
+    found = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
+    if found.size == 0:
+        found = found.astype(np.int64)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"ids: found {found.dtype} {list(found.shape)}, expected whole numbers [B]: rows of the index"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def _as_boxes(name: str, boxes: Boxes, count: int, width: int) -> Tensor:
+    found = torch.as_tensor(boxes, dtype=torch.float32)
+    if count == 0 and found.numel() == 0:
+        return found.reshape(0, width)
+    if found.shape != (count, width):
+        raise ValueError(f"{name}: found {list(found.shape)}, expected {[count, width]}, one row per sample")
+    # Values on a GPU are not read back: the host would wait for it.
+    if found.device.type == "cpu" and (bad := ~_fits(found)).any():
+        row = [round(value, 4) for value in found[bad][0].tolist()]
+        raise ValueError(
+            f"{name}: found {row}, expected left, top, width, height as fractions in 0 to 1 of the "
+            f"{'image, and 1 where mirrored, else 0' if width == 5 else 'view'}"
+        )
+    return found
+
+
+def _fits(boxes: Tensor) -> Tensor:
+    """Return which boxes lie within the unit square, but for rounding; views must not be empty. [B]"""
+    ends = boxes[:, 0:2] + boxes[:, 2:4]
+    fits = (boxes[:, :4] >= 0).all(1) & (ends <= 1 + 1e-4).all(1)
+    if boxes.shape[1] == 5:
+        fits &= ((boxes[:, 4] == 0) | (boxes[:, 4] == 1)) & (boxes[:, 2:4] > 0).all(1)
+    return fits
+
+
+class RepeatedSample(ValueError):
+    """A sample came up a second time in one epoch."""
+
+
+ONCE = (
+    "The memory learns each sample at most once per epoch: its scores must be those of the epoch before. "
+    "Read the shards without resampling, or leave out what `memory.is_new(ids)` says is not new."
+)
