@@ -79,7 +79,7 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
             f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
             f"change to show. Use another --choose."
         )
-    before = HeatmapStore(store.backend, store.spec, older[-1], data.annotations, writable=False)
+    before = HeatmapStore(store.backend, store.spec, older[-1], data.annotations)
     changed = [
         shard
         for shard, (new, old) in enumerate(zip(store.snapshot.slots, older[-1].slots, strict=True))

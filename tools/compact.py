@@ -112,6 +112,10 @@ def _new_group(
             f"{what}: a {old.layout} store can be rewritten only with --top K. "
             f"To drop old snapshots only, remove {what}."
         )
+    if top is not None and top > store.spec.num_classes:
+        raise ValueError(
+            f"--top: {top}, but there are only {store.spec.num_classes} classes. Expected at most as many."
+        )
     new = replace(old, layout="topk", top=top or old.top, slots=slots or old.slots, codec=codec or old.codec)
     if new == old:
         raise ValueError(f"nothing to rewrite: the store already has --top {old.top} and --slots {old.slots}")

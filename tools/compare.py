@@ -1,5 +1,6 @@
 """`bigscl compare`: compare the predictions of several runs on the same images."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.command_line import AsJson
+from bigscl.files import write_text
 from bigscl.tools.score import Activation
 from bigscl.tools.text import tell
 
@@ -32,9 +34,21 @@ def command(
         int, typer.Option(min=0, help="Number of classes to list, the most changed first.")
     ] = 10,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the resamples.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder for compare.md, compare.json, scores.png and curves.png."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs with the first: metrics, differences with 95% bootstrap intervals, changed classes."""
+    """Compare runs with the first: metrics, differences with 95% bootstrap intervals, changed classes.
+
+    With -o it also draws the score distributions of all runs in one picture, and the learning curves of those
+    whose predictions are in the folder of their run.
+
+    Example: bigscl compare runs/an runs/scl -o comparison
+    """
     from bigscl.evaluation.compare import compare
     from bigscl.evaluation.predictions import load_predictions
     from bigscl.evaluation.real_labels import read_real_labels
@@ -49,7 +63,33 @@ def command(
         num_classes=classes,
         seed=seed,
     )
+    if output is not None:
+        _write(compared, predictions, output)
     tell(_facts(compared), _text(compared), as_json)
+
+
+def _write(compared: "list[Compared]", paths: list[Path], folder: Path) -> None:
+    """Write the comparison and its pictures into a folder."""
+    from bigscl.evaluation.report_files import draw_score_distributions
+    from bigscl.plots.curves import draw_curves
+
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [one.report.model for one in compared]
+    histograms = [one.report.score_distribution for one in compared]
+    draw_score_distributions(dict(zip(names, histograms, strict=True)), folder / "scores.png")
+    runs = {
+        name: [run] for name, path in zip(names, paths, strict=True) if (run := _run_of(path)) is not None
+    }
+    drawn = draw_curves(runs, folder / "curves.png")
+    pictures = ["![score distributions](scores.png)", *["![learning curves](curves.png)"] * drawn]
+    write_text(folder / "compare.md", "\n\n".join([_text(compared), *pictures]) + "\n")
+    write_text(folder / "compare.json", json.dumps(_facts(compared), indent=1) + "\n")
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the folder of the run that predictions are in; None if they are elsewhere."""
+    folders = [path.absolute(), *path.absolute().parents][:3]
+    return next((folder for folder in folders if (folder / "metrics.jsonl").is_file()), None)
 
 
 def _name_apart(runs: list[Any], paths: list[Path]) -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,8 @@ OPTIONAL = {
     "tensorboard": "tracking",
     "pyarrow": ".parquet",
 }
+TIMEOUT_MINUTES = 1.0
+"""How long a process waits for the others; a run waits for `hardware.timeout_minutes`."""
 # Loader workers send their batches through it.
 LITTLE_SHARED_MEMORY = 2**30
 
@@ -69,14 +72,18 @@ def _launched_ranks() -> Iterator[Transport]:
     """Yield the processes of the launcher as one group, or this process alone."""
     import torch.distributed as dist
 
+    from bigscl.processes.network import choose_interface
     from bigscl.processes.ranks import process_group
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield process_group()
         return
-    dist.init_process_group("gloo")
+    choose_interface()  # as the trainer does
+    dist.init_process_group("gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
-        yield process_group()
+        ranks = process_group()
+        ranks.sum([1.0])  # through connections between all of them, not only to the first
+        yield ranks
     finally:
         dist.destroy_process_group()
 
@@ -85,6 +92,9 @@ def _environment(place: str | None) -> dict[str, Any]:
     """Return what one process finds on its machine."""
     import torch
     import torch.distributed as dist
+
+    from bigscl.processes.hardware import machine_ram_bytes
+    from bigscl.processes.network import address_of_ranks
 
     devices = [
         {"name": torch.cuda.get_device_name(n), "bytes": torch.cuda.get_device_properties(n).total_memory}
@@ -102,7 +112,7 @@ def _environment(place: str | None) -> dict[str, Any]:
         "versions": {name: _version(name) for name in NEEDED},
         "optional": {name: importlib.util.find_spec(name) is not None for name in OPTIONAL},
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "ram_bytes": machine_ram_bytes(),
         "shared_memory_bytes": free_bytes("/dev/shm") if Path("/dev/shm").exists() else None,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "devices": devices,
@@ -111,8 +121,24 @@ def _environment(place: str | None) -> dict[str, Any]:
         "backends": backends,
         "free_bytes": None if place is None else free_bytes(place),
         "launched": "WORLD_SIZE" in os.environ,
+        "address": address_of_ranks(),
+        "timeout_minutes": _timeout_minutes(),
         "accelerate": any(name.startswith("ACCELERATE_") for name in os.environ),
     }
+
+
+def _timeout_minutes() -> float | None:
+    """Return how long the group of the ranks really waits; None without one."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        return None
+    # Not public in torch; without it a group that ignores its timeout could not be told.
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return None if timeout is None else float(timeout.total_seconds() / 60)
 
 
 def _bf16() -> bool:
@@ -146,6 +172,8 @@ def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
         yield f"several versions of Python: {', '.join(sorted({one['python'] for one in processes}))}"
     for host, one in {one["host"]: one for one in processes}.items():
         yield from _problems_of_host(host, one)
+    if len({one["host"] for one in processes}) > 1:
+        yield from _problems_between_hosts(processes)
     if len(processes) == 1 and processes[0]["accelerate"] and not processes[0]["launched"]:
         yield (
             "accelerate started one process only. On CPUs `--cpu --num_processes 2` does that: use "
@@ -161,6 +189,22 @@ def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
     shared = one["shared_memory_bytes"]
     if shared is not None and shared < LITTLE_SHARED_MEMORY:
         yield f"{host}: {size(shared)} free in /dev/shm: loader workers may die. In Docker: --shm-size 8g."
+
+
+def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
+    loopback = sorted({one["host"] for one in processes if (one["address"] or "").startswith("127.")})
+    if loopback:
+        yield (
+            f"ranks on {', '.join(loopback)} listen on the loopback address only, which other nodes cannot "
+            f"reach: set GLOO_SOCKET_IFNAME to the interface that they share"
+        )
+    for one in processes:
+        if one["timeout_minutes"] not in (None, TIMEOUT_MINUTES):
+            yield (
+                f"{one['host']}: the ranks' group waits for {one['timeout_minutes']:g} minutes, asked for "
+                f"were {TIMEOUT_MINUTES:g}: this build of torch ignores hardware.timeout_minutes"
+            )
+            break
 
 
 def _text(facts: dict[str, Any]) -> str:
@@ -195,5 +239,6 @@ def _host_text(host: str, processes: list[dict[str, Any]]) -> str:
     precision = "bf16 works" if one["bf16"] else "bf16 does not work"
     return (
         f"{host}: {len(processes)} x process, {one['cpus']} CPUs, {size(one['ram_bytes'])} RAM, "
-        f"{', '.join(devices)}{cuda}, {precision}, backends {backends}; {one['system']}"
+        f"{', '.join(devices)}{cuda}, {precision}, backends {backends}"
+        f"{'' if one['address'] is None else ', ranks at ' + one['address']}; {one['system']}"
     )

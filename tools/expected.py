@@ -103,7 +103,7 @@ def _counted(store: HeatmapStore) -> NDArray[np.int64]:
             f"{store.snapshot.epoch} and does not say how many positives its run expects, and there is no "
             f"snapshot of the end of an epoch to count them in. Run this again after the end of an epoch."
         )
-    end = HeatmapStore(store.backend, store.spec, ends[-1], store.annotations, writable=False)
+    end = HeatmapStore(store.backend, store.spec, ends[-1], store.annotations)
     expected = expected_at(end)
     counts = np.zeros(store.spec.num_classes, np.int64)
     for ids, scores in scores_by_shard("counting expected positives", end):

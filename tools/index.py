@@ -37,6 +37,10 @@ def command(
     jobs: Annotated[
         int, typer.Option(min=1, max=1024, help="Shards that are scanned at the same time.")
     ] = min(8, os.cpu_count() or 1),
+    unlabelled: Annotated[
+        bool,
+        typer.Option("--unlabelled", help="Keep images without labels, which data.labels_file will give."),
+    ] = False,
     allow_pipe: Annotated[bool, typer.Option(help="Run the commands of `pipe:` shards.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -47,6 +51,8 @@ def command(
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path}: its folder does not exist or is not writable. Choose another --output.")
     names, count = _classes(classes, urls)
+    if unlabelled and names is None and count is None:
+        raise ValueError("--unlabelled: the images do not say which classes there are. Give --classes.")
     before = stored_fingerprint(path)
     try:
         with progress("scanning", len(urls), "shards") as advance:
@@ -56,6 +62,7 @@ def command(
                 num_classes=count,
                 jobs=jobs,
                 allow_pipe=allow_pipe,
+                unlabelled=unlabelled,
                 on_shard=lambda url: advance(1, url),
             )
     except NoSamples as error:

@@ -21,7 +21,7 @@ from bigscl.store import (
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from bigscl.config import DataConfig, ObservedConfig
+    from bigscl.config import DataConfig, ObservedConfig, StoreConfig
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
@@ -96,6 +96,10 @@ class DataFlags:
         if file is None and self.shards is None and settings is not None:
             file = settings.train_index
         index = load_index(patterns, file)
+        if settings is not None and settings.labels_file is not None:
+            from bigscl.data.labels_file import with_training_labels
+
+            index = with_training_labels(index, settings.labels_file)
         for candidate, labels in _labellings(index, None if settings is None else settings.observed):
             annotations = candidate.annotations(labels)
             if annotations.fingerprint == fingerprint:
@@ -118,10 +122,38 @@ class DataFlags:
 
 
 def locate(store: str) -> str:
-    """Return where the store is: the place itself, or `store` in it if it is the folder of a run."""
+    """Return where the store is: the place itself, or that of the run whose folder it is.
+
+    ValueError for the folder of a run that keeps no memory on disk.
+    """
+    if "://" in store or (Path(store) / "zarr.json").exists():
+        return store
     inner = Path(store) / "store"
-    is_run = "://" not in store and not (Path(store) / "zarr.json").exists() and inner.is_dir()
-    return str(inner) if is_run else store
+    if inner.is_dir():
+        return str(inner)
+    settings = _store_settings(Path(store))
+    if settings is None:
+        return store
+    if settings.kind != "disk":
+        why = {
+            "none": "its objective needs none (store.kind: none)",
+            "memory": "it was in RAM and ended with the run (store.kind: memory)",
+        }[settings.kind]
+        raise ValueError(
+            f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at."
+        )
+    return settings.url or str(inner)
+
+
+def _store_settings(folder: Path) -> "StoreConfig | None":
+    """Return the store section of the config in the folder of a run; None if there is no usable one."""
+    from bigscl.config import ConfigError, load_config
+
+    file = folder / "config.yaml"
+    try:
+        return load_config(file).store if file.is_file() else None
+    except (ConfigError, OSError):
+        return None
 
 
 def run_folder(store: str) -> Path | None:

@@ -1,6 +1,5 @@
 """`bigscl plan`: estimate the disk space, RAM and I/O of a run before it starts."""
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, or the name of a packaged one.")
+    ],
     settings: Settings = None,
     processes: Annotated[
         int, typer.Option(min=1, max=100_000, help="Number of training processes on all nodes (GPUs).")
@@ -55,6 +56,7 @@ def command(
     run = load_config(config, settings or [])
     spec, mean_bytes = _data(run, samples, classes, per_shard)
     facts = _facts(run, spec, processes, images_per_second, mean_bytes)
+    facts["expected"] = _expected(run, samples)
     if probe is not None:
         facts["probe"] = _probe(run, spec, facts, probe)
     tell(facts, _text(facts), as_json)
@@ -76,7 +78,13 @@ def _data(
         sizes = [per_shard] * full + [rest] * (rest > 0)
         mean_bytes = None
     else:
-        index = load_index(config.data.train, config.data.train_index)
+        try:
+            index = load_index(config.data.train, config.data.train_index)
+        except ValueError as error:
+            raise ValueError(
+                f"{str(error).rstrip('.')}. To plan before there are shards, give --samples and --classes "
+                f"(of ImageNet: --samples 1281167 --classes 1000)."
+            ) from None
         sizes, classes = index.shard_sizes.tolist(), index.num_classes
         mean_bytes = float(index.image_bytes[index.ids()].mean())
     return (
@@ -91,11 +99,38 @@ def _data(
     )
 
 
+def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
+    """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
+    from bigscl.data.index import load_index
+    from bigscl.training.expectation import Expectation, check_k, expectation, positives_per_image
+
+    k = config.selection.K
+    if not config.objective.needs.k or (samples is not None and k == "auto"):
+        return None
+    if samples is not None:
+        # Of a dataset that does not exist yet: one label for each image.
+        total = round(float(k) * samples)
+        return asdict(
+            Expectation(positives_per_image=float(k), annotated=samples, total=total, num_samples=samples)
+        )
+    data = config.data
+    train = load_index(data.train, data.train_index)
+    if data.observed is not None:
+        train = train.draw_observed(data.observed.seed, data.observed.positives, data.observed.negatives)
+    val = load_index(data.val, data.val_index) if k == "auto" and data.val is not None else None
+    check_k(config, val)
+    found = positives_per_image(config, val)
+    assert found is not None
+    return asdict(expectation(found, train.annotations(data.labels).counts(), train.num_samples))
+
+
 def _heatmap_size(config: "Config", num_classes: int) -> int:
     from bigscl.models.spatial import build_model
     from bigscl.training.model_state import map_side
 
-    return 2 * map_side(build_model(config.model.backbone, num_classes), config.data.size)
+    return 2 * map_side(
+        build_model(config.model.backbone, num_classes, args=config.model.args), config.data.size
+    )
 
 
 def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
@@ -110,11 +145,12 @@ def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast"
 def _facts(
     config: "Config", spec: "StoreSpec", processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
+    from bigscl.config import doubtful_settings
+    from bigscl.processes.hardware import machine_ram_bytes
     from bigscl.training.forecast import warnings
 
     needs = _forecast(config, spec, processes)
     free = free_bytes(config.store_url) if config.store.kind == "disk" else None
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "run": str(config.run),
         "samples": spec.num_samples,
@@ -137,7 +173,7 @@ def _facts(
         "disk_bytes": needs.disk_bytes,
         "free_bytes": free,
         "phases": [_phase(phase, rate * processes) for phase in needs.phases],
-        "warnings": list(warnings(config, needs, free, ram)),
+        "warnings": [*doubtful_settings(config), *warnings(config, needs, free, machine_ram_bytes())],
     }
 
 
@@ -195,6 +231,8 @@ def _text(facts: dict[str, Any]) -> str:
         f"{_hours(one['hours'])} at {one['images_per_second']:g} images/s per process",
         f"  shards: {shards}; the busiest process has {one['imbalance']:.1%} more samples than the mean",
     ]
+    if one["expected"] is not None:
+        lines.append(f"  {_expected_line(one['expected'])}")
     if one["loader_bytes"] is not None:
         lines.append(f"  loader: about {size(one['loader_bytes'])} RAM per process")
     lines += _store_lines(one)
@@ -203,13 +241,19 @@ def _text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _expected_line(expected: dict[str, Any]) -> str:
+    from bigscl.training.expectation import Expectation
+
+    return str(Expectation(**expected))
+
+
 def _store_lines(facts: dict[str, Any]) -> list[str]:
     if not facts["phases"]:
         return ["  store: none, this objective needs no memory"]
     side = facts["heatmap_size"]
     rows = [
         [
-            f"{phase['first_epoch']} - {phase['last_epoch']}",
+            f"{phase['first_epoch'] + 1} - {phase['last_epoch'] + 1}",
             phase["layout"] if phase["top"] is None else f"top {phase['top']}",
             size(phase["slot_bytes"]),
             phase["versions"],

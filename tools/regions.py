@@ -2,6 +2,8 @@
 
 # Shapes: n heatmaps, W their side.
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,3 +47,32 @@ def _grown(region: NDArray[np.bool_], hot: NDArray[np.bool_]) -> NDArray[np.bool
 
 def _first(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     return np.asarray(mask.argmax(axis=0))
+
+
+SHARES = tuple(round(0.1 + 0.05 * step, 2) for step in range(17))
+"""Shares of the peak that are tried: 0.1 to 0.9."""
+
+
+def overlaps(found: NDArray[np.float64], boxes: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float64]:
+    """Return for each box found its intersection over union with the best of the true boxes of its map.
+
+    Without a box (NaN) it is 0.
+    """
+    pairs = zip(found, boxes, strict=True)
+    values = [max((_overlap(one, box) for box in true), default=0.0) for one, true in pairs]
+    return np.array(values, np.float64)
+
+
+def _overlap(one: Sequence[float] | NDArray[np.float64], other: Sequence[float]) -> float:
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    if not (width > 0 and height > 0):  # also if one of them is NaN
+        return 0.0
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return float(width * height / (sum(areas) - width * height))
+
+
+def best_share(heatmaps: Array, boxes: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the share of the peak at which the strongest boxes fit the true ones best, in the mean."""
+    means = [overlaps(strongest_boxes(heatmaps, share), boxes).mean() for share in SHARES]
+    return SHARES[int(np.argmax(means))]

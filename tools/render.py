@@ -1,6 +1,7 @@
 """`bigscl render`: draw samples with their stored heatmaps."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,15 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.command_line import AsJson
-from bigscl.plots.samples import Box, Panel, SamplePicture, classes_to_show, draw_samples, panel_of
+from bigscl.plots.samples import (
+    Box,
+    Panel,
+    SamplePicture,
+    classes_to_show,
+    draw_samples,
+    kinds_of,
+    panel_of,
+)
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.choosing import Choice, choose_samples
 from bigscl.tools.expected import Expected, expected_at
@@ -37,9 +46,17 @@ def command(
     class_name: Annotated[
         str | None, typer.Option("--class", help="Choose by this class only, by name or number.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="Number of samples to choose.")] = 8,
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Number of samples to choose. Default: 8; with --epochs: 2."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0,
-    heatmaps: Annotated[int, typer.Option(min=1, max=1000, help="Number of heatmaps per sample.")] = 6,
+    heatmaps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1000, help="Number of heatmaps per sample. Default: 6; with --epochs: 2 classes."
+        ),
+    ] = None,
     epochs: Annotated[
         bool,
         typer.Option("--epochs", help="Draw one row per class and one column per epoch, of tracked samples."),
@@ -55,7 +72,9 @@ def command(
     storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Draw samples with the heatmaps of annotated, unannotated and negative classes.
+    """Draw samples with the heatmaps of annotated classes, of others that are present or expected, and more.
+
+    Where boxes are known, the hottest cell is marked: inside or outside of them.
 
     Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
     """
@@ -66,24 +85,41 @@ def command(
     opened = open_store(store, snapshot, storage, data)
     stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
     number = None if class_name is None else find_class(class_name, data.index)
+    choice: Choice = "tracked" if epochs else choose
     if sample:
         ids = find_samples(sample, opened.spec, data.index)
     else:
-        choice: Choice = "tracked" if epochs else choose
-        ids = choose_samples(opened, data, choice, count, number, seed)
+        # By default the picture fits on a screen.
+        ids = choose_samples(opened, data, choice, count or (2 if epochs else 8), number, seed)
     if epochs and against is not None:
         raise ValueError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
     expected = None if data.index.labels is not None else expected_at(opened)
     images = _Images(opened, data, ids, expected)
     draw = _over_epochs if epochs else _side_by_side
-    pictures = draw(stores, images, data, ids, heatmaps)
-    title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}"
+    pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
+    chosen = "samples as named" if sample else _how_chosen(choice, seed, class_name)
+    title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}\n{chosen}"
     draw_samples(pictures, output, title=title, across=across)
-    facts: dict[str, Any] = {"output": str(output), "samples": [_named(data, int(one)) for one in ids]}
+    facts: dict[str, Any] = {
+        "output": str(output),
+        "chosen": chosen,
+        "samples": [_named(data, int(one)) for one in ids],
+    }
     facts |= {} if expected is None else {"selection": expected.to_json()}
     note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
-    tell(facts, f"{output}: {len(ids)} samples\n{_listed(facts)}{note}", as_json)
+    tell(facts, f"{output}: {len(ids)} samples: {chosen}\n{_listed(facts)}{note}", as_json)
+
+
+def _how_chosen(choice: Choice, seed: int, class_name: str | None) -> str:
+    """Return how the samples were chosen, in a few words for the picture."""
+    words = {
+        "random": f"random samples, seed {seed}",
+        "tracked": "tracked samples, evenly over the set",
+        "most-changed": "largest change of a score since the snapshot before",
+        "confident": "highest score of a class that is not annotated",
+    }[choice]
+    return words if class_name is None else f"{words}, class {class_name}"
 
 
 def _named(data: Data, sample: int) -> dict[str, Any]:
@@ -110,13 +146,17 @@ class _Images:
             raise ValueError(f"{error}. Choose other samples, or write the shards again.") from error
         self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
         self.names = data.index.class_names
-        self.annotated = data.annotated(ids)
-        present = data.present(ids)
-        if present is None:
+        annotated, present = data.annotated(ids), data.present(ids)
+        if present is not None:
+            kinds = [kinds_of(annotated[n], present=present[n]) for n in range(len(ids))]
+        else:
             assert expected is not None
-            present = expected.of(store.read(ids).scores, ids)
-        self.there = present
-        """Classes that are present, or expected positives if the shards do not say."""
+            found, negatives = expected.of(store.read(ids).scores, ids), data.index.labels_of(ids) == 0
+            kinds = [
+                kinds_of(annotated[n], expected=found[n], negatives=negatives[n]) for n in range(len(ids))
+            ]
+        self.kinds = kinds
+        """The kinds of all classes in each sample."""
 
     def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
         """Return the sample's picture with these panels."""
@@ -139,14 +179,11 @@ def _side_by_side(
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))
-        annotated, there = images.annotated[place], images.there[place]
-        classes = classes_to_show(first, annotated, there, count)
+        kinds = images.kinds[place]
+        classes = classes_to_show(first, kinds, count)
         for store, memory in zip(stores, memories, strict=True):
             rows = memory.take(slice(place, place + 1))
-            panels = [
-                panel_of(rows, number, images.names, annotated, there, images.boxes[sample])
-                for number in classes
-            ]
+            panels = [panel_of(rows, number, images.names, kinds, images.boxes[sample]) for number in classes]
             title = data.index.name(sample)
             title += f"   {store.backend.url}" if len(stores) > 1 else ""
             pictures.append(images.picture(sample, title, panels))
@@ -179,12 +216,14 @@ def _epochs_of(
     name: str,
 ) -> Iterator[SamplePicture]:
     last = history[max(history)]
-    annotated, there = images.annotated[place], images.there[place]
+    kinds = images.kinds[place]
     shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
-    for number in classes_to_show(last, annotated, there, count):
-        labels = {epoch: [f"epoch {epoch}"] * len(images.names) for epoch in shown}
+    for number in classes_to_show(last, kinds, count, reserve=False):
         panels = [
-            panel_of(history[epoch], number, labels[epoch], annotated, there, images.boxes[sample])
+            replace(
+                panel_of(history[epoch], number, images.names, kinds, images.boxes[sample]),
+                name=f"e{epoch} {images.names[number]}",
+            )
             for epoch in shown
         ]
         yield images.picture(sample, f"{name}: {images.names[number]}", panels)

@@ -12,7 +12,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+from bigscl.config.packaged import FOLDER
+
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
 
@@ -22,7 +23,7 @@ def launcher() -> tuple[str, ...]:
     import torch
 
     gpu = torch.cuda.is_available()
-    config = CONFIGS / "accelerate" / ("1gpu.yaml" if gpu else "cpu.yaml")
+    config = FOLDER / "accelerate" / ("1gpu.yaml" if gpu else "cpu.yaml")
     # Runs on a CPU are small: a second thread would only compete with the loader.
     threads = () if gpu else ("--num_cpu_threads_per_process", "1")
     return ("accelerate", "launch", "--config_file", os.path.relpath(config), *threads)

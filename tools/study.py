@@ -68,8 +68,8 @@ def command(
     """Train and evaluate each config with several seeds, and compare the results.
 
     Each seed draws its own observed labels, except with --same-labels. Run the same command again to resume,
-    even in the middle of a run. Writes results.md, results.json, scores.png and heatmaps.png to OUT. Example
-    of an ablation:
+    even in the middle of a run. Writes results.md, results.json and pictures (scores, curves, heatmaps).
+    Example of an ablation:
 
     bigscl study runs/momentum configs/voc12_lite0_scl.yaml --vary store.momentum=0.5
     """
@@ -226,13 +226,19 @@ def _setting(word: str) -> str:
     return f"--{word}"
 
 
-def _check_boxes(trials: Sequence[Trial]) -> None:
-    """Refuse shards without boxes before the first training, not after it."""
+def _check_data(trials: Sequence[Trial]) -> None:
+    """Refuse shards without the labels or boxes that are needed before the first training, not after it."""
+    from bigscl.data.index import load_index
     from bigscl.data.reader import read_metadata
-    from bigscl.training.run import open_data
 
     for trial in trials[:1]:
-        index = open_data(trial.resolved()).train
+        data = trial.resolved().data
+        index = load_index(data.train, data.train_index)
+        if data.observed is not None and index.labels is None:
+            raise ValueError(
+                f"{index.urls[0]}: each seed draws its own observed labels from the full ones, which these "
+                f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
+            )
         found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
         if trial.boxes and not any(fields.get("boxes") for fields in found.values()):
             raise ValueError(
@@ -262,7 +268,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
     from bigscl.tools.study_report import write_results
 
     left = [trial for trial in trials if not trial.done]
-    _check_boxes(left)
+    _check_data(left)
     out.mkdir(parents=True, exist_ok=True)
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(parallel):

@@ -45,8 +45,10 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
     write_text(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
     table = to_table(runs, {(trial.row, trial.seed): _resampled_maps(trial) for trial in done})
     _draw_scores(done, out / "scores.png")
+    _draw_curves(done, out / "curves.png")
     _draw_heatmaps(done, out / "heatmaps.png")
-    pictures = [f"![{name}]({name}.png)" for name in ("scores", "heatmaps") if (out / f"{name}.png").exists()]
+    names = ("scores", "curves", "heatmaps")
+    pictures = [f"![{name}]({name}.png)" for name in names if (out / f"{name}.png").exists()]
     write_text(out / "results.md", "\n\n".join([_about(done), table, *pictures]) + "\n")
     return table
 
@@ -191,26 +193,11 @@ def _mined(trial: "Trial") -> dict[str, Any]:
 
 
 def _find_mined(trial: "Trial") -> dict[str, Any]:
-    from bigscl.evaluation.metrics import estimate_k
-    from bigscl.evaluation.mining import mined_positives
-    from bigscl.evaluation.predictions import true_labels
+    from bigscl.evaluation.mining import mined_by_run
     from bigscl.evaluation.report_files import plain
-    from bigscl.training.run import open_data, read_store
 
-    config = trial.resolved()
-    data = open_data(config)
-    if config.store.kind != "disk" or config.data.labels != "observed" or data.train.labels is None:
-        return {}
-    expected = data.positives_per_image
-    if expected is None:
-        if data.val is None:
-            return {}
-        import torch
-
-        expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
-    with read_store(config, data.annotations) as store:
-        found: dict[str, Any] = plain(asdict(mined_positives(store, data.train, expected)))
-    return found
+    mined = mined_by_run(trial.resolved())
+    return {} if mined is None else plain(asdict(mined))
 
 
 def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
@@ -225,6 +212,16 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
         sums[trial.row] = sums.get(trial.row, 0) + histograms
     names = _short_names(list(sums))
     draw_score_distributions(dict(zip(names, (total.tolist() for total in sums.values()), strict=True)), path)
+
+
+def _draw_curves(trials: Sequence["Trial"], path: Path) -> None:
+    """Draw the learning curves of all runs, one colour per row."""
+    from bigscl.plots.curves import draw_curves
+
+    folders: dict[str, list[Path]] = {}
+    for trial in trials:
+        folders.setdefault(trial.row, []).append(trial.folder)
+    draw_curves(dict(zip(_short_names(list(folders)), folders.values(), strict=True)), path)
 
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:

@@ -1,7 +1,6 @@
 """Tables as CSV, JSON lines or Parquet, written batch by batch and atomically."""
 
 import csv
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.files import atomic_write
+from bigscl.parquet import load_pyarrow
 
 Columns = Mapping[str, type]
 """Names and types of the columns: int, float, str or bool."""
@@ -68,11 +68,7 @@ def _as_json(column: NDArray[Any]) -> list[str]:
 
 @contextmanager
 def _parquet(path: Path, columns: Columns) -> Iterator[Write]:
-    try:
-        pyarrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise ValueError(".parquet: needs pyarrow: pip install pyarrow; or write .csv or .jsonl") from None
+    pyarrow, parquet = load_pyarrow(".parquet", ".csv or .jsonl")
     types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string(), bool: pyarrow.bool_()}
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     waiting: list[Any] = []
