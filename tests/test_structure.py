@@ -1,9 +1,11 @@
 """The shape of the project: which way imports point, and that the README's commands are the ones CI runs."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,12 @@ def test_store_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_labels_are_exported_without_torch():
+    """It takes 700 MB, and a third of the time of a small export."""
+    code = "import bigscl.data.reader, bigscl.tools.export, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_config_imports_no_torch():
     """Every verb reads configs, and importing torch takes seconds."""
     code = "import bigscl.config, sys; sys.exit('torch' in sys.modules)"
@@ -82,6 +90,20 @@ def test_ci_runs_the_test_command_of_the_readme():
     command = "pip install -e '.[test]' && pytest -n 2"
     assert command in (ROOT / "README.md").read_text().splitlines()
     assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_every_dependency_has_a_lower_bound():
+    """`.ci/lowest` tries these bounds; a name without one would be installed at any age."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    unbounded = [name for name in named if not re.search(r">=\d", name) and not name.startswith("bigscl[")]
+    assert not unbounded
+
+
+def test_lowest_versions_are_tried_with_the_lowest_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    script = (ROOT / ".ci" / "lowest").read_text()
+    assert f"python{project['requires-python'].removeprefix('>=')}}}" in script
 
 
 def folders_of_the_map():
@@ -121,7 +143,15 @@ def test_map_of_the_readme_fits_on_one_screen():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "bigscl/DESIGN.md", "tools/README.md", "store/FORMAT.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "configs/FAQ.md",
+        "bigscl/DESIGN.md",
+        "tools/README.md",
+        "store/FORMAT.md",
+    ],
 )
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()

@@ -108,7 +108,9 @@ class Steps:
             if name == "an":
                 logit_map, logits = None, model.head.linear(model.network)(self.features.mean((2, 3)))
             else:
-                logit_map = model.head.logit_map(model.network, self.features, training=True)
+                logit_map = model.head.logit_map(
+                    model.network, self.features, self.inputs.images, training=True
+                )
                 logits = pool(logit_map, "logits")
         self.loss(name, logit_map, logits).mean().backward()
 

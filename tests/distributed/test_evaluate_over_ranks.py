@@ -74,6 +74,7 @@ def test_number_of_processes_and_batch_size_leave_no_trace_in_any_file(made, tra
     assert result.returncode == 0, result.stderr
     assert {"report.json", "report.md", "scores.png"} <= {str(path) for path in alone}
     assert b'"num_images": 79' in alone[Path("report.json")]
+    assert b'"image_ap": 0.' in alone[Path("report.json")]
     for processes, batch_size, launched in ((2, 7, True), (3, 1, False)):
         result, files = evaluate(trainer_server, made, processes, batch_size, launched=launched)
         assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 `pytest -m slow tests/distributed/test_hosts.py`; needs root and iproute2, and is skipped elsewhere.
 """
 
+import json
 import subprocess
 import time
 
@@ -87,6 +88,29 @@ def test_nodes_whose_host_name_is_the_loopback_train_as_two_local_processes(tmp_
     local = config_of(tmp_path / "local.yaml", shards, epochs=1)
     train(local, processes=2)
     assert_same_runs(tmp_path / "run", tmp_path / "local", shards)
+
+
+def test_doctor_reaches_nodes_whose_host_name_is_the_loopback(tmp_path):
+    need_hosts()
+    with hosts(2) as machines:
+        words = command([], processes=2, num_machines=2, main_process_ip=machines[0].address)
+        job = ["bigscl", "doctor", str(tmp_path / "store"), "--json"]
+        words = [*words[: words.index("bigscl.train")], *job]
+        words[words.index("--main_process_port") + 1] = str(PORT)
+        nodes = [
+            subprocess.Popen(
+                machine.command([*words[:4], "--machine_rank", str(rank), *words[4:]]),
+                cwd=ROOT,
+                env=ENVIRONMENT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        outputs = [node.communicate(timeout=TIMEOUT)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    facts = json.loads(outputs[0].strip().splitlines()[-1])
+    assert [one["address"] for one in facts["processes"]] == [machine.address for machine in machines]
 
 
 def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_path, shards):

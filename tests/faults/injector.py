@@ -105,10 +105,12 @@ class Injector:
             hit = self._next(name, path)
             if hit:
                 self._strike_before(name, tear, error)
-            result = execute()
-            if hit:
-                self._strike_after()
-            return result
+            try:
+                return execute()
+            finally:
+                # Also after one that fails, as a link to a name that is taken does.
+                if hit:
+                    self._strike_after()
 
     async def request(self, name: str, path: str, execute: Callable[[], Awaitable[Any]]) -> Any:
         """The same for an operation that is awaited; others may run meanwhile."""
@@ -118,10 +120,11 @@ class Injector:
             hit = self._next(name, path)
             if hit:
                 self._strike_before(name, None, lambda error: error)
-        result = await execute()
-        if hit:
-            self._strike_after()
-        return result
+        try:
+            return await execute()
+        finally:
+            if hit:
+                self._strike_after()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -142,7 +142,8 @@ def start_up(trainings, first):
 def test_killed_run_resumes_with_other_numbers_of_processes_each_sample_once(trainings, whole, shards):
     def kill_and_change(number, how, processes):
         run = trainings(log={"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True})
-        assert run.run(processes=2, at=number, how=how)[0].killed
+        ended = run.run(processes=2, at=number, how=how)
+        assert ended[0].killed, f"{run.last_words()}\n{run.hit}"
         kills.count("training, changed number of processes", run.hit)
         epoch, had = 0, set()
         if Checkpoints(run.folder / "checkpoints", 1).latest() is not None:

@@ -123,12 +123,18 @@ def launch(*arguments: object, processes: int = 1) -> "subprocess.CompletedProce
 class Running:
     """A run that is going on, to be interrupted; it is over at the end of the block at the latest."""
 
-    def __init__(self, folder: Path, *arguments: object, processes: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        processes: int = 1,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._folder, self._processes = folder, processes
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
         # The launcher is forked; the ranks that it starts are interpreters of their own.
         _, _, module, *words = command(arguments, processes)
-        self.launcher = Child(trainer_server(), module, *words, output=self._log)
+        self.launcher = Child(trainer_server(), module, *words, output=self._log, environment=environment)
 
     def __enter__(self) -> "Running":
         return self

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from bigscl.config import load_config
 from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.store import Rows
+from bigscl.training.checkpoint import Checkpoints
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_runs,
@@ -61,6 +63,21 @@ def test_saving_by_the_clock_of_one_rank_changes_no_bit(tmp_path, noisy, shards)
     steps = {int(line.rpartition("-")[2]) for line in done.stderr.splitlines() if " I saved " in line}
     assert steps > {10, 20, 30}, "saved at the ends of epochs only"
     assert_same_runs(tmp_path / "run", noisy[2], shards)
+
+
+def test_ranks_validate_the_averaged_network_of_rank_0_which_is_saved(tmp_path, trainer_server, shards):
+    """Each rank averages batch statistics of its own."""
+    model = {"backbone": "tests.integration.tiny:noisy_net"}
+    config = write_config(tmp_path / "run.yaml", shards, model=model)
+    words = ("tests.integration.keep_statistics", tmp_path, config, "--weight_ema", 0.9)
+    done = trainer_server.run_module(*words, processes=2)
+    assert done.returncode == 0, done.stderr
+    zero, one = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    assert zero
+    assert_same_weights(zero, one)
+    latest = Checkpoints(tmp_path / "run" / "checkpoints", 1).latest()
+    saved = latest.state("average.pt")
+    assert_same_weights(zero, {name: saved[f"module.{name}"] for name in zero})
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -52,7 +52,7 @@ def test_foretold_disk_is_an_upper_bound_and_what_the_run_says_of_itself(tmp_pat
         assert facts["disk_bytes"] <= 1.1 * seen["peak"]
     assert f"store: at most {size(facts['disk_bytes'])} on disk" in text
     for phase in facts["phases"]:
-        epochs = f"epochs {phase['first_epoch']} - {phase['last_epoch']}: "
+        epochs = f"epochs {phase['first_epoch'] + 1} - {phase['last_epoch'] + 1}: "
         (line,) = [line for line in seen["lines"] if line.startswith(epochs)]
         assert f"{size(phase['disk_bytes'])} in {phase['versions']} versions" in line
         assert f"{size(phase['resident_bytes'])} RAM per process" in line

@@ -186,6 +186,14 @@ def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_p
         assert_each_sample_once(folder, shards, epoch, had)
 
 
+def test_only_rank_0_lists_folders_and_reads_visit_stamps(tmp_path, trainer_server, noisy, shards):
+    config = noisy_config(tmp_path / "run.yaml", shards)
+    assert stop_forked_ranks(trainer_server, config, step=12)
+    done = trainer_server.run_module("tests.integration.blind_ranks", config, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_runs(tmp_path / "run", noisy[2], shards)
+
+
 def test_killed_run_repeats_only_what_no_checkpoint_has(tmp_path, shards):
     """Also the log of ids: what was logged after the checkpoint is trained again."""
     config = noisy_config(tmp_path / "run.yaml", shards)

@@ -44,7 +44,8 @@ def config(tmp_path_factory, shards):
     return write_config(
         tmp_path_factory.mktemp("configs") / "run.yaml",
         shards,
-        data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6},
+        # On this part of the images the second epoch is better than the first, and replaces `best`.
+        data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6, "shorter": 256},
         store={"slots": 3, "tracked": 0},
         schedule={
             "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
@@ -104,7 +105,7 @@ def assert_resumed(done, folder, whole, shards):
 # Kills
 
 MORE_KILLS = [
-    *(f"{STORE}.drop_snapshots {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
+    *(f"{STORE}.drop_announced {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
     *(f"{SNAPSHOTS}.drop before {n}" for n in (1, 2, 3, 4)),
     *(f"{SNAPSHOTS}.create {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
     *(f"{STORE}.compact {when} 1" for when in ("before", "after")),
@@ -127,7 +128,7 @@ def test_kill_between_a_checkpoint_and_the_drop_of_old_snapshots(tmp_path, train
     """Every slot is named by then, as all checkpoints are of one array group without `top`."""
     folder, once = tmp_path / "run", tmp_path / "once"
     assert train(config, "--run", once, "--store.top", "null")[0] == 0
-    moment = "bigscl.training.saving:Saver.drop_snapshots before 3"
+    moment = "bigscl.store.heatmap_store:HeatmapStore.drop_announced before 3"
     train(config, "--run", folder, "--store.top", "null", kill=moment)
     assert_resumed(train(config, "--run", folder, "--store.top", "null"), folder, once, shards)
 
@@ -142,7 +143,7 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
 @pytest.mark.parametrize(
     "moment",
     [
-        f"{STORE}.drop_snapshots before 1",
+        f"{STORE}.drop_announced before 1",
         f"{SNAPSHOTS}.drop before 1",
         "bigscl.training.run:RunFolder.write_start before 1",
         f"{CHECKPOINTS}:remove_folder before 1",
@@ -182,6 +183,19 @@ def test_best_weights_are_found_while_they_are_replaced_and_after_a_kill(
     assert find_weights(folder) == folder / ".best.old" / "model.safetensors"
     assert_resumed(train(config, "--run", folder), folder, whole, shards)
     assert find_weights(folder) == folder / "best" / "model.safetensors"
+
+
+def test_a_store_that_was_never_trained_into_may_be_deleted(tmp_path, train, config):
+    """The size of the images was wrong, say; nothing is lost with this store."""
+    folder = tmp_path / "run"
+    train(config, "--run", folder, kill=f"{STORE}.commit before 1")
+    assert_refused(
+        train(config, "--run", folder, "--data.size", 64, "--data.shorter", 64),
+        "has heatmaps of side 12",
+        f"Nothing was trained into this one: you can delete {folder / 'store'}",
+    )
+    shutil.rmtree(folder / "store")
+    assert train(config, "--run", folder, "--data.size", 64, "--data.shorter", 64)[0] == 0
 
 
 # Damaged files

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from bigscl.config import load_config
 from bigscl.data.plan import training_plan
+from bigscl.data.sample_list import is_list_of
 from bigscl.data.scan import scan
 from bigscl.method.losses import Base, Consistency
 from bigscl.models.smallnet import small_resnet
@@ -25,9 +26,11 @@ from tests.integration.runs import (
     index_of,
     losses_of,
     make_shards,
+    train,
     weights_of,
     write_config,
 )
+from tests.tars import write_shards
 
 # The first test of a file also pays for the runs that the others compare with.
 pytestmark = pytest.mark.timeout(360)
@@ -160,6 +163,16 @@ def test_average_of_the_weights_is_what_is_kept_as_best(base, ended):
     assert not any(best["fc.weight"].equal(weights["fc.weight"]) for weights in candidates)
 
 
+def test_validation_shows_its_progress(ended):
+    assert ended["en+scl"]["errors"].count("validating on 8 images, in batches") == 2
+
+
+def test_a_run_lists_the_samples_of_its_store(base, ended, small):
+    index = index_of(small)
+    assert is_list_of(index, base.parent / "en+scl" / "samples.json")
+    assert not (base.parent / "no store" / "samples.json").exists()
+
+
 def test_pictures_and_trackers_are_written(base, ended):
     folder = base.parent / "pictures"
     assert [path.name for path in (folder / "pictures").iterdir()] == ["epoch-001.png"]
@@ -202,13 +215,16 @@ def mistakes(tmp_path_factory, base, ended, small):
     shutil.copy(small / "train-000000.tar", bare)
     other, _ = scan([str(small / "val-000000.tar")], class_names=list("abcdefghij"))
     other.save(folder / "other.npz")
+    plain, _ = scan(write_shards(folder, [6], num_classes=10), class_names=index_of(small).class_names)
+    plain.save(folder / "bigscl-index-train.npz")
+    one_label = str(folder / "train-*.tar")
     wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
     conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
     diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
     finished, another = base.parent / "en+scl", ["--run", folder / "another"]
     copied = copy_run(finished, folder / "copied")
     memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "memory"})]
-    return call_all(
+    ended = call_all(
         {
             "wrong values": [base, *another, *dotted(**wrong)],
             "conflicts": [base, *another, *dotted(**conflict)],
@@ -221,6 +237,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "store of a run": [base, *another, "--store.url", finished / "store"],
             "store of other data": [base, "--run", copied, *dotted(**{"data.observed": {"seed": 1}})],
             "store of other maps": [base, *another, "--store.url", finished / "store", "--data.size", 64],
+            "one label": [base, *another, *dotted(**{"data.val": one_label, "selection.K": "auto"})],
             "memory": memory,
             "memory again": memory,
             "fp16": [base, *another, *dotted(**{"hardware.precision": "fp16"})],
@@ -230,6 +247,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "finished": [base, "--run", finished],
         },
     )
+    return {**ended, "folder": folder}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +267,7 @@ def mistakes(tmp_path_factory, base, ended, small):
         ("store of a run", ["was written by run", "store.url"]),
         ("store of other data", ["made for data"]),
         ("store of other maps", ["side 12", "needs 16"]),
+        ("one label", ["selection.K: auto", "none of the 6 images"]),
         ("memory again", ["store.kind: memory", "cannot be resumed"]),
         ("fp16", ["hardware.precision", "needs a GPU"]),
         ("backbone", ["resnet5000"]),
@@ -263,8 +282,15 @@ def test_mistakes_end_in_one_message_and_exit_code_2(mistakes, name, parts):
     assert all(part in message for part in parts), message
 
 
+def test_a_start_that_is_refused_leaves_no_folder(mistakes, base):
+    """The next start has nothing to trip over. Weights that cannot be loaded fail where the network does."""
+    assert mistakes["backbone"]["code"] == mistakes["one label"]["code"] == 2
+    assert not (mistakes["folder"] / "another").exists()
+
+
 def test_mistakes_leave_a_finished_run_alone(mistakes, base, small):
     assert mistakes["finished"]["code"] == 0
+    assert "en+scl: already finished, all 2 epochs are trained" in mistakes["finished"]["errors"]
     assert (memory_of_variant(base.parent / "en+scl", small).visited == 1).all()
     assert len(losses_of(base.parent / "en+scl")) == 8
 
@@ -280,6 +306,15 @@ def test_ranks_make_one_mistake_together(base, trainer_server):
     done = trainer_server.run_module(*launcher)
     assert done.returncode != 0
     assert done.stderr.count("bigscl.train: ") == 1, done.stderr
+
+
+def test_mistake_that_only_one_rank_meets_at_the_start_is_printed(base, trainer_server):
+    backbone = "tests.integration.tiny:net_of_rank_0"
+    _, _, *launcher = command([base, "--model.backbone", backbone], processes=2)
+    done = trainer_server.run_module(*launcher)
+    assert done.returncode != 0
+    *_, traceback = done.stderr.partition("Root Cause (first observed failure):")
+    assert "RuntimeError: no network on rank 1" in traceback, done.stderr
 
 
 # Bad images
@@ -345,3 +380,20 @@ def test_run_that_skipped_pictures_resumes_in_mid_epoch_bit_for_bit(tmp_path, ba
     assert counts == [0, 1, 1]
     assert_same_weights(weights_of(again), weights_of(once))
     assert_same_rows(memory_of_variant(again, folder), memory_of_variant(once, folder))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_network_computes_in_the_wanted_precision_after_the_warmup_too(tmp_path, shards, processes):
+    """Accelerate does not prepare a network twice; the phase after the warm-up needs it again."""
+    config = write_config(
+        tmp_path / "run.yaml",
+        shards,
+        model={"backbone": "tests.integration.tiny:telling_net"},
+        hardware={"precision": "bf16"},
+    )
+    done = train(config, processes=processes)
+    if "bf16 does not work on this CPU" in done.stderr:
+        pytest.skip("bf16 does not work on this CPU")
+    # Lines of two ranks may mix.
+    assert "torch.bfloat16" in done.stdout
+    assert "float32" not in done.stdout

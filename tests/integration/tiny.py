@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from torch import Tensor, nn
 
 
@@ -35,6 +36,24 @@ def noisy_net(num_classes: int) -> nn.Module:
     return TinyNet(num_classes, norm=True, dropout=0.3)
 
 
+class Gate(nn.Module):
+    """Normalises pooled features over the batch, which fails for a batch of one image."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(channels), nn.Sigmoid())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features * self.weight(features)
+
+
+def gated_net(num_classes: int) -> nn.Module:
+    """A network that cannot train on a single image."""
+    network = TinyNet(num_classes)
+    network.features = nn.Sequential(network.features, Gate(16))
+    return network
+
+
 class FailingNet(TinyNet):
     """Fails on the last rank in training, at its tenth batch."""
 
@@ -49,3 +68,34 @@ class FailingNet(TinyNet):
 
 def failing_net(num_classes: int) -> nn.Module:
     return FailingNet(num_classes)
+
+
+def net_of_rank_0(num_classes: int) -> nn.Module:
+    """A network that another node cannot make."""
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        raise RuntimeError(f"no network on rank {rank}")
+    return tiny_net(num_classes)
+
+
+class WrongNet(TinyNet):
+    """Computes something else in single precision than in double, as a broken device would."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images * 1.2 if images.dtype is torch.float32 else images)
+
+
+def wrong_net(num_classes: int) -> nn.Module:
+    return WrongNet(num_classes)
+
+
+class TellingNet(TinyNet):
+    """Prints the type that its first layer computes in, while it is trained."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            print(self.features[0](images).dtype)
+        return super().forward(images)
+
+
+def telling_net(num_classes: int) -> nn.Module:
+    return TellingNet(num_classes)

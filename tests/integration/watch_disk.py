@@ -13,12 +13,12 @@ from bigscl.store import HeatmapStore
 from bigscl.train import main
 
 peak = 0
-drop, close = HeatmapStore.drop_snapshots, HeatmapStore.close
+drop, close = HeatmapStore.drop_announced, HeatmapStore.close
 
 
-def watched_drop(self, keep=()):
+def watched_drop(self):
     look(self)
-    drop(self, keep)
+    drop(self)
 
 
 def watched_close(self):
@@ -40,7 +40,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-HeatmapStore.drop_snapshots = watched_drop
+HeatmapStore.drop_announced = watched_drop
 HeatmapStore.close = watched_close
 # A run collects garbage between its phases, which takes long among all that the imports made.
 gc.freeze()

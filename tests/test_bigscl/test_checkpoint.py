@@ -277,13 +277,13 @@ def trained(optimizer, shapes):
 def test_states_of_another_optimizer_or_network_do_not_fit():
     adam = trained(torch.optim.Adam, [(2, 3), (3,)])
     others = {
-        "another optimizer": [
-            trained(torch.optim.SGD, [(2, 3), (3,)]),
-            trained(torch.optim.AdamW, [(2, 3), (3,)]),
-        ],
+        "another optimizer": [trained(torch.optim.SGD, [(2, 3), (3,)])],
         "it has 1 parameters, expected 2": [trained(torch.optim.Adam, [(2, 3)])],
         "is (3, 2), expected (2, 3)": [trained(torch.optim.Adam, [(3, 2), (3,)])],
     }
+    # Torch 2.4 saves the same fields for Adam and AdamW, so nothing tells their states apart.
+    if "decoupled_weight_decay" in adam.param_groups[0]:
+        others["another optimizer"].append(trained(torch.optim.AdamW, [(2, 3), (3,)]))
     assert misfit(adam.state_dict(), adam.state_dict(), adam.param_groups) is None
     for reason, optimizers in others.items():
         for other in optimizers:

@@ -28,6 +28,9 @@ def test_bootstrap_figures_equal_scikit_learn_on_each_resampled_set(seed):
         expected = average_precision_score(truth[:, present], scores[:, present])
         assert figures["map"][place] == pytest.approx(expected)
         assert figures["f1"][place] == pytest.approx(f1_score(truth, scores >= 0, average="micro"))
+        images = truth.any(1)
+        by_image = average_precision_score(truth[images], scores[images], average="samples")
+        assert figures["image_ap"][place] == pytest.approx(by_image)
         best = truth[np.arange(60), predictions.ranked[rows, 0]]
         assert figures["top1"][place] == pytest.approx(best.sum() / truth.any(1).sum())
 
@@ -36,11 +39,15 @@ def test_unknown_pairs_count_in_no_resample():
     logits, labels = problem(num_images=50, num_classes=1, seed=3)
     known = np.flatnonzero(np.arange(50) % 3)
     labels[np.arange(50) % 3 == 0] = -1
+    # A second class that is known to be nowhere: images of which nothing is known are left out altogether.
+    logits = np.column_stack([logits, np.full(50, -99, logits.dtype)])
+    labels = np.column_stack([labels, np.zeros(50, labels.dtype)])
     counts = draw_counts(50, 10, 0)
     found = resampled_figures(score(saved(logits, labels)), counts)
     alone = resampled_figures(score(saved(logits[known], labels[known])), counts[known])
     assert found["map"] == pytest.approx(alone["map"], nan_ok=True)
     assert found["f1"] == pytest.approx(alone["f1"], nan_ok=True)
+    assert found["image_ap"] == pytest.approx(alone["image_ap"], nan_ok=True)
 
 
 def test_resamples_depend_on_the_seed_alone():
@@ -57,7 +64,7 @@ def test_a_better_run_is_beyond_chance_and_an_equal_one_is_not():
     first, second, third = compare([saved(run, labels) for run in runs], num_resamples=100)
     assert (first.figures["map"].low, first.figures["map"].high) == (0.0, 0.0)
     assert first.changes == []
-    for name in ("map", "top1", "f1"):
+    for name in ("map", "image_ap", "top1", "f1"):
         change = second.figures[name]
         assert 0 < change.low < change.difference < change.high
         assert change.value == pytest.approx(first.figures[name].value + change.difference)

@@ -1,13 +1,7 @@
 """Configs: strict, complete, and every mistake reported at once."""
 
-import ast
-import dataclasses
-import inspect
-import itertools
 import math
 import tarfile
-import textwrap
-import typing
 from pathlib import Path
 
 import pytest
@@ -17,11 +11,13 @@ from bigscl.config import (
     Config,
     ConfigError,
     changed_settings,
+    doubtful_settings,
     load_config,
     load_data_settings,
     make_config,
     to_yaml,
 )
+from bigscl.config.reference import all_settings, commented_yaml, settings_page
 
 ARCHIVES = sorted((Path(__file__).parents[1] / "integration" / "fixtures").glob("run-*.tar.xz"))
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -76,7 +72,7 @@ def test_every_mistake_is_listed_with_its_dotted_path():
         ({"data": {"labels": "labels", "observed": {"seed": 1}}}, "data.observed"),
         ({"data": {"color_jitter": {"hue": 0.1}, "rand_augment": {}}}, "data.rand_augment"),
         ({"data": {"resize": "square", "shorter": 300}}, "data.shorter"),
-        ({"data": {"eval_size": 288}}, "data.shorter"),
+        ({"data": {"eval_size": 288, "shorter": 256}}, "data.shorter"),
         (
             {
                 "schedule": {
@@ -188,22 +184,45 @@ def test_the_config_that_an_earlier_revision_resolved_is_the_one_of_today(archiv
 
 
 def test_every_setting_has_a_sentence_below_it():
-    def sentences(kind):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-        for node, after in itertools.pairwise([*tree, None]):
-            if isinstance(node, ast.AnnAssign):
-                text = after.value.value if isinstance(after, ast.Expr) else ""
-                yield node.target.id, text
+    for setting in all_settings():
+        assert setting.text.endswith("."), setting.path
 
-    def check(kind):
-        found = dict(sentences(kind))
-        for field in dataclasses.fields(kind):
-            assert found[field.name].endswith("."), f"{kind.__name__}.{field.name}"
-            for inner in (hints := typing.get_type_hints(kind)[field.name], *typing.get_args(hints)):
-                if dataclasses.is_dataclass(inner):
-                    check(inner)
 
-    check(Config)
+def test_the_reference_page_is_that_of_today():
+    """Write it again with `python -m bigscl.config.reference > configs/SETTINGS.md`."""
+    assert (CONFIGS[0].parent / "SETTINGS.md").read_text() == settings_page()
+
+
+def test_the_reference_has_every_setting_with_its_default():
+    found = {one.path: one for one in all_settings()}
+    optional = {"data.observed", "data.color_jitter", "data.rand_augment", "data.erase"}
+    everything = values(data={name.split(".")[1]: {} for name in optional} | {"observed": {"seed": 1}})
+    del everything["data"]["rand_augment"]  # it excludes colour jitter
+    for path in flattened(yaml.safe_load(to_yaml(make_config(everything)))):
+        assert path in found
+    assert (found["run"].default, found["store.slots"].default) == (None, "3")
+    assert (found["schedule.warmup.epochs"].default, found["schedule.main.epochs"].default) == ("5", "25")
+    assert found["selection.K"].kind == "number, above 0 or `auto`"
+    assert found["data.batch_size"].kind == "integer, at least 1"
+    assert found["data.observed.seed"].default is None
+
+
+def flattened(sections, prefix=""):
+    for name, value in sections.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_a_config_printed_with_comments_loads_again_as_the_same(tmp_path):
+    config = make_config(
+        values(data={"erase": {}, "observed": {"seed": 3}, "val": "a: b # c"}, weight_ema=0.99)
+    )
+    text = commented_yaml(config)
+    (tmp_path / "c.yaml").write_text(text)
+    assert load_config(tmp_path / "c.yaml") == config
+    assert "  # Images per process and step.\n  batch_size: 64\n" in text
 
 
 def test_data_settings_of_a_run_are_read_even_if_other_sections_are_damaged(tmp_path):
@@ -227,6 +246,21 @@ def test_changed_settings_are_named_even_if_another_section_has_the_same_line(tm
     assert "schedule.warmup.epochs: 5" in changed
     assert "data.observed.seed: None" in changed
     assert changed_settings(tmp_path / "nowhere.yaml", make_config(values())) == []
+
+
+def test_settings_that_an_earlier_revision_lacked_have_not_changed(tmp_path):
+    config = make_config(values())
+    saved = yaml.safe_load(to_yaml(config))
+    del saved["data"]["preprocessing"], saved["data"]["interpolation"], saved["model"]["args"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert changed_settings(tmp_path / "config.yaml", config) == []
+    other = make_config(
+        values(data={"interpolation": "bicubic"}, model={"args": {"zero_init_residual": True}})
+    )
+    assert changed_settings(tmp_path / "config.yaml", other) == [
+        "data.interpolation: bicubic",
+        "model.args.zero_init_residual: True",
+    ]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -254,3 +288,29 @@ def test_the_papers_hyper_parameters_are_in_its_configs():
     )
     imagenet = load_config(root / "imagenet_resnet50_scl.yaml")
     assert (imagenet.store.top, imagenet.optimizer.weight_decay, imagenet.compact_after) == (10, 1e-4, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shorter"),
+    [({}, 256), ({"size": 64}, 74), ({"eval_size": 448}, 512), ({"size": 64, "shorter": 80}, 80)],
+)
+def test_the_evaluated_centre_is_as_large_a_part_at_every_size(settings, shorter):
+    config = make_config(values(data=settings))
+    assert config.data.evaluation_transform().shorter == shorter
+    assert f"shorter: {shorter}\n" in to_yaml(config)
+    assert list(doubtful_settings(config)) == []
+
+
+def test_a_config_that_was_saved_before_the_default_followed_the_size_is_unchanged(tmp_path):
+    for settings in ({}, {"resize": "square", "size": 64}):
+        saved = tmp_path / "config.yaml"
+        saved.write_text(to_yaml(make_config(values(data={**settings, "shorter": 256}))))
+        assert changed_settings(saved, make_config(values(data=settings))) == []
+
+
+def test_a_tiny_centre_is_doubted():
+    (doubt,) = doubtful_settings(make_config(values(data={"size": 64, "shorter": 256})))
+    assert "central 64 of 256 pixels, at most 6% of an image" in doubt
+    assert "(74 then)" in doubt
+    square = make_config(values(data={"size": 64, "shorter": 256, "resize": "square"}))
+    assert list(doubtful_settings(square)) == []

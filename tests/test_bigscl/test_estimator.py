@@ -30,10 +30,20 @@ def test_steps_are_those_of_adam_for_each_sample_alone():
         for n, slope in zip(ids, gradient, strict=True):
             rows[n].grad = slope.clone()
             optimizers[n].step()
-    torch.testing.assert_close(ours.logits, torch.stack([row.detach() for row in rows]))
+    torch.testing.assert_close(ours.state()["logits"], torch.stack([row.detach() for row in rows]))
     before = ours.logits.clone()
     ours.share(SingleProcess())
     assert torch.equal(ours.logits, before)
+
+
+def test_gradient_is_awaited_with_the_next_step_not_before():
+    ours, awaited = LabelEstimator(make_annotations((6,), 3), seed=1), []
+    for step in range(3):
+        assert awaited == list(range(max(0, step - 1)))
+        ours.step(torch.tensor([step]), torch.ones(1, 3), 1e-2, lambda step=step: awaited.append(step))
+    assert awaited == [0, 1]
+    ours.state()
+    assert awaited == [0, 1, 2]
 
 
 def test_a_dataset_that_does_not_fit_is_refused_with_the_sum(monkeypatch):

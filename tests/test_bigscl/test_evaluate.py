@@ -17,8 +17,9 @@ from bigscl.data.reader import read_images
 from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluate import main
+from bigscl.evaluation.options import EvaluationOptions
 from bigscl.evaluation.predictions import load_predictions
-from bigscl.evaluation.target import build_network, find_target, find_weights
+from bigscl.evaluation.target import build_network, find_target, find_weights, with_overrides
 from bigscl.models.spatial import build_model
 from bigscl.store import HeatmapStore
 from tests.tars import classed, labelled, write_tar
@@ -193,6 +194,13 @@ def test_published_weights_say_how_images_are_prepared():
     assert (target.transform.size, target.transform.resize, target.transform.shorter) == (224, "shorter", 232)
     assert target.mean == (0.485, 0.456, 0.406)
     assert find_target(None, "resnet50", "IMAGENET1K_V1").transform.shorter == 256
+
+
+def test_another_size_keeps_the_part_of_the_image_that_is_seen():
+    target = find_target(None, "resnet50", "IMAGENET1K_V1")
+    small, large = (with_overrides(target, EvaluationOptions(size=size)) for size in (112, 448))
+    assert (small.transform.shorter, large.transform.shorter) == (128, 512)
+    assert with_overrides(target, EvaluationOptions(size=112, shorter=200)).transform.shorter == 200
 
 
 def lively(network):

@@ -202,6 +202,16 @@ def test_indexes_with_other_arrays_are_refused_by_name(folder, indexed, data):
     load_or_refuse(shards, folder / "other.npz")
 
 
+def test_index_whose_lengths_add_up_beyond_64_bits_is_refused_by_name(folder, indexed):
+    shards, content = indexed
+    with np.load(io.BytesIO(content)) as file:
+        arrays = dict(file)
+    arrays["negatives.lengths"] = np.full(6, 2**63, np.uint64)
+    np.savez(folder / "long.npz", **arrays)
+    with pytest.raises(BadFile, match=r"long.npz.*not as many as its lengths say"):
+        load_index(shards, folder / "long.npz")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

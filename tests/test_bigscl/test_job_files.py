@@ -5,14 +5,18 @@ The schedulers' own commands are small scripts here: `srun` runs its command onc
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+
+from bigscl.config.packaged import packaged_files
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PROGRAMS = {
@@ -127,3 +131,30 @@ def test_skypilot_nodes_are_the_machines_of_one_launcher(call, tmp_path):
     assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 16, 1)
     assert options.main_process_ip == "10.0.0.4"
     assert options.training_script_args == [task["envs"]["CONFIG"]]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "bigscl.def"])
+def test_containers_install_what_the_project_has(name):
+    """Building needs a network and a daemon: here only what they name is checked."""
+    text = (CONFIGS / "containers" / name).read_text()
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"pip install \S+ -e '/opt/bigscl\[([\w,]+)\]'", text)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    for requirement in re.findall(r"'(torch[^']*)'", text):
+        assert requirement in project["dependencies"]
+    (python,) = re.findall(r"python:(\d+\.\d+)-slim", text)
+    assert tuple(map(int, python.split("."))) >= (3, 11)
+    for path in re.findall(r"/opt/bigscl/(configs/[\w/.]+)", text) + re.findall(
+        r"(?<!/)(configs/[\w/.]+\w)", text
+    ):
+        assert (CONFIGS.parent / path).exists(), path
+    assert "imagenet_resnet50_scl" in packaged_files()
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((CONFIGS.parent / "CITATION.cff").read_text())
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= citation.keys()
+    assert citation["preferred-citation"]["title"].startswith("Spatial Consistency Loss")

@@ -2,12 +2,13 @@ import gzip
 import io
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import struct
 import tarfile
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from PIL import Image
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.batch import Batch, normalize
-from bigscl.data.loader import BadSamples, Batches, Loader, TooManyBadSamples
+from bigscl.data.loader import BadSamples, Batches, Loader, LoaderWorkers, TooManyBadSamples, Work
 from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
@@ -186,9 +187,35 @@ def test_reading_leaves_the_random_numbers_of_training_alone(index):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTransform(TrainingTransform):
+    padding: bytes = bytes(300_000)
+
+
+def test_persistent_workers_give_the_batches_of_each_epoch_and_live_on(index):
+    """Also where a worker has nothing in an epoch, and where plans are longer than what a pipe holds."""
+    workers, pids = LoaderWorkers(index, 3), []
+    for epoch in range(4):
+        visited = np.zeros(len(index.keys), bool)
+        if epoch % 2:  # so little is left that only one worker has a stream
+            visited[index.ids()[2:]] = True
+        plan = plan_for(index, workers=3, epoch=epoch, visited=visited)
+        transform = LongTransform(size=16, seed=1, epoch=epoch)
+        found = list(Loader(index, plan, 0, transform, workers=workers))
+        alone = plan_for(index, epoch=epoch, visited=visited)
+        assert contents(found) == contents(list(Loader(index, alone, 0, transform)))
+        assert ids_of(found) == planned(plan)
+        pids.append({child.pid for child in multiprocessing.active_children()})
+    assert len(pids[0]) == 3
+    assert all(each == pids[0] for each in pids)
+    workers.close()
+    assert not multiprocessing.active_children()
+
+
 def test_batches_are_the_same_after_a_trip_to_another_process(index):
     """Workers that are not forked get the dataset pickled."""
-    batches = Batches(index, list(plan_for(index).streams[0]), 4, TRANSFORM, "observed", allow_pipe=False)
+    batches = Batches(index, "observed", allow_pipe=False)
+    batches.work = Work(stream=plan_for(index).streams[0][0], batch_size=4, transform=TRANSFORM)
     assert contents(list(pickle.loads(pickle.dumps(batches)))) == contents(list(batches))
 
 
@@ -227,8 +254,8 @@ def test_piped_shards_are_read_where_allowed(index, expected):
 def test_an_idle_rank_yields_nothing(index):
     plan = plan_for(index, world_size=8, workers=2)
     idle = [rank for rank in range(8) if plan.num_samples(rank) == 0]
-    assert len(idle) == 3
-    assert [list(Loader(index, plan, rank, TRANSFORM)) for rank in idle] == [[], [], []]
+    assert len(idle) == 4  # the shard of one sample shares a rank with another
+    assert [list(Loader(index, plan, rank, TRANSFORM)) for rank in idle] == [[], [], [], []]
 
 
 # Evaluation.
@@ -260,6 +287,24 @@ def test_evaluation_views_equal_torchvisions_transforms(width, height):
     assert np.allclose([box_width * columns, box_height * rows], 48)
     assert abs(left * columns - (columns - 48) / 2) <= 0.5
     assert abs(top * rows - (rows - 48) / 2) <= 0.5
+
+
+@pytest.mark.parametrize("resize", ["square", "shorter"])
+def test_bicubic_views_equal_torchvisions_transforms(resize):
+    image = torch.from_numpy(np.array(picture(1, 200, 150))).permute(2, 0, 1)
+    found = EvaluationTransform(size=48, resize=resize, shorter=56, interpolation="bicubic")(image, 0).pixels
+    bicubic = {"interpolation": V.InterpolationMode.BICUBIC, "antialias": True}
+    if resize == "square":
+        expected = V.resize(image, [48, 48], **bicubic)
+    else:
+        expected = V.center_crop(V.resize(image, [56], **bicubic), [48, 48])
+    assert torch.equal(found, expected)
+    drawn = {"size": 32, "seed": 1, "epoch": 2}
+    bilinear, other = (
+        TrainingTransform(**drawn, interpolation=name)(image, 0) for name in ("bilinear", "bicubic")
+    )
+    assert bilinear.view == other.view
+    assert not torch.equal(bilinear.pixels, other.pixels)
 
 
 def test_a_centre_larger_than_the_image_is_refused():

@@ -1,11 +1,13 @@
 """Metrics over ranks, by ranks that share a process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bigscl.method.objective import Loss
 from bigscl.processes.ranks import SingleProcess
-from bigscl.training import log
+from bigscl.training import log, progress_bar
 from bigscl.training.log import Meter
 
 
@@ -82,3 +84,22 @@ def test_meter_of_a_single_process_waits_for_nobody_else_and_starts_over_when_re
     seen = meter.read({"wait_data": 1.5})
     assert (seen["total"], seen["images_per_second"], seen["wait_data"]) == (5.0, 0.5, 0.25)
     assert "wait_ranks" not in seen
+
+
+def test_the_work_after_an_epoch_is_measured_for_the_time_left(tmp_path, now, monkeypatch):
+    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
+    metrics = log.MetricsLog(tmp_path, SimpleNamespace(is_main_process=False))
+    with metrics.progress(0, 3, 2, 0):
+        for _ in range(2):
+            now[0] += 10
+            metrics.advance()
+    now[0] += 4  # validation, say
+    metrics.progress(1, 3, 2, 0)
+    now[0] += 10
+    metrics.advance()
+    assert metrics._pace.seconds_left() == (10.0, 10.0 + 20.0 + 2 * 4.0)
+
+
+def test_a_machine_without_git_can_log_its_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert log.environment(["train"])["revision"] is None

@@ -17,6 +17,7 @@ from bigscl.evaluation.metrics import (
     by_num_labels,
     energy_in_boxes,
     estimate_k,
+    image_average_precision,
     mean_ap,
     per_class,
     pointing_hits,
@@ -82,6 +83,33 @@ def test_average_precision_leaves_unknown_pairs_out(seed, num_images, levels, sh
     targets[torch.rand(targets.shape, generator=torch.Generator().manual_seed(seed)) < 0.3] = -1
     expected = sklearn_average_precision(scores.numpy(), targets.numpy())
     np.testing.assert_allclose(average_precision(scores, targets), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("levels", [None, 2, 10])
+def test_average_precision_of_an_image_equals_scikit_learn(levels):
+    scores, targets = random_problem(200, 30, levels=levels)
+    found = image_average_precision(scores, targets)
+    labelled = targets.any(1)
+    assert 0 < labelled.sum() < 200
+    assert found[~labelled].isnan().all()
+    truth, ranking = targets[labelled].numpy(), scores[labelled].numpy()
+    by_sample = sklearn_metrics.average_precision_score(truth, ranking, average="samples")
+    assert found[labelled].mean().item() == pytest.approx(by_sample)
+    # Scikit-learn's ranking average precision agrees on images with a positive, and counts others as 1.
+    ranking_score = sklearn_metrics.label_ranking_average_precision_score
+    assert ranking_score(truth, ranking) == pytest.approx(by_sample)
+    assert ranking_score(targets.numpy(), scores.numpy()) > by_sample
+    # The unknown classes of an image are left out of its ranking.
+    targets[torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)) < 0.3] = -1
+    expected = sklearn_average_precision(scores.T.numpy(), targets.T.numpy())
+    np.testing.assert_allclose(image_average_precision(scores, targets), expected, atol=1e-12)
+
+
+def test_images_are_ranked_within_a_class_and_classes_within_an_image():
+    # Every image ranks its own class first, but the second image is less sure of everything.
+    scores = torch.tensor([[0.9, 0.8], [0.1, 0.2]])
+    found = by_num_labels(scores, torch.tensor([[1, 0], [0, 1]]))["all"]
+    assert (found.image_ap, found.mean_ap.present) == (1.0, 0.75)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

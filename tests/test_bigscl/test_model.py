@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision import models
 
+from bigscl.errors import explain
 from bigscl.models import lite0
+from bigscl.models.backbones import create_network
 from bigscl.models.spatial import build_model, pool
 from bigscl.training.checkpoint import write_tensors
 
@@ -111,6 +114,68 @@ def test_pooled_map_and_export_give_the_logits_of_the_network(backbone):
     torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
+SMALL_VIT = {"img_size": 64, "embed_dim": 24, "depth": 2, "num_heads": 2, "global_pool": "avg"}
+SMALL_SWIN = {"img_size": 64, "window_size": 2, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("backbone", "args", "side", "layout", "prefix"),
+    [
+        ("timm:vit_tiny_patch16_224", SMALL_VIT, 4, "tokens", 1),
+        ("timm:vit_tiny_patch16_224", {**SMALL_VIT, "reg_tokens": 3}, 4, "tokens", 4),
+        ("timm:vit_tiny_patch16_224", {**SMALL_VIT, "class_token": False}, 4, "tokens", 0),
+        ("timm:swin_tiny_patch4_window7_224", SMALL_SWIN, 8, "channels last", 0),
+    ],
+)
+def test_networks_that_average_tokens_give_maps(backbone, args, side, layout, prefix):
+    import timm
+
+    model = build_model(backbone, 7, args=args).eval()
+    assert (model.head.layout, model.head.prefix) == (layout, prefix)
+    assert model.head.side_of_images == 64, "these take no other size"
+    plain = timm.create_model(backbone.removeprefix("timm:"), num_classes=7, **args).eval()
+    plain.load_state_dict(model.network.state_dict(), strict=True)
+    batch = images(2, 64, 64)
+    with torch.no_grad():
+        expected = plain(batch)
+        logit_map, logits = model(batch, maps=True)
+    assert logit_map.shape == (2, 7, side, side)
+    assert torch.equal(logits, expected)
+    assert logit_map.std((2, 3)).min() > 0
+    torch.testing.assert_close(logit_map.mean((2, 3)), expected, rtol=0, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"data.size: 96, but the network takes images of 64 x 64.*img_size: 96"
+    ):
+        model.check_side(96, "data.size")
+
+
+class Patches(nn.Module):
+    """Tokens that see their own patch only, after two others: a map shows where in the image each is."""
+
+    def __init__(self, num_classes, width=8):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = self.norm(torch.cat([torch.ones_like(tokens[:, :2]), tokens], 1))
+        return self.scores(tokens[:, 2:].mean(1))
+
+
+def test_tokens_return_to_their_place_in_the_image():
+    model = build_model("tests.test_bigscl.test_model:Patches", 3, args={"width": 6}).eval()
+    assert model.network.scores.in_features == 6
+    dark, lit = images(1, 96, 128), images(1, 96, 128)
+    lit[:] = dark
+    lit[:, :, 32:48, 80:96] += 1
+    with torch.no_grad():
+        changed = (model.maps(lit) - model.maps(dark)).abs().amax((0, 1))
+    assert changed.shape == (6, 8)
+    assert changed.nonzero().tolist() == [[2, 5]]
+
+
 @pytest.mark.parametrize("backbone", ["resnet18", "timm:convnext_atto", "densenet121"])
 def test_gradients_through_the_map_equal_those_of_the_network(backbone):
     model = build_model(backbone, 5)
@@ -130,10 +195,10 @@ def test_gradients_through_the_map_equal_those_of_the_network(backbone):
     ("backbone", "reason"),
     [
         ("vgg11", "last layer 'classifier.6' is not the average of a feature map"),
-        ("alexnet", "is not the average of a feature map"),
-        ("mobilenet_v3_small", "a hidden layer"),
+        ("alexnet", "is not the average of a feature map but comes from a hidden layer"),
+        ("mobilenet_v3_small", r"a hidden layer \('classifier.0'\)"),
         ("squeezenet1_0", "does not end in a linear layer"),
-        ("vit_b_16", "does not run on an image of 128 x 96"),
+        ("vit_b_16", "is not the average of a feature map but a class token"),
     ],
 )
 def test_networks_whose_head_does_not_allow_maps_are_refused_with_the_reason(backbone, reason):
@@ -155,6 +220,11 @@ def test_networks_whose_head_does_not_allow_maps_are_refused_with_the_reason(bac
         ({"backbone": DIGITS, "weights": "DEFAULT"}, "expected a file"),
         ({"backbone": "timm:resnet18", "weights": "IMAGENET1K_V1"}, "expected DEFAULT or a file"),
         ({"pooling": "max"}, "pooling: found 'max'"),
+        ({"args": {"num_classes": 4}}, "model.args: num_classes: the data and model.weights decide that"),
+        ({"args": {"widht": 4}}, "model.args: resnet18 takes no 'widht'"),
+        ({"backbone": "timm:resnet18", "args": {"bogus": 1}}, "model.args: timm:resnet18 takes no 'bogus'"),
+        ({"backbone": DIGITS, "args": {"bogus": 1}}, "takes no 'bogus'"),
+        ({"backbone": "timm:resnet18", "args": {"global_pool": "max"}}, "feature map but its maximum"),
         ({"num_classes": 0}, "num_classes: found 0"),
     ],
 )
@@ -453,3 +523,37 @@ def test_distributed_training_has_no_unused_parameters(tmp_path):
                 wrapped(images()).logits.sum().backward()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_weights_that_cannot_be_downloaded_are_one_line_with_address_and_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(ValueError, match="cannot be downloaded") as caught:
+        create_network("resnet18", 3, "IMAGENET1K_V1")
+    message = str(caught.value)
+    assert "https://download.pytorch.org/models/resnet18-f37072fd.pth" in message
+    assert str(tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth") in message
+    assert "or give a file of weights (.pt, .pth, .safetensors)" in message
+    assert "\n" not in message
+    assert explain(caught.value) == message
+
+
+def test_weights_of_timm_that_cannot_be_downloaded_say_so_too(monkeypatch):
+    timm = pytest.importorskip("timm")
+
+    def create_model(*_, **__):
+        raise ConnectionError("[Errno 101] Network is unreachable")
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    with pytest.raises(ValueError, match=r"https://huggingface\.co/timm/resnet18\S+ \(ConnectionError"):
+        create_network("timm:resnet18", 3, "DEFAULT")
+
+
+def test_a_network_is_imported_from_the_current_folder_as_by_python_m(tmp_path, monkeypatch):
+    """The path of the `bigscl` command starts with the folder of the command."""
+    (tmp_path / "net_of_mine.py").write_text("from torchvision.models import resnet18 as Net")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    assert create_network("net_of_mine:Net", 3).fc.out_features == 3

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.data.plan import Plan, evaluation_plan, training_plan
+from bigscl.data.plan import Plan, batch_lengths, evaluation_plan, training_plan
 
 
 @st.composite
@@ -17,7 +17,7 @@ def topologies(draw):
     return {
         "shard_sizes": sizes,
         "rows_per_shard": int(sizes.max()) + draw(st.integers(0, 3)),
-        "batch_size": draw(st.sampled_from([1, 7, 64, 1000])) if sizes.sum() < 20000 else 64,
+        "batch_size": draw(st.sampled_from([1, 2, 3, 7, 64, 1000])) if sizes.sum() < 20000 else 64,
         "world_size": draw(st.integers(1, 16)),
         "workers": draw(st.integers(0, 8)),
     }
@@ -53,10 +53,10 @@ def test_counts_agree_with_what_the_ranks_yield(topology, epoch):
     for rank, mine in enumerate(batches):
         assert len(mine) == plan.num_batches(rank)
         assert sum(map(len, mine)) == plan.num_samples(rank)
-        assert all(0 < len(ids) <= topology["batch_size"] for ids in mine)
+        assert all(0 < len(ids) <= max(topology["batch_size"], 3) for ids in mine)
     assert plan.num_steps == max(map(len, batches))
     per_rank = [plan.num_samples(rank) for rank in range(plan.world_size)]
-    assert max(per_rank) - min(per_rank) <= topology["shard_sizes"].max()
+    assert max(per_rank) - min(per_rank) <= topology["shard_sizes"].max() + 2
 
 
 @given(topologies())
@@ -140,7 +140,62 @@ def test_plans_are_the_same_on_every_machine_and_version():
         np.array([4, 3, 5]), 5, seed=7, epoch=3, batch_size=3, world_size=2, workers=1, shuffle_buffer=3
     )
     found = [[ids.tolist() for ids in batches] for batches in yielded(plan)]
-    assert found == [[[10, 12, 11], [13, 14]], [[0, 1, 2], [3, 5, 6], [7]]]
+    assert found == [[[10, 12, 11], [13, 14]], [[0, 1, 2], [3, 5], [6, 7]]]
+
+
+@given(topologies(), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_no_batch_has_a_single_sample_if_it_can_be_helped(topology, epoch):
+    batches = [ids for rank in yielded(training_plan(**topology, seed=4, epoch=epoch)) for ids in rank]
+    if topology["batch_size"] > 1 and topology["shard_sizes"].sum() > 1:
+        assert min(map(len, batches)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "workers"),
+    [([4, 4, 1], 3, 1), ([4, 4, 1], 1, 3), ([1, 1, 1], 4, 2), ([8, 1], 2, 0)],
+)
+def test_a_shard_of_one_sample_is_never_alone(sizes, world_size, workers):
+    for epoch in range(5):
+        plan = training_plan(
+            np.array(sizes),
+            max(sizes),
+            seed=1,
+            epoch=epoch,
+            batch_size=4,
+            world_size=world_size,
+            workers=workers,
+        )
+        assert 1 not in [len(ids) for rank in yielded(plan) for ids in rank]
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_batches_are_full_but_for_the_last_two(num_samples, batch_size):
+    lengths = batch_lengths(num_samples, batch_size)
+    assert sum(lengths) == num_samples
+    assert all(length == batch_size for length in lengths[:-2])
+    for done in range(len(lengths)):
+        assert batch_lengths(sum(lengths[done:]), batch_size) == lengths[done:]
+    if num_samples % batch_size != 1 or batch_size == 1:
+        plain = [min(batch_size, num_samples - first) for first in range(0, num_samples, batch_size)]
+        assert lengths == plain
+
+
+@given(topologies(), st.integers(0, 60))
+@settings(max_examples=80, deadline=None)
+def test_an_epoch_that_an_earlier_revision_began_is_finished_exactly_once(topology, steps):
+    """It cut streams into full batches and a last one of any length, also of one sample."""
+    topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 300)
+    size = topology["batch_size"]
+    plan = training_plan(**topology, seed=5, epoch=2)
+    visited = np.zeros(len(topology["shard_sizes"]) * topology["rows_per_shard"], dtype=bool)
+    for stream in (stream for rank in plan.streams for stream in rank):
+        visited[stream.ids[: steps * size]] = True
+    rest = training_plan(**topology, seed=5, epoch=2, visited=visited)
+    ids = np.concatenate([np.empty(0, int), *(ids for rank in yielded(rest) for ids in rank)])
+    left = all_ids(topology)
+    assert np.array_equal(np.sort(ids), left[~visited[left]])
+    assert rest.num_steps <= plan.num_steps
 
 
 def test_the_buffer_mixes_samples_over_its_length():
@@ -163,8 +218,8 @@ def test_large_shards_are_dealt_first_so_that_small_ones_even_them_out():
 def test_fewer_shards_than_ranks_leaves_ranks_idle():
     plan = training_plan(np.array([5, 3]), 5, seed=1, epoch=1, batch_size=2, world_size=4, workers=2)
     assert sorted(plan.num_samples(rank) for rank in range(4)) == [0, 0, 3, 5]
-    assert sorted(plan.num_batches(rank) for rank in range(4)) == [0, 0, 2, 3]
-    assert plan.num_steps == 3
+    assert sorted(plan.num_batches(rank) for rank in range(4)) == [0, 0, 1, 2]
+    assert plan.num_steps == 2
 
 
 @given(topologies())

@@ -61,15 +61,17 @@ def test_a_line_is_drawn_for_each_image_and_kind(tmp_path, index, monkeypatch):
         )
     drawn = []
 
-    def draw(samples, path):
+    def draw(samples, path, title):
         drawn.extend(samples)
-        original(samples, path)
+        assert title == "2 training images with an unannotated positive, evenly over the set"
+        original(samples, path, title=title)
 
     original = side_by_side.draw_samples
     monkeypatch.setattr(side_by_side, "draw_samples", draw)
     draw_runs(runs, tmp_path / "beside.png", count=2)
     kinds = [[panel.kind for panel in sample.panels] for sample in drawn]
     assert kinds == [["annotated"] * 2, ["unannotated"] * 2, ["negative"] * 2] * 2
-    assert [panel.name for panel in drawn[0].panels] == ["dense", "topk"]
+    shown = drawn[0].title.split(":")[0]
+    assert [panel.name for panel in drawn[0].panels] == [f"dense: {shown}", f"topk: {shown}"]
     with Image.open(tmp_path / "beside.png") as picture:
         assert picture.width > picture.height / 4

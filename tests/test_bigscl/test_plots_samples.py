@@ -11,9 +11,12 @@ from bigscl.plots.samples import (
     SamplePicture,
     draw_samples,
     figure_of,
+    is_inside,
+    kinds_of,
     overlay,
     panel_of,
     panels_of,
+    peak_of,
 )
 from bigscl.store import Rows
 
@@ -34,6 +37,10 @@ def mask(*classes):
     return np.isin(np.arange(len(NAMES)), classes)
 
 
+def kinds(annotated, present):
+    return kinds_of(annotated, present=present)
+
+
 def grey(height=24, width=36, value=128):
     return np.full((3, height, width), value, np.uint8)
 
@@ -48,7 +55,7 @@ def shown(panels):
 
 
 def test_annotated_come_first_then_unannotated_then_negatives_each_by_score():
-    panels = panels_of(rows([0.1, 0.5, 0.9, 0.7, 0.3]), NAMES, annotated=mask(0), present=mask(0, 1, 3))
+    panels = panels_of(rows([0.1, 0.5, 0.9, 0.7, 0.3]), NAMES, kinds=kinds(mask(0), mask(0, 1, 3)))
     assert shown(panels) == [
         ("ant", "annotated"),
         ("dog", "unannotated"),
@@ -61,16 +68,16 @@ def test_annotated_come_first_then_unannotated_then_negatives_each_by_score():
 
 def test_the_last_place_is_left_for_a_negative():
     memory = rows([0.1, 0.5, 0.9, 0.7, 0.3])
-    panels = panels_of(memory, NAMES, annotated=mask(0, 1), present=mask(0, 1, 3), count=3)
+    panels = panels_of(memory, NAMES, kinds=kinds(mask(0, 1), mask(0, 1, 3)), count=3)
     assert shown(panels) == [("bee", "annotated"), ("ant", "annotated"), ("cow", "negative")]
-    everything = panels_of(memory, NAMES, annotated=mask(0, 1), present=mask(0, 1, 2, 3, 4), count=3)
+    everything = panels_of(memory, NAMES, kinds=kinds(mask(0, 1), mask(0, 1, 2, 3, 4)), count=3)
     assert shown(everything)[-1] == ("cow", "unannotated")
 
 
 def test_each_panel_has_the_heatmap_and_the_boxes_of_its_class():
     memory = rows([0.1, 0.5, 0.9, 0.7, 0.3], classes=[1, 3])
     box = (0.1, 0.2, 0.3, 0.4)
-    panels = panels_of(memory, NAMES, annotated=mask(1), present=mask(1), boxes={3: [box]})
+    panels = panels_of(memory, NAMES, kinds=kinds(mask(1), mask(1)), boxes={3: [box]})
     assert shown(panels) == [("bee", "annotated"), ("dog", "negative")]
     for place, panel in enumerate(panels):
         np.testing.assert_array_equal(panel.heatmap, memory.heatmaps[0, place])
@@ -79,13 +86,13 @@ def test_each_panel_has_the_heatmap_and_the_boxes_of_its_class():
 
 def test_a_class_whose_heatmap_is_not_kept_shows_its_score_and_no_heat():
     memory = rows([0.1, 0.5, 0.9, 0.7, 0.3], classes=[1, 3])
-    panel = panel_of(memory, 2, NAMES, mask(2), mask(2))
+    panel = panel_of(memory, 2, NAMES, kinds(mask(2), mask(2)))
     assert (panel.name, panel.kind, panel.score) == ("cow", "annotated", pytest.approx(0.9, abs=1e-3))
     assert not panel.heatmap.any()
 
 
 def test_a_memory_without_heatmaps_has_no_panels():
-    assert panels_of(rows([0.1] * 5, heatmaps=False), NAMES, annotated=mask(0), present=mask(0)) == []
+    assert panels_of(rows([0.1] * 5, heatmaps=False), NAMES, kinds=kinds(mask(0), mask(0))) == []
 
 
 def test_heat_lies_where_the_heatmap_has_it():
@@ -117,3 +124,49 @@ def test_what_fits_on_no_page_is_refused(count, across):
 def test_drawing_needs_no_torch():
     code = "import sys, bigscl.plots.samples; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_full_labels_nothing_is_called_negative_that_is_only_not_annotated():
+    found = kinds_of(mask(0), expected=mask(0, 1), negatives=mask(2))
+    assert found == ["annotated", "expected", "negative", "unknown", "unknown"]
+    memory = rows([0.1, 0.5, 0.9, 0.7, 0.3])
+    shown_ = shown(panels_of(memory, NAMES, kinds=found, count=3))
+    assert shown_ == [("ant", "annotated"), ("bee", "expected"), ("cow", "negative")]
+    texts = texts_of(figure_of([with_panels(panels_of(memory, NAMES, kinds=found))]))
+    assert "not annotated" in texts
+    assert "not annotated, expected" in texts
+
+
+def test_captions_have_class_and_score_and_the_page_says_what_they_are():
+    memory = rows([0.1, 0.5, 0.9, 0.7, 0.3])
+    texts = texts_of(figure_of([with_panels(panels_of(memory, NAMES, kinds=kinds(mask(0), mask(0))))]))
+    assert "cow 0.90" in texts
+    assert "number: score of the class" in texts
+
+
+@pytest.mark.parametrize(("box", "mark"), [((0.5, 0.0, 1.0, 0.5), "o"), ((0.0, 0.5, 0.5, 1.0), "x")])
+def test_the_hottest_cell_is_marked_inside_or_outside_its_box(box, mark):
+    heatmap = np.zeros((4, 4), np.float16)
+    heatmap[1, 2] = 0.7
+    assert peak_of(heatmap) == (0.625, 0.375)
+    assert is_inside((0.625, 0.375), [box]) is (mark == "o")
+    panel = Panel(heatmap=heatmap, name="ant", score=0.5, kind="annotated", boxes=(box,))
+    figure = figure_of([with_panels([panel])])
+    assert {line.get_marker() for line in figure.axes[0].lines} == {mark}
+    assert any("hottest cell: o inside, x outside" in text for text in texts_of(figure))
+
+
+def test_no_peak_is_marked_without_heat_or_boxes():
+    plain = Panel(heatmap=np.ones((4, 4), np.float16), name="ant", score=0.5, kind="annotated")
+    empty = Panel(
+        heatmap=np.zeros((4, 4), np.float16), name="ant", score=0.5, kind="annotated", boxes=((0, 0, 1, 1),)
+    )
+    assert not figure_of([with_panels([plain, empty])]).axes[0].lines
+
+
+def with_panels(panels):
+    return SamplePicture(image=grey(), title="train-0/k1", panels=[*panels, *sample(4).panels][:8])
+
+
+def texts_of(figure):
+    return [text.get_text() for text in figure.axes[0].texts]

@@ -37,6 +37,13 @@ def test_line_says_step_time_left_and_every_wait(now):
     )
 
 
+def test_time_left_of_the_run_counts_the_ends_of_epochs(now):
+    """Two epochs of 10 seconds are left, and this one's half; each ends with 7 seconds of other work."""
+    pace = Pace(epoch=1, epochs=4, total=10, done=0, between_seconds=7.0)
+    pace.done, now[0] = 5, 5.0
+    assert pace.seconds_left() == (5.0, 5.0 + 2 * 10.0 + 3 * 7.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (86399, "23:59:59"), (180061, "2d02h")],

@@ -15,6 +15,7 @@ from bigscl.evaluation.predictions import SavedPredictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import (
+    main_table,
     markdown_table,
     percent,
     summary,
@@ -276,3 +277,14 @@ def test_a_published_model_gets_its_published_imagenet_and_real_accuracies():
 )
 def test_every_published_model_gets_its_published_accuracies(name):
     check_published(name)
+
+
+def test_columns_without_images_have_dashes():
+    logits, labels = problem()
+    single = np.zeros_like(labels)
+    single[np.arange(len(single)), labels.argmax(1)] = 1
+    lines = main_table([make_report(saved(logits, single))]).splitlines()
+    images, _, present, zeros = (line.split(" | ")[-3:] for line in lines[2:6])
+    assert [count.strip(" |") for count in images] == ["0", "0", "0"]
+    for cells in (present, zeros):
+        assert [cell.strip(" |") for cell in cells] == ["–", "–", "–"]

@@ -8,7 +8,9 @@ import torch
 
 from bigscl.data import batch as batches
 from bigscl.data.batch import normalize
+from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
+from bigscl.training.recalled import SampleViews, check_sample_views
 from bigscl.training.transfer import to_device
 from tests.test_store.conftest import make_annotations
 
@@ -24,7 +26,8 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
         classes=classes,
         counts=None,
     )
-    recalled = to_device(rows, torch.device("cpu"))
+    sample_views = check_sample_views(SampleViews([3, 8]))
+    recalled = to_device(rows, sample_views, Selection.none(4), torch.device("cpu"))
     assert recalled.classes.dtype == torch.int64
     np.testing.assert_array_equal(recalled.classes.numpy(), classes.astype(np.int64))
     assert recalled.max_visits.tolist() == [0, 5]

@@ -1,11 +1,13 @@
 """Several real processes over one store."""
 
 import hashlib
+import threading
 
 import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
+from bigscl.store.snapshots import SnapshotLog
 from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
@@ -99,3 +101,74 @@ def test_every_rank_hears_why_the_store_does_not_open(tmp_path):
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="holder") as store:
         assert run_ranks(open_held_store, 2, str(tmp_path / "store")) == [0, 0]
         assert len(store.read(all_ids(annotations))) == 31
+
+
+def go_back_and_write(transport, url):
+    """Rank 1 sees an old listing of the snapshots, as a node of a shared file system may."""
+    annotations = make_annotations(**ANNOTATIONS)
+    store = HeatmapStore.open(url, annotations=annotations, mode="w", run="ranks", transport=transport)
+    with store:
+        for epoch in range(2):
+            if transport.rank == 1:
+                store.save_shard(1, store.load_shard(1))
+            store.commit(epoch=epoch)
+        if transport.rank == 1:
+            SnapshotLog.ids = lambda self: [0]
+        store.rollback(store.snapshot.id - 1)
+        if transport.rank == 1:
+            changed = store.load_shard(1)
+            changed.scores[:] = 0.25
+            store.save_shard(1, changed)
+        store.commit(epoch=2)
+
+
+def test_rank_with_an_old_listing_writes_to_no_slot_that_a_snapshot_names(tmp_path):
+    HeatmapStore.create(tmp_path / "store", make_annotations(**ANNOTATIONS), heatmap_size=3)
+    assert run_ranks(go_back_and_write, 2, str(tmp_path / "store")) == [0, 0]
+    store = HeatmapStore.open(tmp_path / "store", annotations=make_annotations(**ANNOTATIONS))
+    named = [snapshot.slots[1] for snapshot in store.snapshots() if snapshot.epoch in (0, 2)]
+    assert named[-1] not in named[:-1]
+    for snapshot in store.snapshots():
+        reader = HeatmapStore.open(
+            tmp_path / "store", annotations=make_annotations(**ANNOTATIONS), snapshot=snapshot.id
+        )
+        assert (reader.load_shard(1).scores == 0.25).all() == (snapshot.epoch == 2)
+
+
+def write_before_the_drop(transport, url):
+    """All slots are named until rank 0 drops what was announced, half a second later, in a thread."""
+    annotations = make_annotations(**ANNOTATIONS)
+    store = HeatmapStore.open(url, annotations=annotations, mode="w", run="ranks", transport=transport)
+    shard = transport.rank
+    with store:
+        for epoch in range(2):
+            store.save_shard(shard, store.load_shard(shard))
+            store.commit(epoch=epoch)
+        store.announce_drop()
+        dropped = threading.Timer(0.5, store.drop_announced)
+        if transport.rank == 0:
+            dropped.start()
+        changed = store.load_shard(shard)
+        changed.scores[:] = 0.25
+        with pytest.raises(InterruptedError):
+            store.save_shard(shard, changed, check=stop_waiting)
+        store.save_shard(shard, changed)
+        if transport.rank == 0:
+            dropped.join()
+        store.note_drop()
+        store.commit(epoch=2)
+
+
+def stop_waiting():
+    raise InterruptedError
+
+
+def test_ranks_wait_for_slots_that_an_announced_drop_frees(tmp_path):
+    HeatmapStore.create(tmp_path / "store", make_annotations(**ANNOTATIONS), heatmap_size=3, slots=2)
+    assert run_ranks(write_before_the_drop, 2, str(tmp_path / "store")) == [0, 0]
+    annotations = make_annotations(**ANNOTATIONS)
+    store = HeatmapStore.open(tmp_path / "store", annotations=annotations)
+    for number, expected in ((store.snapshot.id, True), (store.snapshot.parent, False)):
+        reader = HeatmapStore.open(tmp_path / "store", annotations=annotations, snapshot=number)
+        for shard in range(2):
+            assert (reader.load_shard(shard).scores == 0.25).all() == expected

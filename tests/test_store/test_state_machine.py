@@ -188,5 +188,6 @@ TestFileStore.settings = settings(max_examples=20, stateful_step_count=12, **com
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 class TestMemoryStoreForLong(StoreMachine.TestCase):
     settings = settings(max_examples=400, stateful_step_count=30, **common)

@@ -84,7 +84,7 @@ def test_a_commit_in_mid_epoch_keeps_what_is_in_and_the_rest_follows(store, anno
 def test_a_shard_is_written_once_and_let_go_when_its_last_sample_is_in(store, annotations, monkeypatch):
     writes = []
     save = store.save_shard
-    monkeypatch.setattr(store, "save_shard", lambda shard, rows: (writes.append(shard), save(shard, rows)))
+    monkeypatch.setattr(store, "save_shard", lambda shard, *rest: (writes.append(shard), save(shard, *rest)))
     values = random_update(store, store.spec.num_rows, seed=1)
     batches = [np.arange(s * 5, s * 5 + n) for s, n in enumerate(annotations.shard_sizes)]
     cache = ShardCache(store, 0)
@@ -160,7 +160,7 @@ def test_a_failing_loader_stops_the_step_with_its_own_error(store):
 
 
 def test_a_failing_write_stops_the_next_step_with_its_own_error(store, annotations, monkeypatch):
-    def save(shard, rows):
+    def save(*arguments):
         raise StoreError("disk on fire")
 
     monkeypatch.setattr(store, "save_shard", save)

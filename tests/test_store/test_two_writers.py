@@ -240,3 +240,27 @@ def test_an_error_after_the_snapshot_got_its_name_ends_all_writing(tmp_path, ann
             store.commit(epoch=1)
         with pytest.raises(StoreError, match="opened for reading"):
             store.save_shard(0, store.load_shard(0))
+
+
+def test_a_writer_frozen_at_the_end_of_its_rollback_keeps_its_own_slots(place, annotations, monkeypatch):
+    """Its successor's snapshot is the newest by then; to stand on it would be to write into its slots."""
+    make(place, annotations)
+    frozen = open_writer(place, annotations, "frozen")
+    for epoch in range(2):
+        committed = commit_epoch(frozen, annotations, epoch)
+    drop, kept, successors = frozen._log.drop, {}, []
+
+    def freeze(number):
+        if not successors:
+            break_lease(frozen.backend)
+            successors.append(open_writer(place, annotations, "successor"))
+            newest = commit_epoch(successors[0], annotations, 2)
+            kept[newest.id] = successors[0].read(all_ids(annotations))
+        drop(number)
+
+    monkeypatch.setattr(frozen._log, "drop", freeze)
+    frozen.rollback(committed.parent)
+    write_every_shard(frozen, annotations)
+    assert_whole(place, kept, annotations)
+    assert frozen.snapshot.run == "frozen"
+    successors[0].close()

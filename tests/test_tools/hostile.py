@@ -34,6 +34,8 @@ KINDS = {
     "output": "output",
     "out": "folder",
     "folder": "folder",
+    "to": "folder",
+    "names": "text",
     "shards": "shards",
     "test": "text",
     "index": "file",
@@ -56,6 +58,10 @@ KINDS = {
     "settings": "setting",
     "split": "text",
     "name": "text",
+    "license": "text",
+    "dataset": "text",
+    "data_license": "text",
+    "push_to_hub": "text",
 }
 
 
@@ -173,6 +179,7 @@ class World:
         """A value that works with these other words."""
         values: dict[str, Callable[[], Any]] = {
             "store": lambda: self.run,
+            "run": lambda: self.run,
             "place": self.scratch,
             "output": lambda: self.scratch() / _output_name(verb, words),
             "folder": lambda: self.scratch() / "new",

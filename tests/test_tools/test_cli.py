@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from bigscl.command_line import Settings, make_command, run, start_is_over
+from bigscl.config import ConfigError
 from bigscl.tools.cli import VERBS, app, main
 
 
@@ -125,7 +127,8 @@ def test_an_option_for_several_values_takes_what_a_shell_makes_of_a_glob():
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ValueError("--top: 3, expected 4"), "--top: 3, expected 4"),
+        (ConfigError("--top: 3, expected 4"), "--top: 3, expected 4"),
+        (ValueError("heads: 3, expected 4"), None),
         (FileNotFoundError(2, "No such file or directory", "a.tar"), "a.tar: No such file or directory"),
         (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
         (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), None),
@@ -153,7 +156,7 @@ def test_all_ranks_report_after_the_start_and_one_before(monkeypatch, capsys):
     def command(late: bool = False) -> None:
         if late:
             start_is_over()
-        raise ValueError("no")
+        raise ConfigError("no")
 
     assert run(make_command(command, "try"), ["--late"], "bigscl") == 2
     assert capsys.readouterr().err == "bigscl: no\n"
@@ -162,3 +165,9 @@ def test_all_ranks_report_after_the_start_and_one_before(monkeypatch, capsys):
     assert run(make_command(command, "try"), ["--help"], "bigscl") == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_help_names_every_verb_with_its_sentence():
+    lines = CliRunner().invoke(app, ["--help"]).stdout.splitlines()
+    for name, about in VERBS.items():
+        assert any(re.search(rf"\b{name}\s+{re.escape(about[:20])}", line) for line in lines), name

@@ -112,6 +112,7 @@ def test_a_leased_store_is_refused(run, index):
         ("dense", ["--slots", "2"], "can be rewritten only with --top K"),
         ("dense", ["--keep", "9"], "--keep 9: no such snapshot. Snapshots of this store: [3, 4]"),
         ("topk", ["--top", "4"], "nothing to rewrite"),
+        ("dense", ["--top", "40"], "--top: 40, but there are only 10 classes"),
         ("topk", ["--top", "6"], "keeps only 4 classes per image"),
     ],
 )

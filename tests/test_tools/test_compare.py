@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.test_bigscl.test_curves import write_metrics
 from tests.test_bigscl.test_report import problem, saved
 from tests.test_tools.test_score import run
 
@@ -23,8 +24,8 @@ def test_the_table_has_values_differences_and_intervals(runs, capsys):
     assert run("compare", runs / "a", runs / "b", "--resamples", "50") == 0
     text = capsys.readouterr().out
     header, _, first, better = [line for line in text.splitlines() if line.startswith("|")][:4]
-    assert header == "| run | mAP | top-1 | F1 at 0.5 |"
-    assert (first.count(" [+"), better.count(" [+")) == (0, 3)
+    assert header == "| run | mAP | AP per image | top-1 | F1 at 0.5 |"
+    assert (first.count(" [+"), better.count(" [+")) == (0, 4)
     assert "300 images; differences from first" in text
     assert "| AP of first | AP of better |" in text
 
@@ -50,3 +51,19 @@ def test_runs_on_other_images_are_refused(runs, capsys):
     saved(logits, labels).save(runs / "c.zarr")
     assert run("compare", runs / "a", runs / "c.zarr") == 2
     assert "Only predictions of the same images" in capsys.readouterr().err
+
+
+def test_pictures_overlay_the_runs_and_show_how_they_learnt(runs, tmp_path, capsys):
+    write_metrics(tmp_path / "learnt", [0.3, 0.5])
+    (runs / "b" / "predictions.zarr").rename(tmp_path / "learnt" / "predictions.zarr")
+    assert run("compare", runs / "a", tmp_path / "learnt", "--resamples", "10", "-o", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert capsys.readouterr().out.strip() in text
+    assert "![learning curves](curves.png)" in text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "compare.md",
+        "compare.json",
+        "scores.png",
+        "curves.png",
+    }
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["first"] == "first"

@@ -73,6 +73,8 @@ def process(**differing):
             "far: has GPUs, but torch has no nccl",
         ),
         ({"shared_memory_bytes": 64 * 2**20}, "far: 67.1 MB free in /dev/shm"),
+        ({"address": "127.0.1.1"}, "ranks on far listen on the loopback address only"),
+        ({"timeout_minutes": 30.0}, "far: the ranks' group waits for 30 minutes, asked for were 1"),
     ],
 )
 def test_processes_that_do_not_fit_together_are_a_problem(differing, problem):
@@ -110,4 +112,5 @@ def test_processes_of_the_real_launcher_report_together(tmp_path, trainer_server
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(facts["processes"]) == 2
     assert facts["problems"] == []
+    assert [one["timeout_minutes"] for one in facts["processes"]] == [doctor.TIMEOUT_MINUTES] * 2
     assert list(tmp_path.iterdir()) == []

@@ -114,8 +114,9 @@ def test_render_marks_what_export_expects(unlabelled, tmp_path, monkeypatch, epo
     samples = HeatmapStore.open(run / "store").spec.tracked
     seen = []
 
-    def classes_to_show(rows, annotated, there, count):
-        seen.append(there)
+    def classes_to_show(rows, kinds, count, reserve=True):
+        seen.append(np.isin(kinds, ["annotated", "expected"]))
+        assert "negative" not in kinds, "these shards do not say what is absent"
         return [0]
 
     monkeypatch.setattr("bigscl.tools.render.classes_to_show", classes_to_show)

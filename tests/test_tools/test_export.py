@@ -158,7 +158,7 @@ def test_scores_are_never_all_in_memory(tmp_path):
         "from pathlib import Path\n"
         "import numpy as np\n"
         "from store import Annotations, HeatmapStore\n"
-        "from bigscl.tools.export import _scores\n"
+        "from bigscl.tools.score_files import write_scores\n"
         "shards, rows, classes = 100, 500, 2000\n"
         "annotations = Annotations(fingerprint='x' * 64, num_classes=classes, rows_per_shard=rows,\n"
         "    shard_sizes=np.full(shards, rows), offsets=np.arange(shards * rows + 1),\n"
@@ -173,7 +173,7 @@ def test_scores_are_never_all_in_memory(tmp_path):
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
         "before = peak()\n"
-        "_scores(store, folder / 'x.npy')\n"
+        "write_scores(store, None, folder / 'x.npy')\n"
         "print(peak() - before)\n"
     )
     done = subprocess.run(
@@ -220,6 +220,55 @@ def test_scores_are_a_row_per_sample_in_the_order_of_their_ids(runs, index, tmp_
     np.testing.assert_array_equal(found, HeatmapStore.open(runs / "dense" / "store").read(index.ids()).scores)
 
 
+def test_scores_come_with_keys_and_ids(runs, index, tmp_path):
+    scores = HeatmapStore.open(runs / "dense" / "store").read(index.ids()).scores
+    assert bigscl("export", runs / "dense", "scores", "-o", tmp_path / "s.npz").code == 0
+    found = np.load(tmp_path / "s.npz", allow_pickle=False)
+    np.testing.assert_array_equal(found["scores"], scores)
+    assert found["ids"].tolist() == index.ids().tolist()
+    assert found["keys"].tolist() == [index.key(int(n)) for n in index.ids()]
+    assert found["class_names"].tolist() == list(index.class_names)
+
+
+def test_scores_in_parquet_are_the_same(runs, index, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    scores = HeatmapStore.open(runs / "dense" / "store").read(index.ids()).scores
+    assert bigscl("export", runs / "dense", "scores", "-o", tmp_path / "s.parquet").code == 0
+    table = parquet.read_table(tmp_path / "s.parquet")
+    np.testing.assert_array_equal(np.array(table["scores"].to_pylist(), np.float16), scores)
+    columns = (table[name].to_pylist() for name in ("shard", "key"))
+    names = [f"{shard}/{key}" for shard, key in zip(*columns, strict=True)]
+    assert names == [index.name(int(n)) for n in index.ids()]
+    assert table["id"].to_pylist() == index.ids().tolist()
+    assert json.loads(table.schema.metadata[b"class_names"]) == list(index.class_names)
+
+
+def test_boxes_of_labels_are_fitted_where_the_shards_have_some(runs, tmp_path):
+    """The patches of this memory are rounder and wider than the digits: half of the peak is too little."""
+    found = {}
+    for name, options in {
+        "fitted": (),
+        "half": ("--box-share", "0.5"),
+        "wide": ("--box-share", "0.05"),
+    }.items():
+        answer = bigscl(
+            "export", runs / "dense", "labels", "-o", tmp_path / f"{name}.csv", *options, "--json"
+        )
+        found[name] = answer.json()["region"]
+    assert found["half"]["share"] == 0.5
+    assert found["fitted"]["median_iou"] > found["wide"]["median_iou"] + 0.1
+    assert found["fitted"]["median_iou"] >= found["half"]["median_iou"]
+    assert found["fitted"]["num_labels"] > 10
+    told = bigscl("export", runs / "dense", "labels", "-o", tmp_path / "x.csv").out
+    assert f"median IoU {found['fitted']['median_iou']:.2f}" in told
+
+
+def test_shards_without_boxes_say_that_boxes_are_not_checked(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("bigscl.data.reader.read_metadata", lambda index, ids: {int(n): {} for n in ids})
+    answer = bigscl("export", runs / "dense", "labels", "-o", tmp_path / "x.csv")
+    assert "at least 0.5 of the peak; the shards have no boxes to check them" in answer.out
+
+
 def test_heatmaps_go_to_npz_with_what_explains_them(runs, index, tmp_path):
     arguments = ("--sample", index.key(3), "--sample", 11, "-o", tmp_path / "h.npz")
     assert bigscl("export", runs / "topk", "heatmaps", *arguments).code == 0
@@ -247,7 +296,12 @@ def test_heatmaps_go_to_pngs_cell_by_cell(runs, index, tmp_path):
     [
         (["{runs}/dense", "labels", "-o", "{out}/x.txt"], "tables are written as .csv, .jsonl, .parquet"),
         (["{runs}/dense", "labels", "-o", "{out}/there.csv"], "already exists"),
-        (["{runs}/dense", "scores", "-o", "{out}/x.csv"], "scores are written as .npy"),
+        (["{runs}/dense", "scores", "-o", "{out}/x.csv"], "scores are written as .npz, .parquet, .npy"),
+        (["{bare}", "scores", "-o", "{out}/x.npz"], "scores with keys: needs the shards"),
+        (
+            ["{runs}/dense", "scores", "--box-share", "0.4", "-o", "{out}/x.npy"],
+            "--box-share: has no effect on scores",
+        ),
         (["{runs}/dense", "heatmaps", "-o", "{out}/x.npz"], "which samples?"),
         (["{runs}/dense", "heatmaps", "--sample", "3", "-o", "{out}/x.jpg"], "as .npz, or as PNGs"),
         (

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from bigscl.config import make_config
 from bigscl.data.plan import training_plan
+from bigscl.data.scan import scan
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure
 from bigscl.training import forecast
 from bigscl.training.epoch_plan import plan_epoch
+from tests.tars import write_shards
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 
@@ -101,6 +103,7 @@ def test_overrides_are_those_of_training(write):
         ({"store": {"resident_gb": 0.0001}}, [], "read and written more than once per epoch"),
         ({}, MUCH, "consider store.top: 10"),
         ({"store": {"top": 4}}, MUCH, "consider store.warmup_heatmaps: scores"),
+        ({"data": {"shorter": 256}}, [], "central 48 of 256 pixels"),
         ({}, [*MUCH, "--store.slots", 200], "are free at its place"),
     ],
 )
@@ -198,3 +201,28 @@ def test_phases_after_the_last_epoch_are_left_out():
     )
     plan = plan_epoch(made, np.full(10, 100), 100, epoch=0, world_size=1)
     assert [phase.group.layout for phase in forecast.forecast(made, spec, plan).phases] == ["dense"]
+
+
+def test_the_expected_positives_are_told(write, index):
+    facts = bigscl("plan", write(), *DATA, "--json").json()["expected"]
+    assert (facts["annotated"], facts["total"]) == (1000, 2000)
+    train = {"train": index.urls[0].replace("000000", "*")}
+    counts = index.annotations().counts()
+    answer = bigscl("plan", write(data=train))
+    assert f"K = 2: {2 * counts.sum()} positives expected, 2.00 per image" in answer.out
+    assert f"{counts.sum()} are to be found" in answer.out
+
+
+def test_k_from_validation_images_with_one_label_is_refused(write, tmp_path):
+    one_label, _ = scan(write_shards(tmp_path, [6]))
+    one_label.save(tmp_path / "bigscl-index-train.npz")
+    place = str(tmp_path / "train-*.tar")
+    answer = bigscl("plan", write(data={"train": place, "val": place}, selection={"K": "auto"}))
+    assert answer.code == 2
+    assert "selection.K: auto" in answer.err
+
+
+def test_epochs_are_counted_from_one_as_in_the_log(write):
+    out = bigscl("plan", write(store={"top": 4}), *DATA).out
+    assert "    1 - 2   dense" in out
+    assert "    3 - 5   top 4" in out

@@ -3,28 +3,41 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bigscl.config import load_config
+from bigscl.config import load_config, make_config, to_yaml
+from bigscl.config.packaged import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
-from bigscl.tools.quickstart import DEFAULT_FOLDER, METHODS, QuickstartRun, _figures, _table
-from bigscl.tools.running import CONFIGS, Runner
+from bigscl.tools.quickstart import (
+    DEFAULT_FOLDER,
+    METHODS,
+    QuickstartRun,
+    _differences,
+    _figures,
+    _mined,
+    _table,
+)
+from bigscl.tools.running import Runner
+from tests.test_bigscl.test_report import saved
+from tests.test_tools.quickstart import make_store
 
 
 def test_default_commands_need_no_settings_beyond_the_configs():
     for name in ("pretrain", *METHODS):
         assert QuickstartRun(DEFAULT_FOLDER, 0, None, Runner())._settings(name) == []
-        config = load_config(CONFIGS / f"quickstart_{name}.yaml")
+        config = load_config(FOLDER / f"quickstart_{name}.yaml")
         assert config.run == DEFAULT_FOLDER / name
 
 
 @pytest.mark.parametrize("name", ["pretrain", *METHODS])
 def test_another_folder_and_seed_reach_the_run_as_settings(name):
     settings = QuickstartRun(Path("elsewhere"), 3, 2, Runner())._settings(name)
-    config = load_config(CONFIGS / f"quickstart_{name}.yaml", settings)
+    config = load_config(FOLDER / f"quickstart_{name}.yaml", settings)
     assert (config.run, config.seed, config.schedule.main.epochs) == (Path("elsewhere") / name, 3, 2)
+    assert config.validation.every_epochs == 1, "else a trial of two epochs has no best weights to start from"
     assert config.data.train.startswith("elsewhere/scenes/")
     weights = "elsewhere/pretrain/best/model.safetensors"
     assert config.model.weights == (None if name == "pretrain" else weights)
@@ -48,10 +61,44 @@ def test_unknown_methods_are_refused():
     assert "expected some of an, en, cl, scl, bce" in str(result.exception)
 
 
-def test_the_table_shows_the_figures_of_the_reports(tmp_path):
+def test_the_table_shows_f1_intervals_and_mined_labels_beside_the_map(tmp_path):
     heat = {"observed": {"hit_rate": 0.5}, "missing": {"hit_rate": 0.25}}
-    report = {"mean_ap": {"present": 0.756}, "localization": {STORED: heat}}
+    report = {
+        "mean_ap": {"present": 0.756},
+        "at_threshold": {"overall_f1": 0.4},
+        "localization": {STORED: heat},
+    }
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    lines = _table({"scl": _figures(path)}).splitlines()
-    assert lines[1].split()[-3:] == ["75.6%", "50.0%", "25.0%"]
+    figures = {**_figures(path), "mined_precision": 0.61, "mined_recall": None}
+    labels = np.random.default_rng(0).integers(0, 2, (60, 4)).astype(np.int8)
+    for name, strength in {"en": 0.5, "scl": 2.0}.items():
+        noise = np.random.default_rng(1).normal(size=labels.shape)
+        saved(strength * labels + noise, labels).save(tmp_path / name / "test" / "predictions.zarr")
+    differences = _differences(tmp_path, ["scl", "en"], "en")
+    change = differences["scl"]["map_over_en"]
+    assert 0 < change["low"] < change["difference"] < change["high"]
+    head, scl, en = _table({"scl": figures, "en": figures}, differences, "en").splitlines()
+    assert head.split()[:7] == ["test", "mAP", "over", "EN", "F1", "over", "EN"]
+    assert f"+{100 * change['difference']:.1f} [+{100 * change['low']:.1f}," in scl
+    assert "75.6%" in scl
+    assert "40.0%" in scl
+    assert scl.split()[-4:] == ["61.0%", "–", "50.0%", "25.0%"]
+    assert "[" not in en
+
+
+def test_mined_labels_of_a_run_are_those_of_a_study(tmp_path, index):
+    make_store(tmp_path / "store", index)
+    config = {
+        "run": str(tmp_path),
+        "data": {"train": index.urls[0].replace("000000", "*")},
+        "model": {"backbone": "resnet18"},
+        "selection": {"K": 2.5},
+    }
+    (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
+    found = _mined(tmp_path)
+    assert found["mined_precision"] > 0.8
+    assert 0.5 < found["mined_recall"] < 1
+    config["data"] |= {"labels": "labels"}
+    (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
+    assert _mined(tmp_path) == {"mined_precision": None, "mined_recall": None}

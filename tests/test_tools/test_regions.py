@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from bigscl.tools.regions import strongest_boxes
+from bigscl.tools.regions import best_share, overlaps, strongest_boxes
 
 
 def slow_box(heatmap, share):
@@ -39,3 +39,19 @@ def test_a_second_hot_place_is_not_in_the_box():
     heatmap[0, 6, 1] = 0.8
     heatmap[0, 1, 5] = 1
     assert strongest_boxes(heatmap[:1]).tolist() == [[5 / 8, 1 / 8, 7 / 8, 3 / 8]]
+
+
+def test_overlap_is_the_intersection_over_the_union_with_the_best_box():
+    found = np.array([[0.0, 0.0, 0.5, 0.5], [0.0, 0.0, 0.5, 0.5], [np.nan] * 4])
+    boxes = [[[0.25, 0.0, 0.75, 0.5], [0.9, 0.9, 1.0, 1.0]], [[0.5, 0.5, 1.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]]]
+    assert overlaps(found, boxes).tolist() == pytest.approx([1 / 3, 0, 0])
+
+
+def test_the_best_share_gives_the_true_boxes():
+    heatmap = np.zeros((1, 8, 8), np.float32)
+    heatmap[0, 1:7, 1:7] = 0.3
+    heatmap[0, 2:6, 2:6] = 0.6
+    heatmap[0, 3, 3] = 1
+    assert best_share(heatmap, [[[0.25, 0.25, 0.75, 0.75]]]) > 0.3
+    assert best_share(heatmap, [[[0.25, 0.25, 0.75, 0.75]]]) <= 0.6
+    assert best_share(heatmap, [[[0.125, 0.125, 0.875, 0.875]]]) <= 0.3

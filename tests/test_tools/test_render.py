@@ -130,3 +130,18 @@ def test_a_broken_image_is_named(tmp_path, index):
     )
     assert answer.code == 2
     assert f"{index.name(2)}: cannot be decoded" in answer.err
+
+
+def test_the_picture_says_how_its_samples_were_chosen(runs, tmp_path):
+    out = ("-o", tmp_path / "x.png", "--json")
+    assert bigscl("render", runs / "dense", *out).json()["chosen"] == "random samples, seed 0"
+    words = bigscl("render", runs / "dense", "--choose", "confident", "--class", 3, *out).json()["chosen"]
+    assert words == "highest score of a class that is not annotated, class 3"
+    assert bigscl("render", runs / "dense", "--sample", 3, *out).json()["chosen"] == "samples as named"
+
+
+def test_epochs_fit_on_a_screen(runs, tmp_path):
+    chosen(runs / "dense", "--epochs", "-o", tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.width <= 1920
+        assert picture.height <= 1080

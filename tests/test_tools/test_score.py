@@ -65,6 +65,22 @@ def test_softmax_can_be_asked_for(tmp_path, capsys):
     assert report["mean_ap"]["present"] == round(expected.mean_ap.present, 6)
 
 
+def test_the_evaluation_of_a_run_is_found_in_its_folder(tmp_path, capsys):
+    logits, labels = problem()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert run("score", tmp_path / "run") == 2
+    assert f"has no evaluation yet. Make one: bigscl evaluate {tmp_path / 'run'}" in capsys.readouterr().err
+    saved(logits, labels).save(tmp_path / "run" / "test" / "predictions.zarr")
+    assert run("score", tmp_path / "run") == 0
+    assert run("compare", tmp_path / "run", tmp_path / "run" / "test") == 0
+    saved(logits, labels).save(tmp_path / "run" / "other" / "predictions.zarr")
+    assert run("score", tmp_path / "run") == 2
+    assert f"give one of them: {tmp_path / 'run' / 'other'}, " in capsys.readouterr().err
+    saved(logits, labels).save(tmp_path / "run" / "evaluation" / "predictions.zarr")
+    assert run("score", tmp_path / "run") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

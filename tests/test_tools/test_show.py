@@ -8,6 +8,7 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 
+from bigscl.config import make_config, to_yaml
 from bigscl.method.selection import Selection
 from bigscl.store import Annotations, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
@@ -215,3 +216,24 @@ def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
     # Processor time: the machine may be busy with other tests.
     assert time.process_time() - started < 1.0
     assert (facts["samples"], facts["snapshots"][-1]["shards_written"]) == (rows, 1)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("none", "needs none"), ("memory", "in RAM")])
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_run_without_memory_says_so(tmp_path, verb, kind, why):
+    objective = {"base": "an", "consistency": "none"}
+    (tmp_path / "config.yaml").write_text(to_yaml(config_of(tmp_path, {"kind": kind}, objective)))
+    answer = bigscl(verb, tmp_path)
+    assert answer.code == 2
+    assert "this run keeps no memory on disk" in answer.err
+    assert why in answer.err
+
+
+def test_the_store_of_a_run_is_found_where_its_config_has_it(tmp_path, bare):
+    (tmp_path / "config.yaml").write_text(to_yaml(config_of(tmp_path, {"url": str(bare)})))
+    assert bigscl("show", tmp_path, "--json").json()["url"] == str(bare)
+
+
+def config_of(run, store, objective=None):
+    values = {"run": str(run), "data": {"train": "t"}, "model": {"backbone": "resnet18"}}
+    return make_config({**values, "selection": {"K": 2}, "store": store, "objective": objective or {}})

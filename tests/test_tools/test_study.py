@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from bigscl.config import ConfigError
+from bigscl.config.packaged import FOLDER as CONFIGS
 from bigscl.data.scan import scan
 from bigscl.tools import study
-from bigscl.tools.running import CONFIGS
 from bigscl.tools.study import plan_trials
 from bigscl.tools.study_report import mean_and_spread, to_table
 from tests.forks import ROOT, Child
 from tests.integration.runs import make_shards, settings, write_config
-from tests.tars import labelled, write_tar
+from tests.tars import labelled, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
 
 AN, SCL, ORACLE = (CONFIGS / f"voc12_lite0_{name}.yaml" for name in ("an", "scl", "bce"))
@@ -101,6 +101,15 @@ def test_shards_without_boxes_are_noticed_before_training(tmp_path):
     assert not (tmp_path / "out").exists()
     told = bigscl("study", tmp_path / "out", config, "--seeds", 1, "--no-boxes", "--dry-run")
     assert "--heatmaps" not in told.out
+
+
+def test_shards_without_full_labels_are_noticed_before_training(tmp_path):
+    scan(write_shards(tmp_path, [4]))[0].save(tmp_path / "bigscl-index-train.npz")
+    config = write_config(tmp_path / "single.yaml", tmp_path)
+    answer = bigscl("study", tmp_path / "out", config, "--seeds", 1, "--no-boxes")
+    assert answer.code == 2
+    assert "Add --same-labels" in answer.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_table_has_means_spreads_and_differences_within_seeds():

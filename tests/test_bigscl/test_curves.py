@@ -1,0 +1,44 @@
+"""Learning curves: what is read from the metrics of runs, and the picture."""
+
+import json
+
+import numpy as np
+from PIL import Image
+
+from bigscl.plots.curves import draw_curves, mean_curve, read_curve
+
+
+def write_metrics(run, maps, broken=""):
+    run.mkdir()
+    lines = [{"kind": "val", "step": n, "epoch": n, "map": value} for n, value in enumerate(maps)]
+    lines += [{"kind": "train", "step": n, "epoch": n // 2, "total": 1.0 + n} for n in range(2 * len(maps))]
+    lines.append({"kind": "val", "step": 9, "epoch": 9, "map": None})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + broken)
+    return run
+
+
+def test_curves_count_epochs_from_one_and_average_the_steps_of_each(tmp_path):
+    run = write_metrics(tmp_path / "run", [0.5, 0.75])
+    assert read_curve(run, "val", "map", 100) == {1: 50.0, 2: 75.0}
+    assert read_curve(run, "train", "total") == {1: 1.5, 2: 3.5}
+    assert read_curve(tmp_path / "nothing", "val", "map") == {}
+
+
+def test_the_mean_is_over_epochs_that_all_seeds_have():
+    assert mean_curve([{1: 1.0, 2: 2.0, 3: 5.0}, {1: 3.0, 2: 4.0}]) == {1: 2.0, 2: 3.0}
+    assert mean_curve([]) == {}
+
+
+def test_methods_are_drawn_in_colours_of_their_own(tmp_path):
+    runs = {
+        name: [write_metrics(tmp_path / name, [0.2 + n / 5, 0.6])] for n, name in enumerate(("an", "scl"))
+    }
+    assert draw_curves(runs, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as picture:
+        colors = {tuple(color) for color in np.asarray(picture.convert("RGB")).reshape(-1, 3)}
+    assert {(31, 119, 180), (255, 127, 14)} <= colors
+
+
+def test_runs_without_metrics_have_no_picture(tmp_path):
+    assert not draw_curves({"an": [tmp_path / "nothing"]}, tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

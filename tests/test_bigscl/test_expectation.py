@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from bigscl.config import make_config
+from bigscl.data.scan import scan
+from bigscl.training.expectation import check_k, expectation, positives_per_image
+from tests.tars import labelled, write_shards, write_tar
+
+VALUES = {
+    "run": "run",
+    "data": {"train": "train.tar", "val": "val.tar"},
+    "model": {"backbone": "resnet18"},
+    "schedule": {"main": {"epochs": 1, "learning_rate": 0.1}},
+}
+
+
+def config(**changes):
+    return make_config({**VALUES, **changes})
+
+
+@pytest.fixture(scope="module")
+def one_label(tmp_path_factory):
+    """The index of shards that name one class of each image."""
+    index, _ = scan(write_shards(tmp_path_factory.mktemp("one"), [4, 3]))
+    return index
+
+
+@pytest.fixture(scope="module")
+def all_labels(tmp_path_factory):
+    """The index of a shard with the full labels of each image: 1, 2 and 3 classes."""
+    samples = [member for n in range(3) for member in labelled(f"k{n}", n, labels=list(range(n + 1)))]
+    index, _ = scan([str(write_tar(tmp_path_factory.mktemp("all") / "val.tar", samples))])
+    return index
+
+
+def test_auto_is_refused_if_validation_images_name_one_class(one_label):
+    with pytest.raises(ValueError, match=r"none of the 7 images of data\.val") as refused:
+        check_k(config(), one_label)
+    message = str(refused.value)
+    assert "--selection.K 1.5" in message
+    assert "full labels" in message
+    assert "(bce, an, an_ls, wan)" in message
+
+
+def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_labels):
+    check_k(config(selection={"K": 1.5}), one_label)
+    check_k(config(objective={"base": "an"}), one_label)
+    check_k(config(), all_labels)
+    assert positives_per_image(config(), all_labels) == 2.0
+
+
+def test_expected_positives_are_counted_per_image_and_in_total():
+    found = expectation(1.5, np.array([4, 2, 0]), 6)
+    assert (found.annotated, found.total, found.num_samples) == (6, 9, 6)
+    assert str(found) == (
+        "K = 1.5: 9 positives expected, 1.50 per image; 6 of them are annotated, 3 are to be found"
+    )
+
+
+def test_a_class_expects_no_more_positives_than_there_are_images():
+    assert expectation(3.0, np.array([4, 2]), 6).total == 6 + 6

@@ -1,0 +1,49 @@
+"""The start-up summary says how much of an epoch the ranks are idle, and what would change it."""
+
+import re
+
+import numpy as np
+import pytest
+
+from bigscl.config import make_config
+from bigscl.store import spec_for
+from bigscl.training.epoch_plan import plan_epoch
+from bigscl.training.forecast import forecast
+from bigscl.training.summary import _describe_division
+from tests.test_store.conftest import make_annotations
+
+
+def needs_of(sizes, world_size, workers=8, batch_size=256):
+    data = {"train": "shards", "size": 48, "workers": workers, "batch_size": batch_size}
+    model = {"backbone": "bigscl.models.smallnet:small_resnet"}
+    config = make_config({"run": "run", "data": data, "model": model, "selection": {"K": 2.0}})
+    sizes = np.asarray(sizes)
+    plan = plan_epoch(config, sizes, int(sizes.max()), epoch=0, world_size=world_size)
+    counted = sum(len(ids) for rank in range(world_size) for ids in plan.whole.batches(rank))
+    assert counted == sizes.sum()
+    most = max(len(list(plan.whole.batches(rank))) for rank in range(world_size))
+    spec = spec_for(make_annotations(num_classes=12), 12, 0)
+    return forecast(config, spec, plan), counted / (most * world_size * batch_size)
+
+
+@pytest.mark.parametrize("world_size", [8, 16, 128])
+def test_busy_share_of_imagenet_is_that_of_its_batches(world_size):
+    needs, expected = needs_of([1000] * 1281 + [167], world_size)
+    assert needs.busy_share == pytest.approx(expected)
+    assert 0.85 < needs.busy_share < 0.99
+    line = _describe_division(needs, 1282, world_size)
+    assert f"idle {1 - expected:.1%}" in line
+
+
+def test_uneven_shards_are_named_and_an_even_number_is_better():
+    needs, _ = needs_of([1000] * 10, world_size=8, workers=0)
+    line = _describe_division(needs, 10, 8)
+    assert "1 to 2 each" in line
+    fit, more = map(int, re.findall(r"(\d+) or (\d+) shards", line)[0])
+    for better in (fit, more):
+        assert needs_of([1000] * better, world_size=8, workers=0)[0].busy_share > needs.busy_share
+
+
+def test_partial_batches_of_many_workers_are_named():
+    needs, _ = needs_of([1000] * 64, world_size=8, workers=8)
+    assert "last batch of each loader worker" in _describe_division(needs, 64, 8)

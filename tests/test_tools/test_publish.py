@@ -1,0 +1,269 @@
+"""`bigscl publish`: files that give the run's logits without bigscl, a card, an upload to a stub."""
+
+import inspect
+import json
+import os
+import re
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from bigscl.config import make_config, to_yaml
+from bigscl.data.scan import scan
+from bigscl.models.spatial import build_model
+from bigscl.tools import portable_files, publish
+from tests.tars import labelled, write_tar
+from tests.test_bigscl.test_evaluate import same_process_afterwards  # noqa: F401
+from tests.test_tools.test_score import run
+
+NAMES = ["cat", "dog", "cow"]
+OWN = "bigscl.models.smallnet:small_resnet"
+SMALL_VIT = {"img_size": 48, "embed_dim": 24, "depth": 2, "num_heads": 2, "global_pool": "avg"}
+
+
+def make_run(folder, backbone=OWN, pooling="logits", args=None):
+    """A run as training leaves it: config, best weights with their metrics, and its shards."""
+    write_tar(folder / "t-0.tar", [member for n in range(3) for member in labelled(f"k{n}", n, observed=[n])])
+    scan(str(folder / "t-0.tar"), class_names=NAMES)[0].save(folder / "bigscl-index-t.npz")
+    model = {"backbone": backbone, "pooling": pooling, "args": args or {}}
+    data = {"train": str(folder / "t-0.tar"), "val": str(folder / "t-0.tar"), "size": 48, "shorter": 56}
+    config = make_config({"run": str(folder / "mine"), "data": data, "model": model})
+    torch.manual_seed(0)
+    state = build_model(backbone, len(NAMES), args=args).network.state_dict()
+    (folder / "mine" / "best").mkdir(parents=True)
+    save_file(state, folder / "mine" / "best" / "model.safetensors")
+    (folder / "mine" / "best" / "metrics.json").write_text('{"epoch": 4, "map": 0.5, "top1": 0.25}')
+    (folder / "mine" / "config.yaml").write_text(to_yaml(config))
+    return folder / "mine"
+
+
+def logits_of_run(path, images, backbone=OWN, args=None):
+    weights = str(path / "best" / "model.safetensors")
+    with torch.no_grad():
+        return build_model(backbone, len(NAMES), weights=weights, args=args).eval()(images).logits
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    if "external_data" not in inspect.signature(torch.onnx.export).parameters:
+        pytest.skip("this torch exports no ONNX that we write")
+    folder = tmp_path_factory.mktemp("publish")
+    words = ["--license", "apache-2.0", "--dataset", "animals", "--data-license", "research only"]
+    assert run("publish", make_run(folder), folder / "out", *words) == 0
+    return folder
+
+
+def test_every_network_file_gives_the_logits_of_the_run_in_any_batch(published):
+    import onnxruntime
+
+    folder = published / "out"
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    exported = torch.export.load(folder / "model.pt2").module()
+    for batch in (1, 2, 5):
+        images = torch.randn(batch, 3, 48, 48)
+        expected = logits_of_run(published / "mine", images)
+        assert expected.std() > 1e-3
+        found = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(exported(images), expected, rtol=0, atol=1e-5)
+    weights = load_file(folder / "model.safetensors")
+    trained = load_file(published / "mine" / "best" / "model.safetensors")
+    assert weights.keys() == trained.keys()
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
+
+
+def test_preprocessing_and_class_names_are_written(published):
+    found = json.loads((published / "out" / "preprocessing.json").read_text())
+    assert (found["size"], found["resize"], found["shorter"], found["interpolation"]) == (
+        48,
+        "shorter",
+        56,
+        "bilinear",
+    )
+    assert found["mean"] == [0.485, 0.456, 0.406]
+    assert (published / "out" / "classes.txt").read_text().splitlines() == NAMES
+
+
+def test_the_card_has_data_settings_results_and_licences(published):
+    text = (published / "out" / "README.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["license"] == "apache-2.0"
+    assert front["datasets"] == ["animals"]
+    metrics = front["model-index"][0]["results"][0]["metrics"]
+    assert metrics == [{"type": "mAP", "value": 50.0}, {"type": "top-1", "value": 25.0}]
+    assert "validation after epoch 5 | 50.00 | 25.00 |" in text
+    assert "Classes: cat, dog, cow." in text
+    assert "Weights: apache-2.0. Training data: research only." in text
+    settings = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.S)[1])
+    assert settings["data"]["train"] == "t-0.tar"
+    assert "run" not in settings
+
+
+def test_no_local_path_is_published(published):
+    for file in (published / "out").iterdir():
+        content = file.read_bytes()
+        assert os.fsencode(published) not in content, file.name
+        assert os.fsencode(os.path.dirname(torch.__file__)) not in content, file.name
+
+
+def test_an_evaluation_of_these_weights_comes_before_the_validation(tmp_path):
+    path = make_run(tmp_path)
+    assert run("evaluate", path, "--workers", 0) == 0
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "evaluation on 3 images, against their observed labels" in text
+    assert "| AP per image |" in text
+    report = path / "evaluation" / "report.json"
+    report.write_text(report.read_text().replace("mine/best", "mine/checkpoints/step-00000001"))
+    assert run("publish", path, tmp_path / "other", "--no-onnx") == 0
+    assert "validation after epoch 5" in (tmp_path / "other" / "README.md").read_text()
+
+
+def code_of_card(folder):
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)[1]
+
+
+def test_the_code_of_the_card_loads_a_torchvision_network(tmp_path, monkeypatch):
+    path = make_run(tmp_path, "resnet18")
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    assert not (tmp_path / "out" / "model.onnx").exists()
+    monkeypatch.chdir(tmp_path / "out")
+    names = {}
+    exec(code_of_card(tmp_path / "out"), names)
+    images = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        found = names["network"].eval()(images)
+    torch.testing.assert_close(found, logits_of_run(path, images, "resnet18"), rtol=0, atol=1e-5)
+
+
+def test_timm_loads_the_published_folder(tmp_path, monkeypatch):
+    timm = pytest.importorskip("timm", minversion="1.0.16", reason="older ones load no local folder")
+    backbone = "timm:vit_tiny_patch16_224"
+    path = make_run(tmp_path, backbone, args=SMALL_VIT)
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    monkeypatch.chdir(tmp_path / "out")
+    names = {}
+    exec(code_of_card(tmp_path / "out"), names)
+    network = names["network"].eval()
+    images = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        found = network(images)
+    expected = logits_of_run(path, images, backbone, SMALL_VIT)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    how = timm.data.resolve_model_data_config(network)
+    assert list(how["input_size"]) == [3, 48, 48]
+    assert (how["interpolation"], round(48 / how["crop_pct"])) == ("bilinear", 56)
+
+
+class Hub:
+    """Stands for huggingface_hub.HfApi."""
+
+    calls: list
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.calls.append(("create", repo_id, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
+
+
+def test_the_folder_is_uploaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [], raising=False)
+    words = ["--no-onnx", "--push-to-hub", "me/mine", "--private", "--json"]
+    assert run("publish", make_run(tmp_path), tmp_path / "out", *words) == 0
+    files = ["README.md", "classes.txt", "model.pt2", "model.safetensors", "preprocessing.json"]
+    assert Hub.calls == [("create", "me/mine", True, True), ("upload", "me/mine", files)]
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["pushed_to"] == "me/mine"
+    assert facts["differences"].keys() == {"model.safetensors", "model.pt2"}
+
+
+def test_a_failed_upload_says_how_to_upload_the_folder(tmp_path, monkeypatch, capsys):
+    class Unreachable(Hub):
+        def create_repo(self, repo_id, **options):
+            raise OSError("401 Client Error\nInvalid token")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Unreachable)
+    words = ["--no-onnx", "--push-to-hub", "me/mine"]
+    assert run("publish", make_run(tmp_path), tmp_path / "out", *words) == 2
+    message = capsys.readouterr().err
+    assert "--push-to-hub me/mine: 401 Client Error Invalid token" in message
+    assert f"`hf upload me/mine {tmp_path / 'out'}`" in message
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_file_with_other_logits_is_not_published(tmp_path, monkeypatch, capsys):
+    def export(network, side, path):
+        return lambda images: network(images) + 0.01
+
+    monkeypatch.setattr(portable_files, "_export", export)
+    assert run("publish", make_run(tmp_path), tmp_path / "out", "--no-onnx") == 2
+    assert "model.pt2: its logits differ by 0.01 from those of the run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+class Stubborn(torch.nn.Module):
+    """A network whose way depends on its input, which torch.export cannot follow."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.features, self.scores = torch.nn.Conv2d(3, 4, 8, 8), torch.nn.Linear(4, num_classes)
+
+    def forward(self, images):
+        features = self.features(images)
+        if features.mean().item() > 1e9:
+            features = -features
+        return self.scores(features.mean((2, 3)))
+
+
+def test_weights_are_published_of_a_network_that_cannot_be_exported(tmp_path, capsys):
+    path = make_run(tmp_path, f"{__name__}:Stubborn")
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 2
+    assert "Stubborn: torch.export cannot export it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run("publish", path, tmp_path / "out", "--weights-only") == 0
+    files = sorted(os.listdir(tmp_path / "out"))
+    assert files == ["README.md", "classes.txt", "model.safetensors", "preprocessing.json"]
+    assert "torch.export" not in code_of_card(tmp_path / "out")
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(publish, "find_spec", lambda package: None if package.startswith("onnx") else package)
+    assert run("publish", make_run(tmp_path), tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "needs onnx, onnxscript, onnxruntime, not installed: pip install 'bigscl[publish]'" in message
+    assert "--no-onnx" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({}, ["{run}", "{run}"], "exists. Choose a new folder"),
+        ({}, ["{run}", "{out}", "--private"], "--private: has no effect without --push-to-hub"),
+        ({}, ["{run}/nowhere", "{out}"], "neither a weights file, nor a run or a checkpoint"),
+        ({}, ["{run}", "{out}", "--classes", "{two}"], "predicts 3 classes, the shards have 2"),
+        ({"pooling": "probabilities"}, ["{run}", "{out}"], "model.pooling is probabilities"),
+    ],
+)
+def test_what_cannot_be_published_is_refused(tmp_path, capsys, change, words, message):
+    path = make_run(tmp_path, **change)
+    (tmp_path / "two.txt").write_text("cat\ndog\n")
+    places = {"run": path, "out": tmp_path / "out", "two": tmp_path / "two.txt"}
+    assert run("publish", *(word.format(**places) for word in words), "--no-onnx") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_class_names_come_from_a_file_where_the_shards_are_gone(tmp_path, capsys):
+    path = make_run(tmp_path)
+    (tmp_path / "t-0.tar").unlink()
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 2
+    assert "Or give --classes FILE" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("a\nb\nc\n")
+    assert run("publish", path, tmp_path / "out", "--no-onnx", "--classes", tmp_path / "names.txt") == 0
+    assert (tmp_path / "out" / "classes.txt").read_text() == "a\nb\nc\n"

@@ -1,0 +1,61 @@
+"""The page "from your folder of images to mined labels", executed on real photographs."""
+
+import csv
+import json
+import re
+import shlex
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.tars import VOC, real_data
+from tests.test_tools.conftest import bigscl
+
+PAGE = Path(__file__).parent.parent.parent / "configs" / "YOUR_IMAGES.md"
+CLASSES = {14: "person", 6: "car", 11: "dog", 2: "bird"}
+PER_CLASS = 12
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def write_photos(folder):
+    """Some photographs of a few classes, each in the folder of one thing that it shows."""
+    left = dict.fromkeys(CLASSES, PER_CLASS)
+    with tarfile.open(VOC / "train-000000.tar") as tar:
+        images = {}
+        for member in tar:
+            stem, _, kind = member.name.rpartition(".")
+            content = tar.extractfile(member).read()
+            if kind == "jpg":
+                images[stem] = content
+                continue
+            (observed,) = json.loads(content)["observed"]
+            if left.get(observed, 0):
+                left[observed] -= 1
+                place = folder / CLASSES[observed] / f"{stem}.jpg"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes(images[stem])
+    assert not any(left.values())
+
+
+@real_data
+def test_the_commands_of_the_page_lead_to_mined_labels(tmp_path, monkeypatch):
+    pytest.importorskip("efficientnet_lite_pytorch")
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path / "photos")
+    (config,) = blocks("yaml")
+    (tmp_path / "photos.yaml").write_text(config)
+    for command in "".join(blocks("sh")).splitlines():
+        name, *words = shlex.split(command)
+        assert name == "bigscl"
+        answer = bigscl(*words)
+        assert answer.code == 0, f"{command}\n{answer.out}\n{answer.err}"
+    assert (tmp_path / "found.png").stat().st_size > 10_000
+    with (tmp_path / "found.csv").open() as file:
+        found = list(csv.DictReader(file))
+    # K is 1.5, so half as many labels as there are images are to be found.
+    assert len(found) == len(CLASSES) * PER_CLASS // 2
+    assert {row["name"] for row in found} <= set(CLASSES.values())
