@@ -4,7 +4,6 @@ These names are the public surface of the store. Modules outside this folder imp
 """
 
 from bigscl.store.annotations import Annotations
-from bigscl.store.array_table import MAX_COUNT
 from bigscl.store.backends import Backend, LocalBackend, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
@@ -25,7 +24,7 @@ from bigscl.store.passes import PASS_THREADS, in_order
 from bigscl.store.prefetch import Prefetcher
 from bigscl.store.shard_cache import ShardCache, update
 from bigscl.store.snapshots import Snapshot, SnapshotLog
-from bigscl.store.spec import FORMAT, Array, Codec, GroupSpec, Rows, StoreSpec, Update
+from bigscl.store.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec, Update
 from bigscl.store.streams import ObjectReader, list_objects
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.verification import Problem, verify

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.spec import MAX_COUNT, Array, GroupSpec, Rows, StoreSpec
 
 # 16 rows measured best for dense chunks (2,400 images/s; 260 with 1 row, 800 with 64).
 DENSE_CHUNK_ROWS = 16
 NEVER = -1
-MAX_COUNT = 254
-"""Visits of a cell are counted up to here; 255 marks a missing chunk."""
 # float16 1.0: bits of non-negative halves order like their values; NaN and negatives lie above.
 ONE_BITS = np.float16(1).view(np.uint16)
 
@@ -43,6 +41,7 @@ class Compaction:
     classes: Array
     """[R,k]"""
     heatmap_size: int
+    debiased: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +155,30 @@ class Heatmaps(_Fractions):
         return np.ascontiguousarray(np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size)))
 
 
-class Counts(StoredArray):
-    """Visits of each heatmap cell, for the debiased average."""
+class Ranking(_Fractions):
+    """What expected positives of each class with a heatmap are ranked by, in place of the score."""
 
-    name = "counts"
-    updated = True
+    name = "ranking"
 
     def exists(self, group: GroupSpec) -> bool:
-        return group.counts and group.layout != "scores"
+        return group.ranking and group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return (spec.heatmap_size, spec.heatmap_size)
+        return (spec.num_classes if group.top is None else group.top,)
+
+    def initialize(self, values: Array, start: Start) -> None:
+        kept = start.annotated
+        values[kept if start.classes is None else np.take_along_axis(kept, start.classes, 1)] = 1
+
+    def compacted(self, compaction: Compaction) -> Array:
+        # Without heatmaps so far it is the score.
+        return np.take_along_axis(compaction.rows.ranked_by(), compaction.classes, 1)
+
+
+class _Counters(StoredArray):
+    """Numbers of visits."""
+
+    updated = True
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.uint8)
@@ -177,13 +189,38 @@ class Counts(StoredArray):
     def expected(self, domain: Domain) -> str:
         return f"counts up to {MAX_COUNT}"
 
+
+class Counts(_Counters):
+    """Visits of each heatmap cell since its initial value."""
+
+    name = "counts"
+
+    def exists(self, group: GroupSpec) -> bool:
+        return group.counts and group.layout != "scores"
+
+    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
+        return (spec.heatmap_size, spec.heatmap_size)
+
     def compacted(self, compaction: Compaction) -> Array:
         rows, size = compaction.rows, compaction.heatmap_size
         if rows.counts is not None:
             return rows.counts
-        # Without heatmaps so far, every epoch up to the last visit counts as one visit of the whole image.
-        visits = np.clip(rows.visited + 1, 0, MAX_COUNT).astype(np.uint8)
+        # Without heatmaps so far, cells of the plain average have not been visited since their start. In the
+        # debiased one a visit of the image counts as one of all its cells.
+        visits = rows.times_visited() if compaction.debiased else np.zeros(len(rows), np.uint8)
         return np.ascontiguousarray(np.broadcast_to(visits[:, None, None], (len(rows), size, size)))
+
+
+class Visits(_Counters):
+    """Visits of each sample."""
+
+    name = "visits"
+
+    def exists(self, group: GroupSpec) -> bool:
+        return group.visits
+
+    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
+        return ()
 
 
 class Classes(StoredArray):
@@ -238,7 +275,7 @@ class Visited(StoredArray):
 
 # In the order in which they are written.
 ARRAYS: dict[str, StoredArray] = {
-    array.name: array for array in (Scores(), Heatmaps(), Counts(), Classes(), Visited())
+    array.name: array for array in (Scores(), Heatmaps(), Ranking(), Counts(), Classes(), Visits(), Visited())
 }
 
 

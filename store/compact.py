@@ -53,7 +53,13 @@ def compact_rows(rows: Rows, annotated: NDArray[np.bool_], spec: StoreSpec, grou
     classes: Array = choose_classes(scores, among, group.top)
     if rows.classes is not None:
         classes = np.take_along_axis(rows.classes, classes, 1)
-    compaction = Compaction(rows=rows, annotated=annotated, classes=classes, heatmap_size=spec.heatmap_size)
+    compaction = Compaction(
+        rows=rows,
+        annotated=annotated,
+        classes=classes,
+        heatmap_size=spec.heatmap_size,
+        debiased=group.debiased,
+    )
     return Rows(
         **{array.name: array.compacted(compaction) for array in ARRAYS.values() if array.exists(group)}
     )

@@ -102,6 +102,9 @@ class HeatmapStore(StoreReader, Closing):
         codec: Codec = "none",
         checksum: bool = True,
         counts: bool = False,
+        visits: bool = False,
+        debiased: bool = False,
+        ranking: bool = False,
         tracked: int | Collection[int] = 64,
         options: StorageOptions | None = None,
     ) -> None:
@@ -114,6 +117,9 @@ class HeatmapStore(StoreReader, Closing):
             codec=codec,
             checksum=checksum,
             counts=counts,
+            visits=visits,
+            debiased=debiased,
+            ranking=ranking,
         )
         create_store(open_backend(url, options), annotations, heatmap_size, group, tracked)
 

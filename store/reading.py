@@ -14,7 +14,7 @@ from bigscl.store.backends import Backend
 from bigscl.store.errors import BadFile, StoreError
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
 
 
 class StoreReader:
@@ -107,6 +107,14 @@ class StoreReader:
         for shard in shards:
             ids = self.spec.sample_ids(shard)
             yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
+
+    def ranked_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
+        """(ids, what expected positives are ranked by) of all real samples of each shard: see `Rows`."""
+        names = ("scores", "ranking", "classes") if self.group.ranking else ("scores",)
+        for shard in shards:
+            ids = self.spec.sample_ids(shard)
+            found = self._load(shard, names)
+            yield ids, ranked_by(found["scores"], found.get("ranking"), found.get("classes"))[: len(ids)]
 
     def visited(self) -> NDArray[np.int32]:
         """For every row the last epoch that updated it, -1 for none."""

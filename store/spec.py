@@ -13,6 +13,9 @@ FORMAT = 1
 GENERATIONS = 1024
 """Writers, one after the other, that have slots of their own before the first one's are used again."""
 
+MAX_COUNT = 254
+"""Visits are counted up to here; 255 marks a missing chunk."""
+
 Layout = Literal["dense", "topk", "scores"]
 Codec = Literal["none", "blosc", "zstd"]
 Array = NDArray[Any]
@@ -83,7 +86,13 @@ class GroupSpec:
     codec: Codec = "none"
     checksum: bool = True
     counts: bool = False
-    """Whether visits are counted per heatmap cell, for the debiased EMA."""
+    """Whether the visits of each heatmap cell are counted; earlier revisions did so only if debiased."""
+    visits: bool = False
+    """Whether the visits of each sample are counted; not in stores of earlier revisions."""
+    debiased: bool = False
+    """Whether the first visit replaces the initial values."""
+    ranking: bool = False
+    """Whether expected positives are ranked by values of their own, not by the scores."""
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -98,7 +107,8 @@ class GroupSpec:
             raise ValueError(f"top: {self.top}, expected at least 1")
         if self.slots < 2:
             raise ValueError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
-
+        if self.debiased and not self.counts:
+            raise ValueError("debiased: true without counts; the debiased EMA needs them")
         if self.generations < 1:
             raise ValueError(f"generations: {self.generations}, expected at least 1")
 
@@ -130,6 +140,10 @@ class GroupSpec:
                 codec=cast(Codec, codec),
                 checksum=fields.flag("checksum"),
                 counts=fields.flag("counts"),
+                visits="visits" in fields and fields.flag("visits"),
+                # Earlier revisions counted visits for the debiased EMA only.
+                debiased=fields.flag("debiased" if "debiased" in fields else "counts"),
+                ranking="ranking" in fields and fields.flag("ranking"),
             )
         except ValueError as error:
             raise fields.bad(str(error)) from None
@@ -168,6 +182,8 @@ class Update(_Arrays):
     scores: Array
     heatmaps: Array | None = None
     counts: Array | None = None
+    visits: Array | None = None
+    ranking: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,6 +195,8 @@ class Rows(_Arrays):
     heatmaps: Array | None = None
     classes: Array | None = None
     counts: Array | None = None
+    visits: Array | None = None
+    ranking: Array | None = None
 
     def kept_classes(self) -> Array:
         """The classes of each row that have a heatmap: [N, L or k], ascending."""
@@ -187,6 +205,20 @@ class Rows(_Arrays):
         if self.classes is None:
             return np.broadcast_to(np.arange(self.scores.shape[1]), self.scores.shape)
         return self.classes
+
+    def times_visited(self) -> Array:
+        """Visits of each row, uint8 [N], at most MAX_COUNT.
+
+        Stores of earlier revisions know the last epoch only: there every epoch up to it counts.
+        """
+        if self.visits is not None:
+            return self.visits
+        epochs: Array = np.clip(self.visited + 1, 0, MAX_COUNT).astype(np.uint8)
+        return epochs
+
+    def ranked_by(self) -> Array:
+        """What expected positives are ranked by, [N,L]: `ranking` where a class has it, else the score."""
+        return ranked_by(self.scores, self.ranking, self.classes)
 
     def heatmaps_of(self, places: Array, classes: Array) -> Array:
         """The heatmaps [..., W, W] of these classes of the rows at these places; zeros where none is kept.
@@ -201,3 +233,14 @@ class Rows(_Arrays):
         found: Array = self.heatmaps[places, equal.argmax(axis=-1)]
         found[~equal.any(axis=-1)] = 0
         return found
+
+
+def ranked_by(scores: Array, ranking: Array | None, classes: Array | None) -> Array:
+    """What expected positives are ranked by, [N,L]: `ranking` of all classes or of `classes`, else scores."""
+    if ranking is None:
+        return scores
+    if classes is None:
+        return ranking
+    values = scores.copy()
+    np.put_along_axis(values, classes.astype(np.int64), ranking, 1)
+    return values

@@ -54,6 +54,9 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         top=group.top,
         slots=2,
         counts=group.counts,
+        visits=group.visits,
+        debiased=group.debiased,
+        ranking=group.ranking,
         tracked=0,
         options=options,
     )

@@ -12,7 +12,14 @@ from bigscl.config.reading import (
     parse_yaml,
     to_yaml,
 )
-from bigscl.config.schema import CheckpointConfig, Config, DataConfig, ObservedConfig, StoreConfig
+from bigscl.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ObservedConfig,
+    RankBy,
+    StoreConfig,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -20,6 +27,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "ObservedConfig",
+    "RankBy",
     "StoreConfig",
     "changed_settings",
     "checked",

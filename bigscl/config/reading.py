@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from bigscl.config.packaged import find_config
-from bigscl.config.schema import Config, DataConfig
+from bigscl.config.schema import Config, DataConfig, SelectionConfig
 from bigscl.data.transforms import shorter_side
 from bigscl.method.losses import Base, Consistency, Norm
 from bigscl.method.objective import Objective
@@ -197,8 +197,15 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.compact_after", "has no effect without store.top"
     if store.top is not None and not (store.compact_after or config.schedule.warmup.epochs):
         yield "store.compact_after", "needed: without warm-up nothing says when to choose the top classes"
-    if store.top is None and store.warmup_heatmaps == "scores" and objective.consistency == "scl":
-        yield "store.warmup_heatmaps", "scores without store.top keeps no heatmaps, and scl needs them"
+    if store.top is None and store.warmup_heatmaps == "scores" and needs.heatmaps:
+        problem = f"scores without store.top keeps no heatmaps, and {objective.consistency} needs them"
+        yield "store.warmup_heatmaps", problem
+    if needs.counts and store.warmup_heatmaps == "scores" and store.top is not None:
+        problem = "dense: with scores, heatmaps start at scores whose looks nobody counted"
+        yield "store.warmup_heatmaps", f"{objective.consistency} needs {problem}"
+    if needs.counts and store.ema == "debiased":
+        yield "store.ema", f"{objective.consistency} takes the start out of a plain average; choose one"
+    yield from _idle_selection(config)
     scheme = (store.url or "").partition("://")[0]
     if store.url is not None and scheme not in STORE_SCHEMES and (store.endpoint or store.region):
         yield "store.endpoint", "has no effect on a file system"
@@ -227,6 +234,17 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "checkpoint.keep", f"{config.keep_checkpoints}, but {store.slots} slots can keep {most}{every}"
     if config.model.freeze_statistics and config.hardware.sync_batchnorm:
         yield "hardware.sync_batchnorm", "has no effect with model.freeze_statistics"
+
+
+def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of settings of the selection that would have no effect."""
+    selection, store = config.selection, config.store
+    if not config.objective.needs.expected:
+        for name in ("by", "per_class"):
+            if getattr(selection, name) != getattr(SelectionConfig(), name):
+                yield f"selection.{name}", f"has no effect with base {config.objective.base}"
+    elif selection.by == "spatial" and store.top is None and store.warmup_heatmaps == "scores":
+        yield "selection.by", "spatial needs heatmaps, and store.warmup_heatmaps: scores keeps none"
 
 
 def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:

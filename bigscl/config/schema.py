@@ -25,6 +25,8 @@ from bigscl.method.objective import Objective
 from bigscl.method.schedule import Schedule
 from bigscl.store import Codec, StorageOptions
 
+RankBy = Literal["score", "spatial"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedConfig:
@@ -148,6 +150,10 @@ class SelectionConfig:
     """Number of positives per image; `auto`: the mean over the validation set."""
     start_epoch: Count = 1
     """First epoch in which expected positives are used; before it only observed positives count."""
+    by: RankBy = "score"
+    """What images are ranked by: the score in the memory (the paper), or score and heatmap (spatial)."""
+    per_class: bool = False
+    """Estimate K of each class from the memory; K is then their mean over the labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

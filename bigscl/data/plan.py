@@ -99,8 +99,8 @@ def training_plan(
     """Plan an epoch with every sample exactly once, in another order each epoch.
 
     The samples of any two ranks differ by at most one shard, and two samples if a rank would have had one
-    alone. `visited` marks the rows that this epoch has trained already. With the world size and workers of the
-    run that visited them, the rest comes in the same batches and the same order as without the interruption.
+    alone. `visited` marks the rows that this epoch has trained already. With the world size and workers of
+    the run that visited them, the rest comes in the same batches and order as without the interruption.
     """
     _check(batch_size=(batch_size, 1), world_size=(world_size, 1), workers=(workers, 0))
     _check(shuffle_buffer=(shuffle_buffer, 1), seed=(seed, 0), epoch=(epoch, 0))

@@ -48,6 +48,7 @@ def blend(
     *,
     erased: Tensor | None = None,
     counts: Tensor | None = None,
+    debiased: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (heatmaps, counts) after a visit; the heatmaps have their dtype.
 
@@ -56,14 +57,14 @@ def blend(
     network's input, so after the flip; cells whose centre is in one are not covered. A box without width or
     height erases nothing.
 
-    With `counts`, the number n of earlier visits of each cell, uint8 [B,W,W], the average is debiased: its
-    momentum is min(n / (n + 1), momentum), so the first visit replaces the initial value. Counts stop at
-    MAX_COUNT.
+    `counts` are the earlier visits of each cell, uint8 [B,W,W]; they stop at MAX_COUNT. With `debiased`,
+    which needs them, the momentum of n earlier visits is min(n / (n + 1), momentum), so the first visit
+    replaces the initial value.
     """
     new, mask = to_image(maps, views, heatmaps.shape[-1])
     if erased is not None:
         mask &= ~_hidden(views, erased, heatmaps.shape[-1])
-    kept = momentum if counts is None else _debiased(counts, momentum)[:, None]
+    kept = momentum if counts is None or not debiased else _debiased(counts, momentum)[:, None]
     updated = (kept * heatmaps.float() + (1 - kept) * new).to(heatmaps.dtype)
     blended = torch.where(mask[:, None], updated, heatmaps)
     return blended, None if counts is None else counts + (mask & (counts < MAX_COUNT))
@@ -84,6 +85,24 @@ def gather_classes(maps: Tensor, classes: Tensor) -> Tensor:
     """Return the maps [B,k,G,G] of each image's own classes [B,k], from those of all classes [B,L,G,G]."""
     images = torch.arange(len(maps), device=maps.device)[:, None]
     return maps[images, classes.long()]
+
+
+@torch.no_grad()
+def remaining_start(counts: Tensor, momentum: float, *, debiased: bool = False) -> Tensor:
+    """Return the weight that the initial value still has in each cell, by its visits: float32 [B,W,W]."""
+    if debiased:
+        return (counts == 0).float()
+    return torch.pow(momentum, counts.float())
+
+
+@torch.no_grad()
+def evidence(heatmaps: Tensor, starts: Tensor, remaining: Tensor) -> Tensor:
+    """Return what was seen in heatmaps [B,C,W,W] since their start: float32, without their initial values.
+
+    `starts` [B,C] are the initial values, 1 for annotated classes and 0 for others; `remaining` [B,W,W] is
+    their weight in each cell. After n visits of a cell it is `H - mu^n h0`.
+    """
+    return (heatmaps.float() - starts.float()[:, :, None, None] * remaining[:, None]).clamp(min=0)
 
 
 def _debiased(visits: Tensor, momentum: float) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bigscl.method.objective import Objective
 
 Base = Literal["bce", "an", "an_ls", "wan", "en", "ep", "epr", "role"]
-Consistency = Literal["none", "cl", "scl"]
+Consistency = Literal["none", "cl", "scl", "scl_corrected"]
 Norm = Literal["mse", "rms", "l2"]
 Value = TypeVar("Value")
 
@@ -37,6 +37,8 @@ class Needs:
     """The scores that the memory keeps of each image."""
     heatmaps: bool = False
     """The heatmaps that the memory keeps of each image, and the network's score maps."""
+    counts: bool = False
+    """The visits of each heatmap cell that the memory counts."""
     expected: bool = False
     """The expected positives, which are selected by the scores in the memory."""
     positives_per_image: bool = False
@@ -82,6 +84,8 @@ class LossInputs:
     """Scores [B,L] from the memory."""
     target: Tensor | None = None
     """Heatmaps from the memory as the view shows them: [B,L,G,G], or [B,k,G,G] of `classes`."""
+    weight: Tensor | None = None
+    """How far each cell of a corrected target is trusted: [B,1,G,G], in 0 to 1."""
     classes: Tensor | None = None
     """[B,k], distinct: the classes that have a heatmap, the others' is 0; None: all have one."""
     expected: Tensor | None = None
@@ -176,19 +180,24 @@ def cl(logits: Tensor, scores: Tensor, *, norm: Norm = "mse") -> Tensor:
     return _reduce(difference.square().sum(1), logits.shape[1:].numel(), norm)
 
 
-def scl_dense(maps: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
-    """Spatial consistency of the score maps with the heatmaps of all classes, both [B,L,G,G]."""
-    difference = maps - target.detach()
-    return _reduce(difference.square().sum((1, 2, 3)), maps.shape[1:].numel(), norm)
+def scl_dense(maps: Tensor, target: Tensor, *, norm: Norm = "mse", weight: Tensor | None = None) -> Tensor:
+    """Spatial consistency of the score maps with the heatmaps of all classes, both [B,L,G,G].
+
+    `weight` [B,1,G,G] is that of each cell's squared difference.
+    """
+    squares = _weighted((maps - target.detach()).square(), weight)
+    return _reduce(squares.sum((1, 2, 3)), maps.shape[1:].numel(), norm)
 
 
-def scl_topk(maps: Tensor, classes: Tensor, target: Tensor, *, norm: Norm = "mse") -> Tensor:
+def scl_topk(
+    maps: Tensor, classes: Tensor, target: Tensor, *, norm: Norm = "mse", weight: Tensor | None = None
+) -> Tensor:
     """Spatial consistency with the heatmaps [B,k,G,G] of `classes` [B,k], distinct; all others are 0."""
     index = classes.long()
     kept = maps.gather(1, index[:, :, None, None].expand(-1, -1, *maps.shape[2:]))
     # Squares of the kept classes are left out, not subtracted again: nothing cancels.
-    others = maps.square().sum((2, 3)).scatter(1, index, 0.0).sum(1)
-    squares = others + (kept - target.detach()).square().sum((1, 2, 3))
+    others = _weighted(maps.square(), weight).sum((2, 3)).scatter(1, index, 0.0).sum(1)
+    squares = others + _weighted((kept - target.detach()).square(), weight).sum((1, 2, 3))
     return _reduce(squares, maps.shape[1:].numel(), norm)
 
 
@@ -228,6 +237,10 @@ CONSISTENCIES: Mapping[Consistency, LossTerm] = {
         needs=Needs(scores=True),
     ),
     "scl": LossTerm(compute=lambda given, objective: _scl(given, objective.norm), needs=Needs(heatmaps=True)),
+    "scl_corrected": LossTerm(
+        compute=lambda given, objective: _scl(given, objective.norm, _needed("weight", given.weight)),
+        needs=Needs(heatmaps=True, counts=True),
+    ),
 }
 
 
@@ -241,11 +254,15 @@ def _k(given: LossInputs) -> float:
     return _needed("positives_per_image", given.positives_per_image)
 
 
-def _scl(given: LossInputs, norm: Norm) -> Tensor:
+def _scl(given: LossInputs, norm: Norm, weight: Tensor | None = None) -> Tensor:
     maps, target = _needed("maps", given.maps), _needed("target", given.target)
     if given.classes is None:
-        return scl_dense(maps, target, norm=norm)
-    return scl_topk(maps, given.classes, target, norm=norm)
+        return scl_dense(maps, target, norm=norm, weight=weight)
+    return scl_topk(maps, given.classes, target, norm=norm, weight=weight)
+
+
+def _weighted(squares: Tensor, weight: Tensor | None) -> Tensor:
+    return squares if weight is None else weight.detach() * squares
 
 
 def _positives(logits: Tensor, weight: Tensor) -> Tensor:

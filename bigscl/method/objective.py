@@ -29,7 +29,8 @@ class Objective:
     base: Base = "en"
     """The loss of the pooled prediction with the labels."""
     consistency: Consistency = "scl"
-    """The agreement with the memory: none, with the scores (cl) or with the heatmaps (scl)."""
+    """The agreement with the memory: none, scores (cl), heatmaps (scl), or heatmaps less their start values,
+    each cell weighted by its visits (scl_corrected)."""
     norm: Norm = "mse"
     """Reduction of the consistency: mse, rms, or the literal l2."""
     gamma: Ramp = field(default_factory=Ramp)

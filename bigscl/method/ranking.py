@@ -10,13 +10,14 @@ fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
 
 # Shapes: L classes, n rows of a chunk.
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store import Transport
+from bigscl.method.class_ratios import count_positives
+from bigscl.store import Annotations, Transport
 
 SCORE_BITS = 14
 ONE = int(np.float16(1).view(np.uint16))
@@ -31,27 +32,71 @@ class Cuts:
     tau: NDArray[np.float16]
     last_id: NDArray[np.int64]
     num_expected: NDArray[np.int64]
+    positives: NDArray[np.int64] | None = None
+    """Positives, annotated or expected, of all images that are annotated with each class, if asked for."""
+
+
+Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
+"""Ids [n], and what they are ranked by for each class [n,L]."""
+
+
+def counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:
+    """Yield the chunks; show how many are done when the next one is asked for."""
+    for done, chunk in enumerate(chunks):
+        show(done)
+        yield chunk
+
+
+def named_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
+    """Yield the chunks with the value 1 for annotated positives, so that they are always expected."""
+    for ids, values in chunks:
+        first, lengths = annotations.offsets[ids], np.diff(annotations.offsets)[ids]
+        places = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        values = values.copy()
+        values[np.repeat(np.arange(len(ids)), lengths), annotations.classes[places]] = 1
+        yield ids, values
 
 
 def rank(
-    chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float16]]],
+    chunks: Iterable[Chunk],
     num_expected: NDArray[np.int64],
     transport: Transport,
     *,
     gather_bytes: int = 2**26,
+    annotations: Annotations | None = None,
 ) -> Cuts:
-    """Return the cuts of `bigscl.method.selection.select`, on every rank."""
+    """Return the cuts of `bigscl.method.selection.select`, on every rank.
+
+    With `annotations`, the positives of the images of each class are counted too: see `count_positives`.
+    """
     contenders = _Contenders(num_expected)
     for ids, scores in chunks:
         contenders.add(ids, scores)
-    cuts = _merge(contenders, transport, gather_bytes)
-    payload = transport.broadcast(None if cuts is None else cuts.last_id.tobytes() + cuts.tau.tobytes())
-    last_id = np.frombuffer(payload, np.int64, len(num_expected))
-    tau = np.frombuffer(payload, np.float16, offset=last_id.nbytes)
-    return Cuts(tau=tau.copy(), last_id=last_id.copy(), num_expected=num_expected)
+    cuts = _merge(contenders, transport, gather_bytes, annotations)
+    payload = transport.broadcast(None if cuts is None else _pack_cuts(cuts))
+    return _unpack_cuts(payload, num_expected, has_positives=annotations is not None)
 
 
-def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -> Cuts | None:
+def _pack_cuts(cuts: Cuts) -> bytes:
+    counted = b"" if cuts.positives is None else cuts.positives.tobytes()
+    return cuts.last_id.tobytes() + counted + cuts.tau.tobytes()
+
+
+def _unpack_cuts(payload: bytes, num_expected: NDArray[np.int64], *, has_positives: bool) -> Cuts:
+    num_classes = len(num_expected)
+    numbers = np.frombuffer(payload, np.int64, num_classes * (1 + has_positives)).reshape(-1, num_classes)
+    tau = np.frombuffer(payload, np.float16, offset=numbers.nbytes)
+    return Cuts(
+        tau=tau.copy(),
+        last_id=numbers[0].copy(),
+        num_expected=num_expected,
+        positives=numbers[1].copy() if has_positives else None,
+    )
+
+
+def _merge(
+    contenders: "_Contenders", transport: Transport, gather_bytes: int, annotations: Annotations | None
+) -> Cuts | None:
     """Return the cuts over the contenders of all ranks, on rank 0; None elsewhere."""
     contenders.compact()
     merged = _Contenders(contenders.num_expected)
@@ -61,7 +106,12 @@ def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -
         if payloads is not None:
             merged.pending = [np.frombuffer(payload, np.uint64) for payload in payloads]
             merged.compact()
-    return merged.cuts() if transport.rank == 0 else None
+    if transport.rank != 0:
+        return None
+    cuts = merged.cuts()
+    if annotations is None:
+        return cuts
+    return replace(cuts, positives=count_positives(annotations, *merged.expected()))
 
 
 def _blocks(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
@@ -120,6 +170,11 @@ class _Contenders:
         """Return the best keys of classes first to last - 1, after `compact`."""
         bounds = np.append(np.searchsorted(self.best, self.first_keys), len(self.best))
         return self.best[bounds[first] : bounds[last]]
+
+    def expected(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids and the classes of all expected positives, after `compact`."""
+        classes = np.searchsorted(self.first_keys, self.best, side="right") - 1
+        return self._unpack(self.best)[1], classes
 
     def cuts(self) -> Cuts:
         """Return the worst expected positive of each class, after `compact`."""

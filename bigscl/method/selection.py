@@ -2,7 +2,7 @@
 
 # Shapes: B batch, L classes, n rows of a chunk.
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.method.ranking import rank
+from bigscl.method.ranking import Cuts, rank
 from bigscl.store import Transport
 
 
@@ -25,6 +25,8 @@ class Selection:
     """int64 [L]"""
     num_expected: Tensor | None = None
     """int64 [L]: how many positives of each class were requested; None in cuts that did not store it."""
+    named_first: bool = False
+    """Whether annotated positives were ranked before all others, whatever their values."""
 
     @classmethod
     def none(cls, num_classes: int) -> "Selection":
@@ -35,7 +37,7 @@ class Selection:
         )
 
     @classmethod
-    def from_json(cls, cuts: Mapping[str, Sequence[float]]) -> "Selection":
+    def from_json(cls, cuts: Mapping[str, Any]) -> "Selection":
         """Return the selection that `to_json` described, bit for bit."""
         tau = torch.tensor(cuts["tau"], dtype=torch.float16)
         last_id = torch.tensor(cuts["last_id"], dtype=torch.int64)
@@ -44,25 +46,36 @@ class Selection:
             raise ValueError(
                 f"selection: {len(tau)} values of tau but {len(last_id)} of last_id, expected as many"
             )
-        return cls(tau=tau, last_id=last_id, num_expected=counts)
+        return cls(
+            tau=tau, last_id=last_id, num_expected=counts, named_first=bool(cuts.get("named_first", False))
+        )
 
-    def to_json(self) -> dict[str, list[Any]]:
+    def to_json(self) -> dict[str, Any]:
         """Return the cuts as plain numbers, which represent every float16 exactly."""
         counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
-        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts}
+        named = {"named_first": True} if self.named_first else {}
+        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **named}
 
     def to(self, device: torch.device | str) -> "Selection":
         """Return the cuts on a device."""
         return replace(self, tau=self.tau.to(device), last_id=self.last_id.to(device))
 
-    def expected(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """Return which classes are expected positives of each sample, bool [B,L], by stored scores [B,L]."""
-        assert scores.dtype == torch.float16, f"scores are {scores.dtype}; cuts hold for the stored float16"
-        return (scores > self.tau) | ((scores == self.tau) & (ids[:, None] <= self.last_id))
+    def expected(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Return which classes are expected positives of each sample, bool [B,L].
+
+        `values` [B,L] are the stored ones that were ranked: scores, or the spatial ranking.
+        """
+        assert values.dtype == torch.float16, f"values are {values.dtype}; cuts hold for the stored float16"
+        return (values > self.tau) | ((values == self.tau) & (ids[:, None] <= self.last_id))
 
 
-def expected_counts(counts: NDArray[np.int64], positives_per_image: float) -> NDArray[np.int64]:
-    """Return the expected positives p_i = round(K * count_i) of each class, from its annotated positives."""
+def expected_counts(
+    counts: NDArray[np.int64], positives_per_image: float | NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the expected positives p_i = round(K * count_i) of each class, from its annotated positives.
+
+    K is one number, or one for each class.
+    """
     num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
     return num_expected
 
@@ -82,9 +95,14 @@ def select(
     positive: it grows with K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at
     a time.
     """
-    cuts = rank(chunks, num_expected, transport, gather_bytes=gather_bytes)
+    return selection_of(rank(chunks, num_expected, transport, gather_bytes=gather_bytes))
+
+
+def selection_of(cuts: Cuts, *, named_first: bool = False) -> Selection:
+    """Return the selection that these cuts make."""
     return Selection(
         tau=torch.from_numpy(cuts.tau),
         last_id=torch.from_numpy(cuts.last_id),
         num_expected=torch.from_numpy(cuts.num_expected),
+        named_first=named_first,
     )

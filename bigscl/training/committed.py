@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore, Snapshot, StoreError
 
@@ -17,6 +20,8 @@ class CommittedState:
     """The epoch that is being learnt at the snapshot, or comes next."""
     skipped: list[int]
     """Samples of that epoch that could not be read."""
+    class_ratios: NDArray[np.float64] | None = None
+    """K of each class for the next selection; None: not estimated yet."""
 
 
 def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
@@ -31,15 +36,24 @@ def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
         selection = Selection.from_json(attributes["selection"])
         next_epoch = int(attributes.get("next_epoch", snapshot.epoch + 1))
         skipped = [int(sample) for sample in attributes["skipped"]]
+        ratios = attributes.get("class_ratios")
+        class_ratios = None if ratios is None else np.asarray(ratios, np.float64)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(
             f"snapshot {snapshot.id}: its selection and skipped samples cannot be read ({error!r})"
         ) from None
+    if class_ratios is not None and class_ratios.shape != (num_classes,):
+        raise StoreError(
+            f"snapshot {snapshot.id}: its class_ratios have shape {list(class_ratios.shape)}, expected "
+            f"{[num_classes]}"
+        )
     if len(selection.tau) != num_classes:
         raise StoreError(
             f"snapshot {snapshot.id}: its selection has {len(selection.tau)} classes, expected {num_classes}"
         )
-    return CommittedState(selection=selection, next_epoch=next_epoch, skipped=skipped)
+    return CommittedState(
+        selection=selection, next_epoch=next_epoch, skipped=skipped, class_ratios=class_ratios
+    )
 
 
 def find_snapshot(store: HeatmapStore, state: Mapping[str, Any]) -> int:

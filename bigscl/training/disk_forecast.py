@@ -1,10 +1,11 @@
 """How many bytes the store of a run takes on disk at most: what the trainer writes and deletes, followed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bigscl.config import Config
 from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, shard_bytes
+from bigscl.training.opening import kept_arrays
 
 CHECKSUM_BYTES = 4
 # Small files: a zarr.json; a snapshot, and a number in it.
@@ -15,12 +16,11 @@ NUMBER_BYTES = 20
 
 def layouts(config: Config, spec: StoreSpec) -> list[GroupSpec]:
     """Return the first layout, and the one after the compaction if there is one."""
-    counts, slots = config.store.ema == "debiased", config.store.slots
-    groups = [GroupSpec(name="", layout=config.store.warmup_heatmaps, counts=counts, slots=slots)]
-    if config.compact_after is not None:
-        top = min(config.store.top or 0, spec.num_classes)
-        groups.append(GroupSpec(name="", layout="topk", top=top, counts=counts, slots=slots))
-    return groups
+    kept = kept_arrays(config.store, ranking=config.selection.by == "spatial")
+    first = GroupSpec(name="", layout=config.store.warmup_heatmaps, slots=config.store.slots, **kept)
+    if config.compact_after is None:
+        return [first]
+    return [first, replace(first, layout="topk", top=min(config.store.top or 0, spec.num_classes))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

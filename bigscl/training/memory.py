@@ -17,18 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.config import StoreConfig, checked
+from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.data.plan import Plan, training_plan
-from bigscl.method.selection import Selection, expected_counts, select
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
     Annotations,
     Closing,
+    Rows,
     StoreError,
     Transport,
     Update,
     on_rank_zero,
 )
+from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.committed import committed_state, find_empty, find_snapshot, is_empty
 from bigscl.training.epoch_threads import EpochThreads, announced
 from bigscl.training.opening import open_store
@@ -45,12 +46,12 @@ from bigscl.training.recalled import (
     sample_views_of,
     updated_averages,
 )
+from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
 Batch = TypeVar("Batch")
-Chunk = TypeVar("Chunk")
 
 
 @contextmanager
@@ -81,6 +82,8 @@ class Memory(Closing):
         heatmap_size: int,
         positives_per_image: float | None = None,
         selection_start: int = 1,
+        rank_by: RankBy = "score",
+        k_per_class: bool = False,
         device: torch.device | str = "cpu",
         ranks: Transport | None = None,
         run: str | None = None,
@@ -93,17 +96,26 @@ class Memory(Closing):
 
         `heatmap_size` is W, twice the side of the network's score maps. `positives_per_image` is K: expected
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
-        The ranks are those of torch.distributed unless given.
+        Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
+        `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K. The
+        ranks are those of torch.distributed unless given.
 
         A store with learnt rows is opened at `snapshot`; without it, `load_state_dict` or `reset` must say
         where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
         `drops_snapshots` each commit drops the snapshots that no state dict needs, see `state_dict`.
         """
         _check_arguments(annotations, settings, positives_per_image)
+        self._rank_by = rank_by
+        self._rule = None
+        if positives_per_image is not None:
+            self._rule = SelectionRule(
+                positives_per_image=positives_per_image,
+                start_epoch=selection_start,
+                rank_by=rank_by,
+                per_class=k_per_class,
+            )
         self._settings = _check_settings(settings, drops_snapshots)
         self._annotations = annotations
-        self._positives_per_image = positives_per_image
-        self._selection_start = selection_start
         self._device = torch.device(device)
         self._ranks = ranks or process_group()
         self._drops_snapshots = drops_snapshots
@@ -116,9 +128,12 @@ class Memory(Closing):
             ranks=self._ranks,
             run=run or self._new_name(),
             snapshot=snapshot,
+            ranking=rank_by == "spatial",
         )
+        self._annotated = AnnotatedClasses(annotations, self._device)
         try:
             self._check_size(heatmap_size)
+            self._check_ranking()
             self._start(epoch)
         except BaseException:
             self.store.close()
@@ -137,6 +152,14 @@ class Memory(Closing):
                 f"heatmap_size {heatmap_size}. Use another store.url, or the size that it was created with."
             )
 
+    def _check_ranking(self) -> None:
+        if self.store.group.ranking != (self._rank_by == "spatial"):
+            kept = "spatial" if self.store.group.ranking else "score"
+            raise StoreError(
+                f"{self.store.backend.url}: was created to rank by {kept}, found {self._rank_by}. Use "
+                f"selection.by: {kept}, or another store.url."
+            )
+
     def _start(self, epoch: int | None = None) -> None:
         """Stand where the store's snapshot stands."""
         snapshot = self.store.snapshot
@@ -145,6 +168,8 @@ class Memory(Closing):
         """The epoch that is being learnt, or comes next."""
         self.selection = committed.selection.to(self._device)
         """The expected positives of this epoch."""
+        self.class_ratios = committed.class_ratios
+        """K of each class for the next selection; None without `k_per_class`, and before the first one."""
         within = snapshot.epoch == self.epoch
         self._visited = np.zeros(self.store.spec.num_rows, bool)
         if within:
@@ -215,7 +240,7 @@ class Memory(Closing):
         sample_views = self._checked(SampleViews(ids, views, erased))
         self._check_new(sample_views.rows)
         threads = self._open_threads()
-        return to_device(threads.read(sample_views.rows), sample_views, self.selection, self._device, threads)
+        return self._recalled(threads.read(sample_views.rows), sample_views, threads)
 
     def recall_ahead(
         self, batches: Iterable[Batch], sample_views: Callable[[Batch], SampleViews] = sample_views_of
@@ -234,7 +259,18 @@ class Memory(Closing):
                 raise found
             batch, seen = found
             self._check_new(seen.rows)
-            yield batch, to_device(rows, seen, self.selection, self._device, threads)
+            yield batch, self._recalled(rows, seen, threads)
+
+    def _recalled(self, rows: Rows, sample_views: CheckedViews, threads: EpochThreads) -> Recalled:
+        return to_device(
+            rows,
+            sample_views,
+            self.selection,
+            self._annotated,
+            device=self._device,
+            momentum=self._settings.momentum,
+            source=threads,
+        )
 
     def learn(self, recalled: Recalled, *, logits: Tensor, maps: Tensor | None = None) -> None:
         """Update the averages of samples that were recalled in this epoch, behind the step.
@@ -323,7 +359,7 @@ class Memory(Closing):
         self._check_start()
         self.flush()
         self._close_threads()
-        self.selection = self._select(self._divide_shards())
+        self._select(self._divide_shards())
         self._commit(step, next_epoch=self.epoch + 1)
         if self.epoch + 1 == self._settings.compact_after and self.store.group.layout != "topk":
             self._compact()
@@ -342,11 +378,14 @@ class Memory(Closing):
 
     def _commit(self, step: int, *, next_epoch: int) -> None:
         ended = next_epoch != self.epoch
-        attributes = {
+        attributes: dict[str, Any] = {
             "selection": self.selection.to_json(),
             "next_epoch": next_epoch,
             "skipped": [] if ended else self._all_skipped(),
+            "momentum": self._settings.momentum,
         }
+        if self.class_ratios is not None:
+            attributes["class_ratios"] = self.class_ratios.tolist()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
 
@@ -367,14 +406,19 @@ class Memory(Closing):
         divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
         return divided[self._ranks.rank]
 
-    def _select(self, shards: list[int]) -> Selection:
-        if self._positives_per_image is None or self.epoch + 1 < self._selection_start:
-            return self.selection
-        counts = expected_counts(self._annotations.counts(), self._positives_per_image)
+    def _select(self, shards: list[int]) -> None:
+        if self._rule is None or self.epoch + 1 < self._rule.start_epoch:
+            return
         with self._show_work("selecting the expected positives", len(shards)) as show:
-            # Before they are committed, a rank sees the scores of its own shards, and only of those.
-            chunks = _counted(self.store.scores_by_shard(shards), show)
-            return select(chunks, counts, self._ranks).to(self._device)
+            selection, self.class_ratios = self._rule.select(
+                self.store,
+                self._annotations,
+                self.class_ratios,
+                shards=shards,
+                ranks=self._ranks,
+                show=show,
+            )
+        self.selection = selection.to(self._device)
 
     def _compact(self) -> None:
         """From now on keep only the heatmaps of each image's top classes."""
@@ -487,10 +531,3 @@ def _check_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig
             f"names, and one to write to"
         )
     return settings
-
-
-def _counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:
-    """Yield the chunks; show how many are done when the next one is asked for."""
-    for done, chunk in enumerate(chunks):
-        show(done)
-        yield chunk

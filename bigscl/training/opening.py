@@ -1,6 +1,7 @@
 """Open the store of a memory for writing, and create it if there is none."""
 
 import os
+from typing import TypedDict
 
 from bigscl.config import StoreConfig
 from bigscl.store import (
@@ -22,6 +23,7 @@ def open_store(
     ranks: Transport,
     run: str,
     snapshot: int | None,
+    ranking: bool = False,
 ) -> HeatmapStore:
     """Open the store for writing at a snapshot, by default the newest; create it unless a later one is named.
 
@@ -29,7 +31,7 @@ def open_store(
     """
     url = _writable_url(settings, ranks, run)
     if not snapshot:
-        on_rank_zero(ranks, lambda: _create(url, settings, annotations, heatmap_size))
+        on_rank_zero(ranks, lambda: _create(url, settings, annotations, heatmap_size, ranking))
     return HeatmapStore.open(
         url,
         annotations=annotations,
@@ -41,7 +43,23 @@ def open_store(
     )
 
 
-def _create(url: str, settings: StoreConfig, annotations: Annotations, heatmap_size: int) -> None:
+class KeptArrays(TypedDict):
+    """Which optional arrays a new store has, and whether its averages forget their start at once."""
+
+    counts: bool
+    visits: bool
+    debiased: bool
+    ranking: bool
+
+
+def kept_arrays(settings: StoreConfig, *, ranking: bool) -> KeptArrays:
+    """Return the optional arrays of a new store; `ranking` if it ranks spatially."""
+    return KeptArrays(counts=True, visits=True, debiased=settings.ema == "debiased", ranking=ranking)
+
+
+def _create(
+    url: str, settings: StoreConfig, annotations: Annotations, heatmap_size: int, ranking: bool
+) -> None:
     backend = open_backend(url, settings.options())
     if settings.kind == "memory":
         backend.delete_tree("")  # what an earlier start of this run left, when it was killed
@@ -56,9 +74,9 @@ def _create(url: str, settings: StoreConfig, annotations: Annotations, heatmap_s
             slots=settings.slots,
             codec=settings.codec,
             checksum=settings.checksum,
-            counts=settings.ema == "debiased",
             tracked=settings.tracked,
             options=settings.options(),
+            **kept_arrays(settings, ranking=ranking),
         )
 
 

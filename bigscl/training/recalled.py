@@ -12,9 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.config import StoreConfig
-from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.method.heatmaps import (
+    blend,
+    blend_scores,
+    evidence,
+    gather_classes,
+    remaining_start,
+    to_view,
+)
 from bigscl.method.losses import LossInputs
 from bigscl.method.selection import Selection
+from bigscl.method.spatial_ranking import spatial_ranking
+from bigscl.store import MAX_COUNT
+from bigscl.training.annotated import AnnotatedClasses
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -55,15 +65,21 @@ class Recalled:
     selection: Selection
     scores: Tensor
     """float16 [B,L]"""
-    max_visits: Tensor
-    """[B]: epochs up to the last visit of the image. Its visits are as many, or fewer if it could not be read
-    in one of these epochs: the store keeps the epoch of the last visit, not the number of visits."""
+    visits: Tensor
+    """uint8 [B]: visits of each image. In a store of an earlier revision, epochs up to the last visit."""
+    counts_visits: bool
+    """Whether the store counts them."""
     heatmaps: Tensor | None
     """float16 [B,L,W,W], or [B,k,W,W] with `classes`."""
     classes: Tensor | None
     """int64 [B,k]"""
     counts: Tensor | None
-    """uint8 [B,W,W]: visits of each cell; only for the debiased average."""
+    """uint8 [B,W,W]: visits of each cell; None in stores of earlier revisions."""
+    ranking: Tensor | None
+    """float16 [B,L], or [B,k] of `classes`: what expected positives are ranked by; None: by the scores."""
+    annotations: AnnotatedClasses
+    momentum: float
+    """Momentum mu of the running averages."""
     source: object = None
     """The pass over an epoch that it belongs to; it is learnt in the same pass."""
 
@@ -73,7 +89,19 @@ class Recalled:
     @property
     def expected(self) -> Tensor:
         """The expected positives, bool [B,L]."""
-        return self.selection.expected(self.scores, self.ids)
+        return self.selection.expected(self.ranked_by, self.ids)
+
+    @property
+    def annotated(self) -> Tensor:
+        """The annotated positives, bool [B,L]."""
+        return self.annotations.of(self.ids)
+
+    @property
+    def ranked_by(self) -> Tensor:
+        """What expected positives are ranked by, float16 [B,L]: the spatial evidence if it is kept."""
+        if self.ranking is None or self.classes is None:
+            return self.scores if self.ranking is None else self.ranking
+        return self.scores.scatter(1, self.classes, self.ranking)
 
     def target(self, side: int) -> Tensor:
         """Return what score maps of this side should agree with: the heatmaps as the views see them.
@@ -85,18 +113,51 @@ class Recalled:
             return self.scores.float()[:, :, None, None].expand(-1, -1, side, side)
         return to_view(self.heatmaps, self.views, side)
 
-    def inputs(self, logits: Tensor, labels: Tensor, maps: Tensor | None = None) -> LossInputs:
+    def corrected_target(self, side: int) -> tuple[Tensor, Tensor]:
+        """Return the same less the initial values, and how far each cell is to be trusted, [B,1,side,side].
+
+        After n visits of a cell it is the mean of what was seen, `(H - mu^n h0) / (1 - mu^n)`, and its weight
+        is `1 - mu^n`: nothing for a cell that was never seen.
+        """
+        if self.heatmaps is None or self.counts is None:
+            raise ValueError(
+                "scl_corrected: this store does not count the visits of heatmap cells. It was created by an "
+                "earlier revision, or keeps scores only so far. Use consistency scl, or a new store.url."
+            )
+        seen = 1 - remaining_start(self.counts, self.momentum)[:, None]
+        target = self._evidence(self.heatmaps, self.counts) / seen.clamp(min=1e-6)
+        return to_view(target.clamp(max=1), self.views, side), to_view(seen, self.views, side)
+
+    def _evidence(self, heatmaps: Tensor, counts: Tensor, *, debiased: bool = False) -> Tensor:
+        annotated = self.annotated if self.classes is None else self.annotated.gather(1, self.classes)
+        return evidence(heatmaps, annotated, remaining_start(counts, self.momentum, debiased=debiased))
+
+    def ranking_of(self, scores: Tensor, heatmaps: Tensor, counts: Tensor, *, debiased: bool) -> Tensor:
+        """Return what expected positives are ranked by, from these scores, heatmaps and visits."""
+        heat = self._evidence(heatmaps, counts, debiased=debiased)
+        return spatial_ranking(scores, heat, self.annotated, self.classes)
+
+    def inputs(
+        self, logits: Tensor, labels: Tensor, maps: Tensor | None = None, *, corrected: bool = False
+    ) -> LossInputs:
         """Return what an objective is computed from.
 
         `logits` [B,L] are those of the pooled prediction, `labels` int8 [B,L] are 1 positive, 0 negative and
-        -1 unknown, `maps` [B,L,G,G] are probabilities; only spatial consistency needs them.
+        -1 unknown, `maps` [B,L,G,G] are probabilities; only spatial consistency needs them. `corrected`
+        targets are those of `scl_corrected`.
         """
+        target, weight = None, None
+        if maps is not None and corrected:
+            target, weight = self.corrected_target(maps.shape[-1])
+        elif maps is not None:
+            target = self.target(maps.shape[-1])
         return LossInputs(
             logits=logits,
             labels=labels,
             maps=maps,
             scores=self.scores,
-            target=None if maps is None else self.target(maps.shape[-1]),
+            target=target,
+            weight=weight,
             classes=self.classes,
             expected=self.expected,
         )
@@ -110,9 +171,13 @@ def updated_averages(
 
     `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
     """
-    visits = recalled.max_visits if settings.ema == "debiased" else None
+    debiased = settings.ema == "debiased"
     pooled = logits.float().sigmoid()
-    updated = {"scores": blend_scores(recalled.scores, pooled, settings.momentum, visits)}
+    visits = recalled.visits if debiased else None
+    scores = blend_scores(recalled.scores, pooled, settings.momentum, visits)
+    updated = {"scores": scores}
+    if recalled.counts_visits:
+        updated["visits"] = recalled.visits + (recalled.visits < MAX_COUNT)
     if recalled.heatmaps is None:
         return updated
     assert maps is not None
@@ -125,8 +190,14 @@ def updated_averages(
         settings.momentum,
         erased=recalled.erased,
         counts=recalled.counts,
+        debiased=debiased,
     )
-    return updated if counts is None else updated | {"counts": counts}
+    if counts is None:
+        return updated
+    updated["counts"] = counts
+    if recalled.ranking is not None:
+        updated["ranking"] = recalled.ranking_of(scores, updated["heatmaps"], counts, debiased=debiased)
+    return updated
 
 
 # What users pass in

@@ -155,6 +155,8 @@ def open_memory(
         heatmap_size=run.heatmap_size,
         positives_per_image=run.data.positives_per_image if config.objective.needs.expected else None,
         selection_start=config.selection.start_epoch,
+        rank_by=config.selection.by,
+        k_per_class=config.selection.per_class,
         device=device,
         ranks=run.ranks,
         run=run.folder.id,

@@ -120,7 +120,8 @@ class Step:
         """Return what the losses are computed from, with what is remembered of the batch."""
         if recalled is None:
             return LossInputs(logits=logits, labels=labels)
-        return recalled.inputs(logits, labels, maps if self._objective.needs.heatmaps else None)
+        needs = self._objective.needs
+        return recalled.inputs(logits, labels, maps if needs.heatmaps else None, corrected=needs.counts)
 
     def _mean_counts(self, logits: Tensor, estimates: Tensor | None, count: int) -> tuple[Tensor, ...]:
         """Return mean numbers of predicted positives over the global batch, if the objective needs them."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.method.selection import Selection
-from bigscl.store import Rows
+from bigscl.store import MAX_COUNT, Rows
+from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import CheckedViews, Recalled
 
 Array = NDArray[Any]
@@ -26,7 +27,14 @@ def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def to_device(
-    rows: Rows, sample_views: CheckedViews, selection: Selection, device: torch.device, source: object = None
+    rows: Rows,
+    sample_views: CheckedViews,
+    selection: Selection,
+    annotations: AnnotatedClasses,
+    *,
+    device: torch.device,
+    momentum: float,
+    source: object = None,
 ) -> Recalled:
     """Return the rows of a batch, and how it looks at them, as tensors on the device."""
 
@@ -41,12 +49,21 @@ def to_device(
         erased=None if sample_views.erased is None else move(sample_views.erased),
         selection=selection,
         scores=move(rows.scores),
-        max_visits=move(rows.visited) + 1,
+        visits=_last_epochs(move(rows.visited)) if rows.visits is None else move(rows.visits),
+        counts_visits=rows.visits is not None,
         heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
         classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
         counts=None if rows.counts is None else move(rows.counts),
+        ranking=None if rows.ranking is None else move(rows.ranking),
+        annotations=annotations,
+        momentum=momentum,
         source=source,
     )
+
+
+def _last_epochs(visited: Tensor) -> Tensor:
+    """Return the epochs up to the last visit as `Rows.times_visited` does."""
+    return (visited + 1).clamp(0, MAX_COUNT).to(torch.uint8)
 
 
 def _signed(array: Array) -> Array:

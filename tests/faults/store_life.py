@@ -73,7 +73,16 @@ def open_for_life(url, ledger, endpoint):
     try:
         HeatmapStore.open(url, options=options)
     except NotAStore:
-        HeatmapStore.create(url, ANNOTATIONS, heatmap_size=SIZE, tracked=2, options=options)
+        HeatmapStore.create(
+            url,
+            ANNOTATIONS,
+            heatmap_size=SIZE,
+            tracked=2,
+            counts=True,
+            visits=True,
+            ranking=True,
+            options=options,
+        )
     return HeatmapStore.open(
         url,
         annotations=ANNOTATIONS,
@@ -114,7 +123,12 @@ def live_epoch(store, ledger, epoch):
 def learn(store, ids, epoch):
     classes = store.read(ids).classes
     scores, heatmaps = values_of(ids, epoch, classes)
-    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps))
+    others = {
+        "counts": np.full((len(ids), SIZE, SIZE), epoch, np.uint8),
+        "visits": np.full(len(ids), epoch, np.uint8),
+        "ranking": heatmaps[:, :, 0, 0],
+    }
+    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps, **others))
 
 
 def commit(store, ledger, epoch, next_epoch):

@@ -29,6 +29,8 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "en_scl": {},
     "role": {"objective": {"base": "role", "consistency": "none"}, "store": {"kind": "none"}},
 }
+ARRAYS = ("heatmaps", "scores", "visited")
+"""Of near ties in the scores another CPU may keep another class: its choice is not recorded."""
 NO_STORE = {"kind": "none", "top": None, "tracked": 64, "slots": 3}
 """Settings of the store would have no effect, and are refused."""
 
@@ -46,9 +48,8 @@ def figures(folder: Path, shards: Path) -> dict[str, Any]:
     weights = {name: weight.numpy() for name, weight in weights_of(folder).items()}
     found = {"losses": [loss for _, loss in losses_of(folder)], "weights": _sums(weights)}
     if (folder / "store").exists():
-        # Of near ties in the scores another CPU may keep another class: its choice is not recorded.
-        rows = {name: array for name, array in memory_of(folder, shards).arrays() if name != "classes"}
-        found["store"] = _sums(rows)
+        rows = memory_of(folder, shards)
+        found["store"] = _sums({name: getattr(rows, name) for name in ARRAYS})
     return found
 
 
@@ -57,7 +58,8 @@ def digest(folder: Path, shards: Path) -> str:
     state = hashlib.sha256(json.dumps(losses_of(folder)).encode())
     arrays = {name: weight.numpy() for name, weight in weights_of(folder).items()}
     if (folder / "store").exists():
-        arrays |= dict(memory_of(folder, shards).arrays())
+        rows = memory_of(folder, shards)
+        arrays |= {name: getattr(rows, name) for name in (*ARRAYS, "classes")}
     for name in sorted(arrays):
         state.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
     return state.hexdigest()

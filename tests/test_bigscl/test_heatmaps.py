@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_image, to_view
+from bigscl.method.heatmaps import (
+    blend,
+    blend_scores,
+    evidence,
+    gather_classes,
+    remaining_start,
+    to_image,
+    to_view,
+)
 
 FULL = [0.0, 0.0, 1.0, 1.0, 0.0]
 
@@ -305,15 +313,43 @@ def test_debiased_average_is_the_mean_of_the_visits_until_momentum_bounds_it():
     half = as_views([0, 0, 0.5, 1, 0])
     values = [0.2, 0.6, 0.1]
     for value in values:
-        heatmaps, counts = blend(heatmaps, torch.full((1, 1, 2, 2), value), half, 0.8, counts=counts)
+        maps = torch.full((1, 1, 2, 2), value)
+        heatmaps, counts = blend(heatmaps, maps, half, 0.8, counts=counts, debiased=True)
     torch.testing.assert_close(heatmaps[..., :2], torch.full((1, 1, 4, 2), sum(values) / 3))
     assert (heatmaps[..., 2:] == 1).all()
     assert counts.dtype == torch.uint8
     assert (counts[..., :2] == 3).all()
     assert (counts[..., 2:] == 0).all()
     many = torch.full((1, 4, 4), 200, dtype=torch.uint8)
-    bounded, _ = blend(torch.ones(1, 1, 4, 4), torch.zeros(1, 1, 2, 2), half, 0.8, counts=many)
+    ones, zeros = torch.ones(1, 1, 4, 4), torch.zeros(1, 1, 2, 2)
+    bounded, _ = blend(ones, zeros, half, 0.8, counts=many, debiased=True)
     torch.testing.assert_close(bounded[..., :2], torch.full((1, 1, 4, 2), 0.8))
+
+
+def test_a_plain_average_counts_the_visits_of_its_cells_and_is_the_same_as_without():
+    heatmaps, maps = noise(2, 3, 6, 6).half(), noise(2, 3, 3, 3, seed=1)
+    views = as_views([0.1, 0.2, 0.6, 0.7, 1], [0, 0, 0.5, 1, 0])
+    counts = torch.full((2, 6, 6), 3, dtype=torch.uint8)
+    counted, after = blend(heatmaps, maps, views, 0.8, counts=counts)
+    assert torch.equal(counted, blend(heatmaps, maps, views, 0.8)[0])
+    assert torch.equal(after == 4, to_image(maps, views, 6)[1])
+    assert ((after == 4) | (after == 3)).all()
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_evidence_is_the_average_of_a_heatmap_that_started_at_zero(debiased):
+    """What the start has left is all that is taken away, for every cell by its own visits."""
+    heatmaps = torch.tensor([1.0, 0.0])[None, :, None, None].expand(1, 2, 8, 8)
+    from_zero, counts = torch.zeros(1, 2, 8, 8), torch.zeros(1, 8, 8, dtype=torch.uint8)
+    views = as_views([0, 0, 0.5, 1, 0]), as_views([0.25, 0.25, 0.75, 0.5, 1]), as_views(FULL)
+    for seed, view in enumerate(views):
+        maps = noise(1, 2, 4, 4, seed=seed)
+        heatmaps, after = blend(heatmaps, maps, view, 0.8, counts=counts, debiased=debiased)
+        from_zero, counts = blend(from_zero, maps, view, 0.8, counts=counts, debiased=debiased)
+        assert torch.equal(after, counts)
+    remaining = remaining_start(counts, 0.8, debiased=debiased)
+    seen = evidence(heatmaps, torch.tensor([[1, 0]]), remaining)
+    torch.testing.assert_close(seen, from_zero)
 
 
 def test_counts_stop_at_255():

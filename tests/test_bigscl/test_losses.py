@@ -299,10 +299,22 @@ def objective_inputs(seed=8):
         maps=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
         scores=torch.rand(B, L, generator=generator, dtype=torch.float64),
         target=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
+        weight=torch.rand(B, 1, G, G, generator=generator, dtype=torch.float64),
         expected=expected,
         positives_per_image=K,
         estimates=estimates,
     )
+
+
+def weighted_rms(inputs):
+    """Written out: the root of the mean, over classes and cells, of each weighted squared difference."""
+    total = torch.zeros(B, dtype=torch.float64)
+    for n in range(B):
+        for c in range(L):
+            for cell in range(G * G):
+                difference = inputs.maps[n, c].flatten()[cell] - inputs.target[n, c].flatten()[cell]
+                total[n] += inputs.weight[n, 0].flatten()[cell] * difference**2
+    return (total / (L * G * G)).sqrt()
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -315,6 +327,7 @@ def test_objective_is_base_plus_gamma_times_consistency(base, consistency):
         "none": torch.zeros(B, dtype=torch.float64),
         "cl": losses.cl(inputs.logits, inputs.scores, norm="rms"),
         "scl": losses.scl_dense(inputs.maps, inputs.target, norm="rms"),
+        "scl_corrected": weighted_rms(inputs),
     }[consistency]
     torch.testing.assert_close(loss.base, expected_base)
     torch.testing.assert_close(loss.consistency, expected_consistency)
@@ -326,6 +339,16 @@ def test_objective_takes_topk_targets_with_their_classes():
     classes, target = torch.tensor([[0, 2]] * B), inputs.target[:, :2]
     loss = Objective(base="an")(replace(inputs, classes=classes, target=target))
     torch.testing.assert_close(loss.consistency, losses.scl_topk(inputs.maps, classes, target))
+
+
+def test_corrected_topk_targets_equal_dense_ones_with_zeros_elsewhere():
+    inputs = objective_inputs()
+    classes = torch.tensor([[0, 2]] * B)
+    dense = torch.zeros_like(inputs.target)
+    dense[:, [0, 2]] = inputs.target[:, :2]
+    objective = Objective(base="an", consistency="scl_corrected")
+    top = objective(replace(inputs, classes=classes, target=inputs.target[:, :2]))
+    torch.testing.assert_close(top.consistency, objective(replace(inputs, target=dense)).consistency)
 
 
 @pytest.mark.parametrize("base", ["epr", "role"])
@@ -346,7 +369,7 @@ def test_every_name_of_a_loss_has_its_row_in_the_tables():
     assert tuple(losses.CONSISTENCIES) == get_args(Consistency)
 
 
-INPUTS_OF = {"heatmaps": ("maps", "target"), "mean_counts": (), "smoothing": ()}
+INPUTS_OF = {"heatmaps": ("maps", "target"), "counts": ("weight",), "mean_counts": (), "smoothing": ()}
 """Fields of LossInputs that stand for a need of another name, or of none."""
 
 

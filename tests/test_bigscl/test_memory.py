@@ -90,8 +90,8 @@ def test_an_epoch_recalls_what_the_epoch_before_has_learnt(memory):
     for before, after in zip(first, found, strict=True):
         np.testing.assert_allclose(after.scores, 0.8 * before.scores.float() + 0.1, atol=1e-3)
         np.testing.assert_allclose(after.heatmaps, 0.8 * before.heatmaps.float() + 0.1, atol=1e-3)
-        assert (before.max_visits == 0).all()
-        assert (after.max_visits == 1).all()
+        assert (before.visits == 0).all()
+        assert (after.visits == 1).all()
 
 
 def test_reading_ahead_changes_no_bit(tmp_path):

@@ -23,6 +23,7 @@ from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
 from bigscl.processes.ranks import SingleProcess
 from bigscl.store import Rows
+from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import CheckedViews, updated_averages
 from bigscl.training.step import Step
 from bigscl.training.transfer import to_device
@@ -33,8 +34,8 @@ NUM_CLASSES, TOP, SIDE, SIZE = 7, 3, 12, 48
 BATCH = 4
 # Of each batch: images, labels, views and ids.
 OF_THE_BATCH = 4
-LAYOUTS = {"scores": 0, "dense": 1, "topk": 2}
-"""Arrays in addition to scores and visits."""
+LAYOUTS = {"scores": 0, "dense": 3, "topk": 4}
+"""Arrays in addition to scores and visits: heatmaps, counts and ranking; with topk also classes."""
 READS_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 
 
@@ -130,7 +131,9 @@ def make_rows(layout):
         visited=np.zeros(BATCH, np.int32),
         heatmaps=None if heatmaps is None else np.zeros((BATCH, heatmaps, SIDE, SIDE), np.float16),
         classes=np.tile(np.arange(TOP, dtype=np.uint16), (BATCH, 1)) if layout == "topk" else None,
-        counts=None,
+        counts=None if heatmaps is None else np.zeros((BATCH, SIDE, SIDE), np.uint8),
+        visits=np.zeros(BATCH, np.uint8),
+        ranking=None if heatmaps is None else np.zeros((BATCH, heatmaps), np.float16),
     )
 
 
@@ -163,6 +166,7 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32):
         accelerator = FakeAccelerator(dtype)
         state = SimpleNamespace(model=model, estimator=estimator, accelerator=accelerator, optimizer=None)
         selection = Selection.none(NUM_CLASSES).to(CUDA)
+        annotated = AnnotatedClasses(make_annotations(), CUDA)
         memory = SimpleNamespace(keeps_heatmaps=layout != "scores")
         data = SimpleNamespace(positives_per_image=2.0)
         step = Step(config, data, state, memory, SingleProcess())
@@ -170,7 +174,9 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32):
             with Traffic() as traffic, accelerator.autocast():
                 batch = make_batch()
                 sample_views = CheckedViews(rows=np.arange(BATCH), views=batch.views, erased=None)
-                recalled = to_device(make_rows(layout), sample_views, selection, CUDA)
+                recalled = to_device(
+                    make_rows(layout), sample_views, selection, annotated, device=CUDA, momentum=0.8
+                )
                 _, predicted = step(batch, recalled, count=BATCH, gamma=1.0, rate=0.1)
                 updated_averages(recalled, predicted.logits, predicted.maps, config.store)
     batches._factor_and_offset.cache_clear()
@@ -185,6 +191,11 @@ def test_a_step_copies_its_batch_and_its_rows_and_waits_for_nothing(base, consis
     copies = copies_of_a_step(base, consistency, layout, dtype)
     rows = 2 + LAYOUTS[layout]
     assert copies == {"cpu to cuda": OF_THE_BATCH + rows}
+
+
+@pytest.mark.parametrize("layout", ["dense", "topk"])
+def test_a_corrected_target_needs_no_copies_of_its_own(layout):
+    assert copies_of_a_step("en", "scl_corrected", layout) == copies_of_a_step("en", "scl", layout)
 
 
 def test_role_waits_for_nothing_either(monkeypatch):

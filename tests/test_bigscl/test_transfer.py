@@ -10,6 +10,7 @@ from bigscl.data import batch as batches
 from bigscl.data.batch import normalize
 from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
+from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import SampleViews, check_sample_views
 from bigscl.training.transfer import to_device
 from tests.test_store.conftest import make_annotations
@@ -27,10 +28,13 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
         counts=None,
     )
     sample_views = check_sample_views(SampleViews([3, 8]))
-    recalled = to_device(rows, sample_views, Selection.none(4), torch.device("cpu"))
+    device = torch.device("cpu")
+    annotated = AnnotatedClasses(make_annotations(), device)
+    recalled = to_device(rows, sample_views, Selection.none(4), annotated, device=device, momentum=0.8)
     assert recalled.classes.dtype == torch.int64
     np.testing.assert_array_equal(recalled.classes.numpy(), classes.astype(np.int64))
-    assert recalled.max_visits.tolist() == [0, 5]
+    assert recalled.visits.tolist() == [0, 5]
+    assert not recalled.counts_visits
 
 
 def test_constants_of_the_normalisation_are_made_once():

@@ -18,13 +18,14 @@ from tests.test_store.conftest import all_ids, make_annotations, random_update
 NUM_CLASSES, SIZE = 5, 2
 
 
-def initial_row(annotations, n, layout, top):
+def initial_row(annotations, n, layout, top, counted):
     """What a sample starts as, written the slow and obvious way."""
     positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
     scores = np.array([c in positives for c in range(NUM_CLASSES)], np.float16)
-    row = {"scores": scores, "visited": -1}
+    row = {"scores": scores, "visited": -1} | ({"visits": 0} if counted else {})
     if layout == "dense":
         row["heatmaps"] = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in scores])
+        row |= {"counts": np.zeros((SIZE, SIZE)), "ranking": scores} if counted else {}
     if layout == "topk":
         return compacted(row | {"heatmaps": None}, positives, top)
     return row
@@ -40,7 +41,15 @@ def compacted(row, positives, top):
         heatmaps = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in start])
     else:
         heatmaps = row["heatmaps"][[held.index(c) for c in classes]]
-    return {"scores": row["scores"], "visited": row["visited"], "classes": classes, "heatmaps": heatmaps}
+    kept = {"scores": row["scores"], "visited": row["visited"], "classes": classes, "heatmaps": heatmaps}
+    if "visits" in row:
+        ranking = row.get("ranking", row["scores"][held])
+        kept |= {
+            "visits": row["visits"],
+            "counts": row.get("counts", np.zeros((SIZE, SIZE))),
+            "ranking": ranking[[held.index(c) for c in classes]],
+        }
+    return kept
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -49,8 +58,12 @@ class StoreMachine(RuleBasedStateMachine):
     def url(self):
         return f"memory://{uuid.uuid4().hex}"
 
-    @initialize(layout=st.sampled_from(["dense", "topk", "scores"]), slots=st.integers(2, 4))
-    def create(self, layout, slots):
+    @initialize(
+        layout=st.sampled_from(["dense", "topk", "scores"]), slots=st.integers(2, 4), counted=st.booleans()
+    )
+    def create(self, layout, slots, counted):
+        """With `counted` the store has all optional arrays."""
+        self.counted = counted
         self.annotations = make_annotations((3, 1, 2), NUM_CLASSES)
         self.ids = all_ids(self.annotations)
         self.layout, self.top = layout, 4 if layout == "topk" else None
@@ -63,9 +76,12 @@ class StoreMachine(RuleBasedStateMachine):
             top=self.top,
             slots=slots,
             tracked=2,
+            counts=counted,
+            visits=counted,
+            ranking=counted,
         )
         self.epoch = 0
-        self.now = {n: initial_row(self.annotations, n, layout, self.top) for n in self.ids}
+        self.now = {n: initial_row(self.annotations, n, layout, self.top, counted) for n in self.ids}
         self.committed = {0: (layout, self.top, copy.deepcopy(self.now))}
         self.store = None
         self.open()
@@ -134,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
             if n // 3 in visited_shards:
                 self.now[n] = compacted(self.now[n], self.positives(n), top)
             else:
-                self.now[n] = initial_row(self.annotations, n, "topk", top)
+                self.now[n] = initial_row(self.annotations, n, "topk", top, self.counted)
         self.layout, self.top = "topk", top
         self.committed[snapshot.id] = (self.layout, self.top, copy.deepcopy(self.now))
 

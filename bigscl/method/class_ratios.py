@@ -1,0 +1,61 @@
+"""K of each class: how many positives an image has, given the class that its label names.
+
+If a label is drawn uniformly from the positives of an image, an image with m positives names each of them
+with probability 1/m. So for each label of class c there are in the mean K_c = E[m | the label is c] images
+that show c: classes that appear in company (table, chair) are named less often than those that appear alone
+(bird). Labels that are drawn by size or salience break this: K_c is then too small for what they overlook.
+"""
+
+# Shapes: L classes, n expected positives.
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.store import Annotations
+
+
+def class_ratios(
+    positives_per_image: float, counts: NDArray[np.int64], positives: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return K_c of each class, whose mean over all labels is K.
+
+    `counts` are the annotated positives of each class. `positives` are the positives, annotated or expected,
+    of all images that are annotated with the class, so `positives / counts` is the mean m_c. Then
+    `K_c = 1 + (m_c - 1) (K - 1) sum(counts) / sum((m_c - 1) counts)`. Without any expected positive
+    every class has K.
+    """
+    extra = np.maximum(positives - counts, 0).astype(np.float64)
+    if positives_per_image <= 1 or not extra.sum():
+        return np.full(len(counts), float(positives_per_image))
+    level = (positives_per_image - 1) * counts.sum() / extra.sum()
+    ratios: NDArray[np.float64] = 1 + level * extra / np.maximum(counts, 1)
+    return ratios
+
+
+def count_positives(
+    annotations: Annotations, ids: NDArray[np.int64], classes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return for each class the positives of all images that are annotated with it, int64 [L].
+
+    `ids` [n] and `classes` [n] are the expected positives, no pair twice; annotated ones among them are not
+    counted again.
+    """
+    lengths = np.diff(annotations.offsets)
+    # Each image's own annotated positives count for each of its annotated classes.
+    owners = np.repeat(lengths, lengths)
+    total = _sum_by_class(annotations.classes, owners, annotations.num_classes)
+    # One entry for each pair of an expected positive and an annotated class of its image.
+    repeats = lengths[ids]
+    expected = np.repeat(np.arange(len(ids)), repeats)
+    first = np.repeat(annotations.offsets[ids] - np.cumsum(repeats) + repeats, repeats)
+    named = annotations.classes[first + np.arange(len(expected))]
+    is_annotated = np.zeros(len(ids), bool)
+    is_annotated[expected[named == classes[expected]]] = True
+    total += np.bincount(named[~is_annotated[expected]], minlength=annotations.num_classes)
+    return total
+
+
+def _sum_by_class(
+    classes: NDArray[np.int64], values: NDArray[np.int64], num_classes: int
+) -> NDArray[np.int64]:
+    return np.bincount(classes, weights=values, minlength=num_classes).astype(np.int64)

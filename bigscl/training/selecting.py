@@ -1,0 +1,59 @@
+"""The selection at the end of an epoch: how many positives each class expects, and which images they are."""
+
+# Shapes: L classes.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.config import RankBy
+from bigscl.method import ranking
+from bigscl.method.class_ratios import class_ratios
+from bigscl.method.selection import Selection, expected_counts, selection_of
+from bigscl.store import Annotations, HeatmapStore, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionRule:
+    """How expected positives are selected."""
+
+    positives_per_image: float
+    """K."""
+    start_epoch: int = 1
+    """First epoch that has expected positives."""
+    rank_by: RankBy = "score"
+    per_class: bool = False
+    """Whether each class has a K of its own, estimated from the memory; K is then their mean."""
+
+    @property
+    def named_first(self) -> bool:
+        """Whether annotated positives are always expected: the paper ranks by the score alone."""
+        return self.per_class or self.rank_by == "spatial"
+
+    def select(
+        self,
+        store: HeatmapStore,
+        annotations: Annotations,
+        ratios: NDArray[np.float64] | None,
+        *,
+        shards: list[int],
+        ranks: Transport,
+        show: Callable[[int], None],
+    ) -> tuple[Selection, NDArray[np.float64] | None]:
+        """Return the selection over the shards of all ranks, and K of each class for the next one.
+
+        `ratios` are those of the selection before; without them every class has K. Each rank gives shards of
+        its own: before a commit it sees no others.
+        """
+        counts = annotations.counts()
+        num_expected = expected_counts(counts, self.positives_per_image if ratios is None else ratios)
+        chunks = ranking.counted(store.ranked_by_shard(shards), show)
+        if self.named_first:
+            chunks = ranking.named_first(chunks, annotations)
+        named = annotations if self.per_class else None
+        cuts = ranking.rank(chunks, num_expected, ranks, annotations=named)
+        if cuts.positives is not None:
+            ratios = class_ratios(self.positives_per_image, counts, cuts.positives)
+        return selection_of(cuts, named_first=self.named_first), ratios

@@ -1,0 +1,69 @@
+"""K of each class from the expected positives, and how close it comes on real label statistics."""
+
+import numpy as np
+import pytest
+
+from bigscl.method.class_ratios import class_ratios, count_positives
+from bigscl.method.ranking import named_first, rank
+from bigscl.store import Annotations, SingleProcess
+
+
+def draw(seed, num_samples=200, num_classes=6, most=3):
+    random = np.random.default_rng(seed)
+    positives = [
+        random.choice(num_classes, random.integers(0, most + 1), replace=False) for _ in range(num_samples)
+    ]
+    return Annotations.of([each.tolist() for each in positives], num_classes, rows_per_shard=32), positives
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_positives_are_counted_as_a_loop_would(seed):
+    annotations, positives = draw(seed)
+    random = np.random.default_rng(100 + seed)
+    drawn = np.stack([random.integers(0, 200, 300), random.integers(0, 6, 300)], axis=1)
+    expected = {(int(n), int(c)) for n, c in drawn}
+    ids, classes = np.array(sorted(expected)).T
+    slow = np.zeros(6, np.int64)
+    for n, annotated in enumerate(positives):
+        found = set(annotated.tolist()) | {c for m, c in expected if m == n}
+        for c in annotated:
+            slow[c] += len(found)
+    np.testing.assert_array_equal(count_positives(annotations, ids, classes), slow)
+
+
+def test_ratios_are_proportional_to_the_company_of_a_class_and_have_the_mean_k():
+    counts, positives = np.array([10, 10, 20, 0]), np.array([10, 15, 40, 0])
+    ratios = class_ratios(1.5, counts, positives)
+    assert ratios[0] == 1
+    np.testing.assert_allclose((ratios - 1)[1:3] / [0.5, 1.0], 0.8)
+    np.testing.assert_allclose((ratios * counts).sum() / counts.sum(), 1.5)
+    assert np.isfinite(ratios).all()
+
+
+def test_without_expected_positives_every_class_has_k():
+    counts = np.array([3, 5])
+    np.testing.assert_array_equal(class_ratios(1.7, counts, counts), [1.7, 1.7])
+    np.testing.assert_array_equal(class_ratios(1.0, counts, counts + 4), [1.0, 1.0])
+
+
+def test_annotated_positives_come_first_and_are_counted_with_the_others():
+    annotations, positives = draw(7)
+    random = np.random.default_rng(7)
+    values = random.random((len(annotations.offsets) - 1, 6)).astype(np.float16)
+    ids = np.arange(200)
+    chunks = [(part, values[part]) for part in np.array_split(ids, 7)]
+    num_expected = 2 * annotations.counts()
+    cuts = rank(named_first(chunks, annotations), num_expected, SingleProcess(), annotations=annotations)
+    forced = values[ids].astype(np.float64)
+    for n, annotated in enumerate(positives):
+        forced[n, annotated] = 1
+    slow = np.zeros(6, np.int64)
+    chosen = np.zeros((200, 6), bool)
+    for c in range(6):
+        order = np.lexsort((ids, -forced[:, c]))[: num_expected[c]]
+        chosen[order, c] = True
+    for n, annotated in enumerate(positives):
+        assert chosen[n, annotated].all()
+        slow[annotated] += chosen[n].sum()
+    np.testing.assert_array_equal(cuts.positives, slow)
+    assert (values <= 1).all(), "what is ranked is a copy"

@@ -1,0 +1,193 @@
+"""What the memory selects: by scores or by heatmaps too, with one K or one for each class."""
+
+import numpy as np
+import pytest
+import torch
+
+from bigscl.method.class_ratios import class_ratios
+from bigscl.method.spatial_ranking import spatial_ranking
+from bigscl.store import HeatmapStore, StoreError
+from bigscl.training.recalled import SampleViews
+from tests.test_bigscl.test_memory import (
+    ANNOTATIONS,
+    IDS,
+    K,
+    batches_of,
+    learn,
+    open_memory,
+    rows_at,
+    train_epoch,
+    views_of,
+)
+from tests.test_store.conftest import assert_same_rows
+
+ANNOTATED = np.zeros((len(ANNOTATIONS.offsets) - 1, 7), bool)
+for row in range(len(ANNOTATED)):
+    ANNOTATED[row, ANNOTATIONS.classes[ANNOTATIONS.offsets[row] : ANNOTATIONS.offsets[row + 1]]] = True
+
+RULES = {
+    "spatial": {"rank_by": "spatial"},
+    "per class": {"k_per_class": True},
+    "both": {"rank_by": "spatial", "k_per_class": True},
+}
+
+
+def slow_selection(values, num_expected):
+    """Which samples [n,L] are expected: for each class the best by (value, lowest id), annotated first."""
+    values = values.astype(np.float64)
+    values[ANNOTATED[IDS]] = 1
+    chosen = np.zeros(values.shape, bool)
+    for c in range(values.shape[1]):
+        chosen[np.lexsort((IDS, -values[:, c]))[: num_expected[c]], c] = True
+    return chosen
+
+
+def evidence_ranking(rows, momentum=0.8):
+    """The ranking of stored rows, from the formulas."""
+    classes = None if rows.classes is None else rows.classes.astype(np.int64)
+    annotated = ANNOTATED[IDS]
+    kept = annotated if classes is None else np.take_along_axis(annotated, classes, 1)
+    start = kept[:, :, None, None] * momentum ** rows.counts[:, None].astype(np.float64)
+    heat = np.maximum(rows.heatmaps.astype(np.float64) - start, 0)
+    found = spatial_ranking(
+        torch.from_numpy(rows.scores),
+        torch.from_numpy(heat),
+        torch.from_numpy(annotated),
+        None if classes is None else torch.from_numpy(classes),
+    ).numpy()
+    if classes is None:
+        return found
+    values = rows.scores.copy()
+    np.put_along_axis(values, classes, found, 1)
+    return values
+
+
+@pytest.mark.parametrize("settings", [{}, {"top": 4, "compact_after": 1}], ids=["dense", "topk"])
+def test_spatial_ranking_is_written_with_each_update_and_decides_what_is_expected(tmp_path, settings):
+    with open_memory(tmp_path / "store", rank_by="spatial", settings=settings) as memory:
+        for _ in range(3):
+            train_epoch(memory)
+            memory.end_epoch()
+        rows = rows_at(tmp_path / "store")
+        np.testing.assert_allclose(rows.ranked_by(), evidence_ranking(rows), atol=2e-3)
+        assert (rows.ranked_by()[ANNOTATED[IDS]] == 1).all()
+        expected = slow_selection(rows.ranked_by(), np.rint(K * ANNOTATIONS.counts()).astype(int))
+        found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_k_of_each_class_is_that_of_the_selection_before(tmp_path):
+    with open_memory(tmp_path / "store", k_per_class=True) as memory:
+        ratios = np.full(7, K)
+        for epoch in range(3):
+            train_epoch(memory)
+            memory.end_epoch()
+            rows = rows_at(tmp_path / "store")
+            counts = ANNOTATIONS.counts()
+            expected = slow_selection(rows.scores, np.rint(ratios * counts).astype(int))
+            positives = np.array([expected[ANNOTATED[IDS][:, c]].sum() for c in range(7)])
+            ratios = class_ratios(K, counts, positives)
+            np.testing.assert_allclose(memory.class_ratios, ratios)
+            found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+            unnamed = ~ANNOTATED[IDS]
+            np.testing.assert_array_equal(found & unnamed, expected & unnamed, err_msg=f"epoch {epoch}")
+            memory.load_state_dict(memory.state_dict())
+        np.testing.assert_allclose((ratios * counts).sum() / counts.sum(), K)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
+    with open_memory(tmp_path / "whole", **rule) as memory:
+        for _ in range(4):
+            train_epoch(memory)
+            memory.end_epoch()
+        whole = memory.selection.to_json(), memory.class_ratios
+    state = None
+    for _ in range(4):
+        with open_memory(tmp_path / "parts", **rule) as memory:
+            if state is not None:
+                memory.load_state_dict(state)
+            train_epoch(memory)
+            memory.end_epoch()
+            state = memory.state_dict()
+    assert memory.selection.to_json() == whole[0]
+    np.testing.assert_array_equal(memory.class_ratios, whole[1])
+    assert_same_rows(rows_at(tmp_path / "parts"), rows_at(tmp_path / "whole"))
+
+
+def test_a_store_that_ranks_in_another_way_is_refused(tmp_path):
+    with open_memory(tmp_path / "store") as memory:
+        train_epoch(memory)
+        memory.end_epoch()
+        state = memory.state_dict()
+    with pytest.raises(StoreError, match="was created to rank by score, found spatial"):
+        open_memory(tmp_path / "store", rank_by="spatial", snapshot=state["snapshot"])
+
+
+def test_visits_are_those_of_the_sample_also_after_an_epoch_that_left_it_out(tmp_path):
+    with open_memory(tmp_path / "store") as memory:
+        for left_out in ([], [0, 7], [0]):
+            train_epoch(memory, np.setdiff1d(IDS, left_out))
+            memory.end_epoch()
+        visits = np.concatenate([memory.recall(ids).visits for ids in batches_of(IDS)])
+    assert dict(zip(IDS.tolist(), visits.tolist(), strict=True)) == {
+        **dict.fromkeys(IDS.tolist(), 3),
+        0: 1,
+        7: 2,
+    }
+
+
+def test_counts_are_the_looks_that_each_cell_has_had(tmp_path):
+    with open_memory(tmp_path / "store", settings={"momentum": 0.5}) as memory:
+        looks = np.zeros((len(IDS), 6, 6), int)
+        centres = (np.arange(6) + 0.5) / 6
+        for epoch in range(3):
+            train_epoch(memory)
+            for n, view in enumerate(views_of(IDS, epoch).double().numpy()):
+                x = (centres >= view[0]) & (centres < view[0] + view[2])
+                y = (centres >= view[1]) & (centres < view[1] + view[3])
+                looks[n] += y[:, None] & x[None, :]
+            memory.end_epoch()
+        assert memory.store.snapshot.attributes["momentum"] == 0.5
+    np.testing.assert_array_equal(rows_at(tmp_path / "store").counts, looks)
+
+
+def test_corrected_targets_are_the_mean_of_what_was_seen(tmp_path):
+    """Whole images with one value in all cells: what was seen is known, whatever a heatmap started with."""
+    with open_memory(tmp_path / "store") as memory:
+        for value in (0.25, 0.75):
+            for ids in batches_of(IDS):
+                recalled = memory.recall(ids)
+                maps = torch.full((len(ids), 7, 3, 3), value)
+                memory.learn(recalled, logits=torch.logit(maps.mean((2, 3))), maps=maps)
+            memory.end_epoch()
+        target, weight = memory.recall(IDS[:4]).corrected_target(3)
+    # mu 0.8: weights 0.8 * 0.2 of the first look, 0.2 of the second, 0.64 of the start.
+    torch.testing.assert_close(weight, torch.full((4, 1, 3, 3), 0.36), rtol=1e-3, atol=1e-3)
+    seen = (0.16 * 0.25 + 0.2 * 0.75) / 0.36
+    torch.testing.assert_close(target, torch.full((4, 7, 3, 3), seen), rtol=2e-3, atol=2e-3)
+
+
+def test_a_cell_that_was_never_seen_has_no_weight(tmp_path):
+    with open_memory(tmp_path / "store") as memory:
+        left = torch.tensor([[0.0, 0.0, 0.5, 1.0, 0.0]]).expand(4, -1)
+        for ids in batches_of(IDS):
+            learn(memory, memory.recall(ids, left[: len(ids)]))
+        memory.end_epoch()
+        _, weight = memory.recall(IDS[:4]).corrected_target(6)
+    assert (weight[..., 3:] == 0).all()
+    torch.testing.assert_close(weight[..., :3], torch.full((4, 1, 6, 3), 0.2), rtol=1e-3, atol=1e-3)
+
+
+def test_earlier_stores_without_counts_are_learnt_on(tmp_path):
+    """As revisions before created them: no visits, counts or ranking."""
+    HeatmapStore.create(tmp_path / "store", ANNOTATIONS, heatmap_size=6, tracked=0)
+    with open_memory(tmp_path / "store") as memory:
+        for _ in range(2):
+            train_epoch(memory)
+            memory.end_epoch()
+        recalled = memory.recall(SampleViews(IDS[:2]).ids)
+        assert recalled.visits.tolist() == [2, 2]
+        with pytest.raises(ValueError, match="does not count the visits of heatmap cells"):
+            recalled.corrected_target(3)
+    assert rows_at(tmp_path / "store").counts is None
