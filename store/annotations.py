@@ -84,6 +84,17 @@ class Annotations:
         positions = np.repeat(np.arange(self.rows_per_shard), np.diff(offsets))
         return positions, self.classes[offsets[0] : offsets[-1]]
 
+    def includes(self, rows: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether each class is an annotated positive of its row; both have the same shape."""
+        asked, wanted = rows.ravel(), classes.ravel()
+        first, lengths = self.offsets[asked], np.diff(self.offsets)[asked]
+        # One entry for each annotated positive of each row that is asked for.
+        owners = np.repeat(np.arange(len(asked)), lengths)
+        places = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(len(owners))
+        found = np.zeros(len(asked), bool)
+        found[owners[self.classes[places] == wanted[owners]]] = True
+        return found.reshape(rows.shape)
+
     def counts(self) -> NDArray[np.int64]:
         """Annotated positives per class, over the whole dataset."""
         return np.bincount(self.classes, minlength=self.num_classes)

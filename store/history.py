@@ -11,13 +11,13 @@ from bigscl.store.arrays import create_array
 from bigscl.store.backends import Backend
 from bigscl.store.errors import storage_errors
 from bigscl.store.layout import ArrayPlan, choose_classes
-from bigscl.store.spec import GroupSpec, Rows, StoreSpec
+from bigscl.store.spec import MAX_COUNT, GroupSpec, Rows, StoreSpec
 
 FOLDER = "history"
 # Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.
 MAX_EPOCHS = 100_000
 TOP = 10
-RECORDED = ("scores", "classes", "heatmaps")
+RECORDED = ("scores", "classes", "heatmaps", "counts")
 
 
 def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
@@ -75,9 +75,16 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
         classes = choose_classes(rows.scores, annotated, TOP)
         places = np.arange(len(rows))[:, None]
         values |= {"classes": classes, "heatmaps": rows.heatmaps_of(places, classes)}
+        if rows.counts is not None and _records_counts(backend):
+            values["counts"] = rows.counts
     with storage_errors(f"{backend.url}/{FOLDER}"):
         for name, value in values.items():
             zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
+
+
+def _records_counts(backend: Backend) -> bool:
+    """Whether there is an array for counts; earlier revisions made none."""
+    return backend.read(f"{FOLDER}/counts/zarr.json") is not None
 
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
@@ -86,9 +93,8 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
         return {}
     place = spec.tracked.index(sample)
     store = backend.zarr_store(read_only=True)
-    arrays = {
-        plan.name: zarr.open_array(store, path=f"{FOLDER}/{plan.name}", mode="r") for plan in _plans(spec)
-    }
+    there = [name for name in RECORDED if name != "counts" or _records_counts(backend)]
+    arrays = {name: zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r") for name in there}
     names = (name for name in backend.names(f"{FOLDER}/scores") if name.startswith("c."))
     epochs = sorted(int(name.split(".")[1]) for name in names if not name.endswith(".partial"))
     history = {}
@@ -96,5 +102,7 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
         values = {name: cast(NDArray[Any], array[epoch, place])[None] for name, array in arrays.items()}
         if np.isnan(values["heatmaps"]).all():
             values = {"scores": values["scores"]}
+        elif (values.get("counts", np.zeros(0)) > MAX_COUNT).any():
+            del values["counts"]  # this epoch was recorded without
         history[epoch] = Rows(visited=np.full(1, epoch, np.int32), **values)
     return history

@@ -12,6 +12,7 @@ from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup
 from bigscl.store.backends import Backend
 from bigscl.store.errors import BadFile, StoreError
+from bigscl.store.evidence import StartValues
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
@@ -141,9 +142,38 @@ class StoreReader:
         if not self._writable and not self._log.exists(self._snapshot.id):
             self._log.read(self._snapshot.id)
 
+    @property
+    def start_values(self) -> StartValues | None:
+        """How to take initial values out of heatmaps; None if the store or its snapshot does not say.
+
+        Snapshots of earlier revisions do not have the momentum; for annotations, open the store with them.
+        """
+        momentum = self._snapshot.attributes.get("momentum")
+        if self.annotations is None or not isinstance(momentum, float | int):
+            return None
+        return StartValues(
+            annotations=self.annotations, momentum=float(momentum), debiased=self.group.debiased
+        )
+
+    def read_evidence(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
+        """As `read`, with heatmaps without what is left of their initial values, where that is known."""
+        wanted = np.asarray(ids, dtype=np.int64)
+        rows, start = self.read(wanted), self.start_values
+        return rows if start is None else start.evidence(rows, wanted)
+
+    def evidence_of(self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array) -> Array:
+        """`rows.heatmaps_of(places, classes)` likewise; `ids` are the samples of the rows."""
+        start = self.start_values
+        if start is None:
+            return rows.heatmaps_of(places, classes)
+        return start.evidence_of(rows, ids, places, classes)
+
     def history(self, sample: int) -> dict[int, Rows]:
-        """How a tracked sample looked after each epoch; empty for samples that are not tracked."""
-        return history.read_history(self.backend, sample, self.spec)
+        """How a tracked sample looked after each epoch, as `read_evidence`; empty if it is not tracked."""
+        found, start = history.read_history(self.backend, sample, self.spec), self.start_values
+        if start is None:
+            return found
+        return {epoch: start.evidence(rows, np.array([sample])) for epoch, rows in found.items()}
 
 
 def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec) -> None:

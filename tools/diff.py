@@ -112,7 +112,7 @@ def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard
     ids = one.spec.sample_ids(shard)
     mine, its = (_first_rows(store.load_shard(shard), len(ids)) for store in (one, other))
     change = np.abs(to_float32(mine.scores) - to_float32(its.scores))
-    of_a, of_b = expected[0].of(mine.scores, ids), expected[1].of(its.scores, ids)
+    of_a, of_b = (each.of(rows.ranked_by(), ids) for each, rows in zip(expected, (mine, its), strict=True))
     return Compared(
         ids=ids,
         differs=_differing(mine, its),

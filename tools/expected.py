@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.method.ranking import rank
+from bigscl.method.ranking import named_first, rank
 from bigscl.store import Array, HeatmapStore, SingleProcess, Snapshot
 from bigscl.tools.opening import has_selection
-from bigscl.tools.passes import scores_by_shard
+from bigscl.tools.passes import ranked_by_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class Expected:
     """Where the cut comes from, for people."""
 
     def of(self, scores: Array, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return `[n,L]`: of which classes each sample is an expected positive.
+        """Return `[n,L]`: of which classes each sample is an expected positive, by `Rows.ranked_by`.
 
         The same cut as `bigscl.method.selection`, without torch, which takes seconds to import.
         """
@@ -83,7 +83,11 @@ def _recomputed(store: HeatmapStore) -> Expected:
     snapshot = store.snapshot
     known = snapshot.attributes["selection"].get("num_expected")
     num_expected = _counted(store) if known is None else np.asarray(known, np.int64)
-    cuts = rank(scores_by_shard("selecting", store), num_expected, SingleProcess())
+    chunks = ranked_by_shard("selecting", store)
+    if snapshot.attributes["selection"].get("named_first"):
+        assert store.annotations is not None
+        chunks = named_first(chunks, store.annotations)
+    cuts = rank(chunks, num_expected, SingleProcess())
     note = (
         f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives were "
         f"selected from its scores, since the run's last cuts are of the end of epoch {snapshot.epoch - 1}"
@@ -106,8 +110,8 @@ def _counted(store: HeatmapStore) -> NDArray[np.int64]:
     end = HeatmapStore(store.backend, store.spec, ends[-1], store.annotations)
     expected = expected_at(end)
     counts = np.zeros(store.spec.num_classes, np.int64)
-    for ids, scores in scores_by_shard("counting expected positives", end):
-        counts += count_by_class(expected.of(scores, ids))
+    for ids, values in ranked_by_shard("counting expected positives", end):
+        counts += count_by_class(expected.of(values, ids))
     return counts
 
 

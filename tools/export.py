@@ -191,7 +191,7 @@ def _labels_with_boxes(
         for place, number in zip(places.tolist(), classes.tolist(), strict=True):
             boxes = [box[1:] for box in metadata[int(ids[place])].get("boxes", ()) if box[0] == number]
             if boxes and number in kept[place]:
-                found[0].append(rows.heatmaps_of(np.array([place]), np.array([number]))[0])
+                found[0].append(store.evidence_of(rows, ids, np.array([place]), np.array([number]))[0])
                 found[1].append(boxes)
                 found[2].append(bool(ids[place] % 2 == 0))
     return found
@@ -201,7 +201,7 @@ def _wanted(
     rows: Rows, ids: NDArray[np.int64], data: Data, expected: Expected, which: Which
 ) -> tuple[NDArray[Any], ...]:
     """Return places in the shard, classes, annotated, expected of the labels to write."""
-    annotated, chosen = data.annotated(ids), expected.of(rows.scores[: len(ids)], ids)
+    annotated, chosen = data.annotated(ids), expected.of(rows.ranked_by()[: len(ids)], ids)
     wanted = {"mined": chosen & ~annotated, "expected": chosen, "all": chosen | annotated}[which]
     places, classes = np.divmod(np.flatnonzero(wanted), wanted.shape[1])
     return places, classes, annotated[places, classes], chosen[places, classes]
@@ -246,21 +246,14 @@ def _labels_of_shard(
         "annotated": annotated,
         "expected": chosen,
     }
-    boxes = _boxes(rows, places, classes, share).round(4)
+    boxes = np.full((len(places), 4), np.nan)
+    if rows.heatmaps is not None:
+        boxes = strongest_boxes(store.evidence_of(rows, ids, places, classes), share).round(4)
     return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
 
 
 def _texts(values: Sequence[str]) -> NDArray[Any]:
     return np.array(values, dtype=object)
-
-
-def _boxes(
-    rows: Rows, places: NDArray[np.int64], classes: NDArray[np.int64], share: float
-) -> NDArray[np.float64]:
-    """Return `[n,4]`: the box of the strongest region of each (row, class); NaN where there is none."""
-    if rows.heatmaps is None:
-        return np.full((len(places), 4), np.nan)
-    return strongest_boxes(rows.heatmaps_of(places, classes), share)
 
 
 # Samples
@@ -312,7 +305,7 @@ def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path)
     from PIL import Image
 
     output.mkdir(parents=True, exist_ok=True)
-    rows = store.read(ids)
+    rows = store.read_evidence(ids)
     for place, sample in enumerate(ids.tolist()):
         one = rows.take(slice(place, place + 1))
         key = data.index.key(sample).replace("/", "_")

@@ -46,9 +46,16 @@ def scores_by_shard(
     title: str, store: HeatmapStore, shards: Sequence[int] | None = None
 ) -> Iterator[tuple[NDArray[np.int64], Array]]:
     """Yield (ids, scores) of all samples of each shard, read ahead by threads."""
-
-    def read(shard: int) -> tuple[NDArray[np.int64], Array]:
-        return next(store.scores_by_shard([shard]))
-
     wanted = range(store.spec.num_shards) if shards is None else shards
-    return (found for _, found in pass_over(title, wanted, read, [store]))
+    return _read_ahead(title, store, wanted, store.scores_by_shard)
+
+
+def ranked_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    """Yield (ids, what expected positives are ranked by) of all samples of each shard likewise."""
+    return _read_ahead(title, store, range(store.spec.num_shards), store.ranked_by_shard)
+
+
+def _read_ahead(
+    title: str, store: HeatmapStore, shards: Sequence[int], read: Callable[[Sequence[int]], Iterator[Result]]
+) -> Iterator[Result]:
+    return (found for _, found in pass_over(title, shards, lambda shard: next(read([shard])), [store]))

@@ -74,6 +74,8 @@ def command(
 ) -> None:
     """Draw samples with the heatmaps of annotated classes, of others that are present or expected, and more.
 
+    Heatmaps show what was seen since their start: what is left of their initial values is taken out.
+
     Where boxes are known, the hottest cell is marked: inside or outside of them.
 
     Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
@@ -151,7 +153,8 @@ class _Images:
             kinds = [kinds_of(annotated[n], present=present[n]) for n in range(len(ids))]
         else:
             assert expected is not None
-            found, negatives = expected.of(store.read(ids).scores, ids), data.index.labels_of(ids) == 0
+            found = expected.of(store.read(ids).ranked_by(), ids)
+            negatives = data.index.labels_of(ids) == 0
             kinds = [
                 kinds_of(annotated[n], expected=found[n], negatives=negatives[n]) for n in range(len(ids))
             ]
@@ -175,7 +178,7 @@ def _side_by_side(
     stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
     """Return one picture per sample and store, with the classes that are strongest in the first store."""
-    memories = [store.read(ids) for store in stores]
+    memories = [store.read_evidence(ids) for store in stores]
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))

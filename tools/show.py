@@ -234,10 +234,10 @@ def _sample(
     store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: Expected
 ) -> dict[str, Any]:
     ids = np.array([sample])
-    rows = store.read(ids)
+    rows = store.read_evidence(ids)
     annotated = None if data is None else data.annotated(ids)[0]
     present = None if data is None else data.present(ids)
-    expected = expected_there.of(rows.scores, ids)[0]
+    expected = expected_there.of(rows.ranked_by(), ids)[0]
     order = _by_score(rows.scores[0], annotated)[:count]
     index = None if data is None else data.index
     return {

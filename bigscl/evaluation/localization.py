@@ -68,11 +68,12 @@ class Objects:
 def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = None) -> dict[str, Pointing]:
     """Return figures of the stored heatmaps of all or some images: `observed`, `missing` and `all` pairs.
 
-    A class whose heatmap is not among an image's top classes has no heat there.
+    Heat is what was seen since the start of the heatmaps. A class whose heatmap is not among an image's top
+    classes has none there.
     """
     objects = read_objects(index, index.ids() if ids is None else ids)
     trials = concatenate(
-        _trials(_stored_heatmaps(store.read(part), part, own), own)
+        _trials(_stored_heatmaps(store.read_evidence(part), part, own), own)
         for part in _by_shard(np.unique(objects.ids), index.rows_per_shard)
         for own in [objects.of(part)]
     )

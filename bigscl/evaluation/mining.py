@@ -10,8 +10,8 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
-from bigscl.method.selection import expected_counts, select
-from bigscl.store import HeatmapStore, SingleProcess
+from bigscl.method.selection import Selection, expected_counts, select
+from bigscl.store import HeatmapStore, SingleProcess, Snapshot
 from bigscl.training.run import open_data, read_store
 
 
@@ -47,16 +47,18 @@ def mined_by_run(config: Config) -> Mined | None:
 
 
 def mined_positives(store: HeatmapStore, index: Index, positives_per_image: float) -> Mined:
-    """Return what a selection by the store's scores finds with K = `positives_per_image`.
+    """Return what the run's own selection finds, or what one with K = `positives_per_image` would find.
 
-    The cut is that of EN's next epoch, so that runs that never select can be compared too.
+    So runs that never select can be compared too.
     """
     shards = range(store.spec.num_shards)
-    num_expected = expected_counts(index.annotations("observed").counts(), positives_per_image)
-    selection = select(store.scores_by_shard(shards), num_expected, SingleProcess())
+    selection = _own_selection(store.snapshot)
+    if selection is None:
+        num_expected = expected_counts(index.annotations("observed").counts(), positives_per_image)
+        selection = select(store.ranked_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
-    for ids, scores in store.scores_by_shard(shards):
-        expected = selection.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    for ids, values in store.ranked_by_shard(shards):
+        expected = selection.expected(torch.from_numpy(values), torch.from_numpy(ids)).numpy()
         truth = index.labels_of(ids, "labels")
         # Pairs that are unknown in the full labels do not count.
         open_pairs = (index.labels_of(ids, "observed") != 1) & (truth != -1)
@@ -70,3 +72,14 @@ def mined_positives(store: HeatmapStore, index: Index, positives_per_image: floa
         precision=found / mined if mined else float("nan"),
         recall=found / missing if missing else float("nan"),
     )
+
+
+def _own_selection(snapshot: Snapshot) -> Selection | None:
+    """Return the expected positives that were selected at the end of an epoch; None if there are none."""
+    cuts, ended = (
+        snapshot.attributes.get("selection"),
+        snapshot.attributes.get("next_epoch") != snapshot.epoch,
+    )
+    if cuts is None or not ended or max(cuts["last_id"], default=-1) < 0:
+        return None
+    return Selection.from_json(cuts)

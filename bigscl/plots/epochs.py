@@ -20,7 +20,7 @@ def draw_epoch(
 ) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
     ids = np.array(store.spec.tracked[:count], np.int64)
-    rows = store.read(ids)
+    rows = store.read_evidence(ids)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
     kinds = _kinds(index, ids, rows.scores, selection)
     samples = [

@@ -80,7 +80,7 @@ def _stored_samples(config: Config, ids: NDArray[np.int64]) -> list[StoredSample
     data = open_data(config)
     annotated = data.train.labels_of(ids, config.data.labels) == 1
     with read_store(config, data.annotations) as store:
-        rows = store.read(ids)
+        rows = store.read_evidence(ids)
     return [StoredSample(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
 
 

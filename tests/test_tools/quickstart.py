@@ -37,7 +37,11 @@ def make_store(
     """
     annotations = index.annotations()
     HeatmapStore.create(
-        url, annotations, heatmap_size=SIDE, **{"slots": 3, "tracked": 6, **layout}, options=options
+        url,
+        annotations,
+        heatmap_size=SIDE,
+        **{"slots": 3, "tracked": 6, "counts": True, "visits": True, **layout},
+        options=options,
     )
     random = np.random.default_rng(1)
     with HeatmapStore.open(
@@ -62,7 +66,12 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
         heatmaps = blobs(scores, centres(index))
         if (classes := store.read(ids).classes) is not None:
             heatmaps = np.take_along_axis(heatmaps, classes[:, :, None, None], 1)
-    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps))
+    values = {"scores": scores, "heatmaps": heatmaps}
+    if store.group.visits:
+        values["visits"] = np.full(len(ids), epoch + 1, np.uint8)
+    if store.group.counts and heatmaps is not None:
+        values["counts"] = np.full((len(ids), SIDE, SIDE), epoch + 1, np.uint8)
+    update(store, epoch, ids, Update(**values))
     chosen = select(
         store.scores_by_shard(range(store.spec.num_shards)),
         expected_counts(index.annotations().counts(), K),

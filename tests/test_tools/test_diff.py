@@ -25,7 +25,8 @@ def test_a_single_changed_row_is_found(run, index):
     scores = before.scores.copy()
     scores[0, 4] = 1
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
-        update(store, 3, np.array([17]), Update(scores=scores, heatmaps=before.heatmaps))
+        changed = Update(scores=scores, heatmaps=before.heatmaps, counts=before.counts, visits=before.visits)
+        update(store, 3, np.array([17]), changed)
         store.commit(epoch=3, attributes=store.snapshot.attributes)
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1

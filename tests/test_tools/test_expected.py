@@ -19,7 +19,8 @@ def save_in_mid_epoch(run, index, *, keep_counts=True, drop=False):
     with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
         rows = store.read(ids)
         scores = (0.5 + rows.scores / 2).astype(np.float16)
-        update(store, 3, ids, Update(scores=scores, heatmaps=rows.heatmaps))
+        changed = Update(scores=scores, heatmaps=rows.heatmaps, counts=rows.counts, visits=rows.visits)
+        update(store, 3, ids, changed)
         cuts = dict(store.snapshot.attributes["selection"])
         if not keep_counts:
             del cuts["num_expected"]

@@ -19,7 +19,7 @@ from tests.test_tools.quickstart import make_store
 
 # 1000 samples of 20 classes, 100 to a shard; small_resnet gives 6 x 6 maps for 48 pixels.
 DATA = ("--samples", 1000, "--classes", 20, "--per-shard", 100)
-ROW_SCORES = 20 * 2 + 4
+ROW_SCORES = 20 * 2 + 4 + 1
 # 6 MB for each sample.
 MUCH = ["--samples", 20_000, "--classes", 20_000, "--per-shard", 1000]
 
@@ -58,7 +58,8 @@ def test_bytes_follow_from_rows_classes_and_cells(write):
     assert facts["heatmap_size"] == 12
     assert (dense["layout"], dense["first_epoch"], dense["last_epoch"]) == ("dense", 0, 1)
     assert (top["layout"], top["first_epoch"], top["last_epoch"]) == ("topk", 2, 4)
-    dense_row, top_row = ROW_SCORES + 20 * 144 * 2, ROW_SCORES + 4 * 144 * 2 + 4 * 2
+    # Heatmaps, the looks at each cell, and the kept classes.
+    dense_row, top_row = ROW_SCORES + 20 * 144 * 2 + 144, ROW_SCORES + 4 * 144 * 2 + 144 + 4 * 2
     assert (dense["slot_bytes"], dense["versions"], dense["disk_bytes"]) == (
         1000 * dense_row,
         2,
@@ -75,8 +76,8 @@ def test_the_foretold_bytes_are_those_of_a_real_store(tmp_path, index, write):
     path = write(data={"train": index.urls[0].replace("000000", "*")})
     (phase,) = bigscl("plan", path, "--json").json()["phases"]
     found = bigscl("show", tmp_path / "store", "--json").json()["snapshots"][-1]["bytes"]
-    # Each of the 12 chunks ends in a checksum of 4 bytes.
-    assert found == phase["slot_bytes"] + 12 * 4
+    # Each of the 20 chunks ends in a checksum of 4 bytes.
+    assert found == phase["slot_bytes"] + 20 * 4
 
 
 def test_load_grows_with_processes_and_their_speed(write):
