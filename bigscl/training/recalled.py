@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bigscl.config import StoreConfig
 from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.method.losses import LossInputs
+from bigscl.method.loss_inputs import LossInputs
 from bigscl.method.selection import Selection
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
@@ -103,6 +103,13 @@ class Recalled:
 
 
 @torch.no_grad()
+def updated_scores(recalled: Recalled, logits: Tensor, settings: StoreConfig) -> Tensor:
+    """Return the scores of a batch after its prediction, float16 [B,L]."""
+    visits = recalled.max_visits if settings.ema == "debiased" else None
+    return blend_scores(recalled.scores, logits.float().sigmoid(), settings.momentum, visits)
+
+
+@torch.no_grad()
 def updated_averages(
     recalled: Recalled, logits: Tensor, maps: Tensor | None, settings: StoreConfig
 ) -> dict[str, Tensor]:
@@ -110,9 +117,7 @@ def updated_averages(
 
     `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
     """
-    visits = recalled.max_visits if settings.ema == "debiased" else None
-    pooled = logits.float().sigmoid()
-    updated = {"scores": blend_scores(recalled.scores, pooled, settings.momentum, visits)}
+    updated = {"scores": updated_scores(recalled, logits, settings)}
     if recalled.heatmaps is None:
         return updated
     assert maps is not None

@@ -48,8 +48,19 @@ def dotted(**changes):
 
 # Every objective and option
 
+SETTINGS_OF = {
+    "em_apl": {"objective.em_apl.start_epoch": 1},
+    "ll_r": {"objective.large_loss.rate": 0.1},
+    "ll_ct": {"objective.large_loss.rate": 0.1},
+    "ll_cp": {"objective.large_loss.rate": 0.1},
+}
+"""So that two epochs show what a loss does later on."""
 OBJECTIVES = {
-    f"{base}+{consistency}": {"objective.base": base, "objective.consistency": consistency}
+    f"{base}+{consistency}": {
+        "objective.base": base,
+        "objective.consistency": consistency,
+        **SETTINGS_OF.get(base, {}),
+    }
     for base in get_args(Base)
     for consistency in get_args(Consistency)
 }
@@ -85,7 +96,18 @@ OPTIONS = {
 
 SAME_NETWORK = {"bf16", "channels last", "pictures", "average of weights"}
 """Options that change nothing in the trained weights, or only how they are rounded."""
-RESUMED = ["role+scl", "ep+cl", "en+scl", "no store", "scores in warm-up", "debiased", "average of weights"]
+RESUMED = [
+    "role+scl",
+    "ll_cp+scl",
+    "em_apl+none",
+    "crisp+none",
+    "ep+cl",
+    "en+scl",
+    "no store",
+    "scores in warm-up",
+    "debiased",
+    "average of weights",
+]
 RESUMED += ["erasing", "accumulation", "sgd"]
 
 
