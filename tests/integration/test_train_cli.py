@@ -48,6 +48,7 @@ def dotted(**changes):
 
 # Every objective and option
 
+FIELD = ("focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "em_apl", "crisp")
 SETTINGS_OF = {
     "em_apl": {"objective.em_apl.start_epoch": 1},
     "ll_r": {"objective.large_loss.rate": 0.1},
@@ -63,6 +64,8 @@ OBJECTIVES = {
     }
     for base in get_args(Base)
     for consistency in get_args(Consistency)
+    # Base and consistency are added up: of the losses of other papers one consistency is enough.
+    if consistency != "cl" or base not in FIELD
 }
 NO_MEMORY = {"objective.base": "an", "objective.consistency": "none", "store.top": None}
 OPTIONS = {
@@ -140,7 +143,9 @@ def test_objectives_and_options_train(base, ended, small, name):
     assert ended[name]["code"] == 0, ended[name]["errors"]
     losses = losses_of(folder)
     assert [step for step, _ in losses] == list(range(1, len(losses) + 1))
-    assert all(math.isfinite(loss) and loss > 0 for _, loss in losses)
+    assert all(math.isfinite(loss) for _, loss in losses)
+    # Entropy is maximised, so that its negative is minimised.
+    assert all(loss > 0 for _, loss in losses) or name.startswith("em_apl")
     assert (folder / "best" / "model.safetensors").exists()
     if name != "no store":
         assert (memory_of_variant(folder, small).visited == 1).all()
