@@ -5,7 +5,9 @@ differences of the references, in which what carries no gradient is held constan
 """
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.config import ConfigError, make_objective
+from bigscl.config import ConfigError, load_config, make_objective
 from bigscl.method.loss_inputs import LossInputs
+from bigscl.method.losses import BASES
 from bigscl.method.objective import Objective
+from bigscl.method.pseudo_label_losses import num_large
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 B, L = 5, 6
 FIELD = ("focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "em_apl", "crisp")
 OTHERS = {
@@ -327,10 +332,28 @@ def test_an_unknown_section_is_named():
 
 
 def test_numbers_of_large_losses_are_the_rate_rounded_up():
-    from bigscl.method.pseudo_label_losses import num_large
-
     assert [num_large(n, 0.002) for n in (1, 500, 501, 1000, 0)] == [1, 1, 2, 2, 0]
     assert num_large(10, 1.0) == 10
     for rate in np.linspace(0.001, 1, 200):
         number = num_large(640, rate)
         assert number - 1 < 640 * rate <= number + 1e-6
+
+
+# Pages and configs
+
+
+def test_the_page_of_losses_has_all_of_them_and_a_command_that_compares_them():
+    page = (CONFIGS / "LOSSES.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(BASES)
+    (compared,) = re.findall(r"voc12_lite0_\{([\w,]+)\}\.yaml", page)
+    assert set(FIELD) < set(compared.split(","))
+    assert all((CONFIGS / f"voc12_lite0_{name}.yaml").exists() for name in compared.split(","))
+
+
+@pytest.mark.parametrize("base", FIELD)
+def test_configs_of_the_losses_differ_from_each_other_in_the_objective_only(base):
+    """So that a study compares the losses."""
+    config, baseline = (load_config(CONFIGS / f"voc12_lite0_{name}.yaml") for name in (base, "an"))
+    assert config.objective == make_objective(base, "none")
+    same = replace(config, run=baseline.run, objective=baseline.objective)
+    assert same == baseline
