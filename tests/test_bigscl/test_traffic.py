@@ -80,6 +80,9 @@ class FakeAccelerator:
     def reduce(self, values, reduction):
         return values
 
+    def gather(self, values):
+        return values.repeat(2)
+
     @contextlib.contextmanager
     def autocast(self):
         """As torch.autocast, which does nothing where there is no GPU."""
@@ -145,7 +148,7 @@ def make_batch():
     )
 
 
-def copies_of_a_step(base, consistency, layout, dtype=torch.float32):
+def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None):
     """The copies of the second step of a run: what is made once is made by then."""
     config = make_config(
         {
@@ -168,7 +171,7 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32):
         state = SimpleNamespace(model=model, loss_state=kept, accelerator=accelerator, optimizer=None)
         selection = Selection.none(NUM_CLASSES).to(CUDA)
         memory = SimpleNamespace(keeps_heatmaps=layout != "scores")
-        step = Step(config, data, state, memory, SingleProcess())
+        step = Step(config, data, state, memory, ranks or SingleProcess())
         step.epoch = 1
         for _ in range(2):
             with Traffic() as traffic, accelerator.autocast():
@@ -189,6 +192,13 @@ def test_a_step_copies_its_batch_and_its_rows_and_waits_for_nothing(base, consis
     copies = copies_of_a_step(base, consistency, layout, dtype)
     rows = 2 + LAYOUTS[layout]
     assert copies == {"cpu to cuda": OF_THE_BATCH + rows}
+
+
+@pytest.mark.parametrize("base", ["epr", "ll_r", "ll_ct", "crisp"])
+def test_statistics_of_the_global_batch_stay_on_the_devices(base):
+    two = SimpleNamespace(rank=0, world_size=2)
+    copies = copies_of_a_step(base, "none", "scores", ranks=two)
+    assert copies == copies_of_a_step("an", "none", "scores")
 
 
 @pytest.mark.parametrize("base", ["role", "ll_cp"])
