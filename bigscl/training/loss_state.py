@@ -41,7 +41,7 @@ class Trained:
     rate: float
     """The network's learning rate."""
     gradient_factor: float
-    """The factor in a gradient that DDP and the scaler divide out."""
+    """The factor in the gradient of estimates that DDP and the scaler divide out."""
 
 
 class LossState(Protocol):

@@ -100,12 +100,12 @@ class Step:
         return loss, Predicted(logits=prediction.logits, maps=maps)
 
     def _trained(self, batch: Batch, recalled: Recalled | None, inputs: LossInputs, rate: float) -> Trained:
-        scores = None
-        if recalled is not None and self._objective.needs.cuts:
+        needs, scores = self._objective.needs, None
+        if recalled is not None and needs.cuts:
             scores = updated_scores(recalled, inputs.logits, self._config.store)
-        return Trained(
-            ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=self._gradient_factor
-        )
+        # The scaler of fp16 would make the host wait for its factor.
+        factor = self._gradient_factor if needs.estimates else 1.0
+        return Trained(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
 
     def idle(self, count: int) -> None:
         """Join the other ranks' collectives with zero gradient, and without changing batch statistics.
