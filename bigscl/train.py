@@ -113,6 +113,7 @@ class Trainer:
         """Train on each sample that the epoch has not had yet, exactly once."""
         meter = Meter(self.ranks)
         self.state.model.train()
+        self.step.epoch = epoch
         recalled: Iterator[tuple[Batch, Recalled | None]] = self.memory.recall_ahead(
             self._loader(plan, epoch)
         )
@@ -167,7 +168,7 @@ class Trainer:
                     loss, predicted = self.step(batch, recalled, count=count, gamma=gamma, rate=rate)
                     meter.add(loss)
                 elif synced or place == last:
-                    self.step.idle()
+                    self.step.idle(count)
             if batch is not None:
                 if recalled is not None and predicted is not None:
                     self.memory.learn(recalled, logits=predicted.logits, maps=predicted.maps)
@@ -203,7 +204,7 @@ class Trainer:
     def finish_epoch(self, epoch: int) -> None:
         """Commit the memory, validate, save a checkpoint, and draw what is remembered of some images."""
         self.saver.finish()
-        self.state.share_estimates()
+        self.state.share_loss_state(ends_epoch=True)
         self.memory.end_epoch(step=self.progress.step)
         skipped = len(self.progress.all_skipped())
         self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})

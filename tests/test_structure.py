@@ -148,6 +148,7 @@ def test_map_of_the_readme_fits_on_one_screen():
         "README.md",
         "CONTRIBUTING.md",
         "configs/FAQ.md",
+        "configs/LOSSES.md",
         "bigscl/DESIGN.md",
         "tools/README.md",
         "store/FORMAT.md",

@@ -4,18 +4,18 @@ import os
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from bigscl.config.packaged import find_config
 from bigscl.config.schema import Config, DataConfig, SelectionConfig
 from bigscl.data.transforms import shorter_side
-from bigscl.method.losses import Base, Consistency, Norm
+from bigscl.method.losses import BASES, Base, Consistency, Norm
 from bigscl.method.objective import Objective
 from bigscl.method.schedule import Ramp
 from bigscl.store import STORE_SCHEMES
@@ -150,6 +150,15 @@ def checked(settings: Section, source: str) -> Section:
     return _validated(TypeAdapter(type(settings)), asdict(settings), source)  # type: ignore[call-overload]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnObjective:
+    """An objective without a config, checked as strictly as with one."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = Config.__pydantic_config__
+
+    objective: Objective
+
+
 def make_objective(
     base: Base = "en",
     consistency: Consistency = "scl",
@@ -157,16 +166,23 @@ def make_objective(
     norm: Norm = "mse",
     gamma: Ramp = Ramp(),  # noqa: B008
     smoothing: float = 0.1,
+    **settings: Any,
 ) -> Objective:
     """Return what an own loop minimises, base + gamma * consistency; ConfigError lists all mistakes.
 
     Call it with `recalled.inputs(...)` and the weight of the step, for which `gamma.at(progress)` is a ramp.
+    Other settings are those of single losses, as in a config: `hill={"margin": 0.5}`.
     """
-    made = Objective(base=base, consistency=consistency, norm=norm, gamma=gamma, smoothing=smoothing)
-    made = checked(made, "objective")
+    given = {"base": base, "consistency": consistency, "norm": norm, "gamma": gamma, "smoothing": smoothing}
+    plain = {name: _plain(value) for name, value in (given | settings).items()}
+    made = _validated(TypeAdapter(_OwnObjective), {"objective": plain}, "objective").objective
     if problems := list(_idle_settings(made)):
         raise ConfigError(_listed("objective", problems))
     return made
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 @cache
@@ -189,9 +205,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     if store.kind != "disk" and store.url is not None:
         yield "store.url", f"has no effect with store.kind {store.kind}"
     yield from _idle_settings(objective)
+    yield from _late_starts(config)
     if needs.k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
-    if needs.mean_counts and config.optimizer.accumulate > 1:
+    if needs.whole_batch and config.optimizer.accumulate > 1:
         yield "optimizer.accumulate", f"{objective.base} needs the whole batch at once, so 1"
     if store.top is None and store.compact_after is not None:
         yield "store.compact_after", "has no effect without store.top"
@@ -251,8 +268,21 @@ def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, problem) of settings of the objective that would have no effect."""
     if objective.consistency == "none" and objective.norm != "mse":
         yield "objective.norm", "has no effect without consistency"
-    if not objective.needs.smoothing and objective.smoothing != Objective().smoothing:
-        yield "objective.smoothing", f"has no effect with base {objective.base}"
+    default, used = Objective(), BASES[objective.base].settings
+    for name in sorted({name for term in BASES.values() for name in term.settings} - set(used)):
+        if getattr(objective, name) != getattr(default, name):
+            yield f"objective.{name}", f"has no effect with base {objective.base}"
+
+
+def _late_starts(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of parts of a loss that would start after the end of the run."""
+    for name in BASES[config.objective.base].settings:
+        start = getattr(getattr(config.objective, name), "start_epoch", 0)
+        if start and start >= config.schedule.epochs:
+            yield (
+                f"objective.{name}.start_epoch",
+                f"{start}, counted from 0, but the run has {config.schedule.epochs} epochs",
+            )
 
 
 def doubtful_settings(config: Config) -> Iterator[str]:

@@ -4,138 +4,75 @@ Every function returns one value per sample, [B]; the caller sums them and divid
 the global batch. Labels are int8 [B,L]: 1 positive, 0 negative, -1 unknown. A known label outranks what is
 expected of it. Arithmetic is in float32 (float64 for float64 logits), also under autocast.
 
-To add a loss: write its function, add its name to `Base` or `Consistency`, and its row to the table below it.
-The config reads the tables, so this module must not import torch.
+Here are the table of all losses, those of the paper and of Cole et al. 2021, and the consistencies; the rest
+is in `robust_losses` and `pseudo_label_losses`. To add a loss: write its function, add its name to `Base` or
+`Consistency`, and its row to the table below it. The config reads the tables, so importing a module of losses
+must not import torch.
 """
 
 # Shapes: B batch, L classes, G side of the score map, k classes with a heatmap; f is sigmoid(logits).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
+from bigscl.method.cross_entropy import negatives, positives
+from bigscl.method.loss_inputs import LossInputs, LossTerm, Needs, needed
 from bigscl.method.precision import at_least_float32, probabilities
+from bigscl.method.pseudo_label_losses import (
+    Scheme,
+    corrections_in,
+    crisp,
+    em_apl,
+    large_in,
+    large_loss,
+)
+from bigscl.method.robust_losses import asl, focal, gr, hill, splc
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bigscl.method.objective import Objective
 
-Base = Literal["bce", "an", "an_ls", "wan", "en", "ep", "epr", "role"]
+Base = Literal[
+    "bce", "an", "an_ls", "wan", "en", "ep", "epr", "role",
+    "focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "em_apl", "crisp",
+]  # fmt: skip
 Consistency = Literal["none", "cl", "scl", "scl_corrected"]
 Norm = Literal["mse", "rms", "l2"]
-Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a loss is computed from, in addition to the logits and the labels."""
-
-    scores: bool = False
-    """The scores that the memory keeps of each image."""
-    heatmaps: bool = False
-    """The heatmaps that the memory keeps of each image, and the network's score maps."""
-    counts: bool = False
-    """The visits of each heatmap cell that the memory counts."""
-    expected: bool = False
-    """The expected positives, which are selected by the scores in the memory."""
-    positives_per_image: bool = False
-    """K, the expected number of positives per image, in the loss itself."""
-    mean_counts: bool = False
-    """Means over the whole global batch, so a step cannot be divided into smaller batches."""
-    estimates: bool = False
-    """Label estimates, which are trained together with the network."""
-    smoothing: bool = False
-    """The setting `objective.smoothing`."""
-
-    @property
-    def memory(self) -> bool:
-        """Whether it needs a store."""
-        return self.scores or self.heatmaps or self.expected
-
-    @property
-    def k(self) -> bool:
-        """Whether K must be known: for the loss itself, or to select the expected positives."""
-        return self.positives_per_image or self.expected
-
-    @property
-    def num_mean_counts(self) -> int:
-        """How many means are reduced over the ranks: the network's, and that of the label estimates."""
-        return int(self.mean_counts) * (1 + int(self.estimates))
-
-    def __or__(self, other: Needs) -> Needs:
-        """What two losses need together."""
-        return Needs(**{name: getattr(self, name) or getattr(other, name) for name in self.__slots__})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LossInputs:
-    """What losses are computed from, for a batch of B samples; only what `Needs` asks for must be there."""
-
-    logits: Tensor
-    """[B,L], of the pooled prediction."""
-    labels: Tensor
-    """int8 [B,L]: 1 positive, 0 negative, -1 unknown."""
-    maps: Tensor | None = None
-    """Score maps [B,L,G,G] in the view frame: the sigmoid of the network's maps, in at least float32."""
-    scores: Tensor | None = None
-    """Scores [B,L] from the memory."""
-    target: Tensor | None = None
-    """Heatmaps from the memory as the view shows them: [B,L,G,G], or [B,k,G,G] of `classes`."""
-    weight: Tensor | None = None
-    """How far each cell of a corrected target is trusted: [B,1,G,G], in 0 to 1."""
-    classes: Tensor | None = None
-    """[B,k], distinct: the classes that have a heatmap, the others' is 0; None: all have one."""
-    expected: Tensor | None = None
-    """bool [B,L]: the expected positives."""
-    positives_per_image: float | None = None
-    """K."""
-    mean_counts: tuple[Tensor, ...] = ()
-    """Means of `predicted_count` over the global batch; none: this is the global batch."""
-    estimates: Tensor | None = None
-    """Logits [B,L] of the label estimates."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTerm:
-    """A loss as the objective uses it."""
-
-    compute: Callable[[LossInputs, Objective], Tensor]
-    needs: Needs = Needs()
 
 
 def bce(logits: Tensor, labels: Tensor) -> Tensor:
     """Binary cross-entropy of the known labels; unknown labels have no loss."""
-    return _positives(logits, labels == 1) + _negatives(logits, labels == 0)
+    return positives(logits, labels == 1) + negatives(logits, labels == 0)
 
 
 def an(logits: Tensor, labels: Tensor) -> Tensor:
     """Assume negative: every label that is not positive is a negative."""
-    return _positives(logits, labels == 1) + _negatives(logits, labels != 1)
+    return positives(logits, labels == 1) + negatives(logits, labels != 1)
 
 
 def an_ls(logits: Tensor, labels: Tensor, *, smoothing: float = 0.1) -> Tensor:
     """Assume negative with label smoothing: the targets are `1 - smoothing` and `smoothing`."""
-    swapped = _positives(logits, labels != 1) + _negatives(logits, labels == 1)
+    swapped = positives(logits, labels != 1) + negatives(logits, labels == 1)
     return (1 - smoothing) * an(logits, labels) + smoothing * swapped
 
 
 def wan(logits: Tensor, labels: Tensor) -> Tensor:
     """Weak assume negative: as `an`, each negative weighted 1/(L-1), so that all weigh as one positive."""
-    return _positives(logits, labels == 1) + _negatives(logits, labels != 1) / max(labels.shape[1] - 1, 1)
+    return positives(logits, labels == 1) + negatives(logits, labels != 1) / max(labels.shape[1] - 1, 1)
 
 
 def en(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
     """Expected negative: as `an`, but unknown labels that are expected positives have no loss."""
-    return _positives(logits, labels == 1) + _negatives(logits, (labels == 0) | ((labels == -1) & ~expected))
+    return positives(logits, labels == 1) + negatives(logits, (labels == 0) | ((labels == -1) & ~expected))
 
 
 def ep(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
     """Expected positive: as `an`, but unknown labels that are expected positives count as positives."""
     positive = (labels == 1) | ((labels == -1) & expected)
-    return _positives(logits, positive) + _negatives(logits, ~positive)
+    return positives(logits, positive) + negatives(logits, ~positive)
 
 
 def epr(
@@ -206,15 +143,15 @@ BASES: Mapping[Base, LossTerm] = {
     "an": LossTerm(compute=lambda given, _: an(given.logits, given.labels)),
     "an_ls": LossTerm(
         compute=lambda given, objective: an_ls(given.logits, given.labels, smoothing=objective.smoothing),
-        needs=Needs(smoothing=True),
+        settings=("smoothing",),
     ),
     "wan": LossTerm(compute=lambda given, _: wan(given.logits, given.labels)),
     "en": LossTerm(
-        compute=lambda given, _: en(given.logits, given.labels, _needed("expected", given.expected)),
+        compute=lambda given, _: en(given.logits, given.labels, needed("expected", given.expected)),
         needs=Needs(expected=True),
     ),
     "ep": LossTerm(
-        compute=lambda given, _: ep(given.logits, given.labels, _needed("expected", given.expected)),
+        compute=lambda given, _: ep(given.logits, given.labels, needed("expected", given.expected)),
         needs=Needs(expected=True),
     ),
     "epr": LossTerm(
@@ -223,39 +160,101 @@ BASES: Mapping[Base, LossTerm] = {
     ),
     "role": LossTerm(
         compute=lambda given, _: role(
-            given.logits, _needed("estimates", given.estimates), given.labels, _k(given), given.mean_counts
+            given.logits, needed("estimates", given.estimates), given.labels, _k(given), given.mean_counts
         ),
         needs=Needs(positives_per_image=True, mean_counts=True, estimates=True),
+    ),
+    "focal": LossTerm(
+        compute=lambda given, objective: focal(given.logits, given.labels, objective.focal),
+        settings=("focal",),
+    ),
+    "asl": LossTerm(
+        compute=lambda given, objective: asl(given.logits, given.labels, objective.asl), settings=("asl",)
+    ),
+    "hill": LossTerm(
+        compute=lambda given, objective: hill(given.logits, given.labels, objective.hill), settings=("hill",)
+    ),
+    "splc": LossTerm(
+        compute=lambda given, objective: splc(
+            given.logits, given.labels, needed("epoch", given.epoch), objective.splc
+        ),
+        needs=Needs(epoch=True),
+        settings=("splc",),
+    ),
+    "gr": LossTerm(
+        compute=lambda given, objective: gr(
+            given.logits, given.labels, needed("progress", given.progress), objective.gr
+        ),
+        needs=Needs(progress=True),
+        settings=("gr",),
+    ),
+    "ll_r": LossTerm(
+        compute=lambda given, objective: _large_loss(given, objective, "reject"),
+        needs=Needs(epoch=True, threshold=True),
+        settings=("large_loss",),
+    ),
+    "ll_ct": LossTerm(
+        compute=lambda given, objective: _large_loss(given, objective, "correct"),
+        needs=Needs(epoch=True, threshold=True),
+        settings=("large_loss",),
+    ),
+    "ll_cp": LossTerm(
+        compute=lambda given, objective: _large_loss(given, objective, "correct"),
+        needs=Needs(epoch=True, threshold=True, corrections=True),
+        settings=("large_loss",),
+    ),
+    "em_apl": LossTerm(
+        compute=lambda given, objective: em_apl(
+            given.logits,
+            given.labels,
+            needed("scores", given.scores),
+            needed("cuts", given.cuts),
+            objective.em_apl,
+        ),
+        needs=Needs(scores=True, cuts=True),
+        settings=("em_apl",),
+    ),
+    "crisp": LossTerm(
+        compute=lambda given, objective: _crisp(given, objective),
+        needs=Needs(epoch=True, class_means=True, priors=True),
+        settings=("crisp",),
     ),
 }
 CONSISTENCIES: Mapping[Consistency, LossTerm] = {
     "none": LossTerm(compute=lambda given, _: at_least_float32(given.logits).new_zeros(len(given.logits))),
     "cl": LossTerm(
         compute=lambda given, objective: cl(
-            given.logits, _needed("scores", given.scores), norm=objective.norm
+            given.logits, needed("scores", given.scores), norm=objective.norm
         ),
         needs=Needs(scores=True),
     ),
     "scl": LossTerm(compute=lambda given, objective: _scl(given, objective.norm), needs=Needs(heatmaps=True)),
     "scl_corrected": LossTerm(
-        compute=lambda given, objective: _scl(given, objective.norm, _needed("weight", given.weight)),
+        compute=lambda given, objective: _scl(given, objective.norm, needed("weight", given.weight)),
         needs=Needs(heatmaps=True, counts=True),
     ),
 }
 
 
-def _needed(name: str, value: Value | None) -> Value:
-    if value is None:
-        raise ValueError(f"{name}: missing, and this objective needs it")
-    return value
-
-
 def _k(given: LossInputs) -> float:
-    return _needed("positives_per_image", given.positives_per_image)
+    return needed("positives_per_image", given.positives_per_image)
+
+
+def _large_loss(given: LossInputs, objective: Objective, scheme: Scheme) -> Tensor:
+    corrected = corrections_in(given, objective)
+    return large_loss(given.logits, given.labels, large_in(given, objective), corrected, scheme)
+
+
+def _crisp(given: LossInputs, objective: Objective) -> Tensor:
+    priors = needed("priors", given.priors)
+    observed_share = needed("observed_share", given.observed_share)
+    if needed("epoch", given.epoch) < objective.crisp.start_epoch:
+        return an(given.logits, given.labels)
+    return crisp(given.logits, given.labels, priors, observed_share, given.class_means)
 
 
 def _scl(given: LossInputs, norm: Norm, weight: Tensor | None = None) -> Tensor:
-    maps, target = _needed("maps", given.maps), _needed("target", given.target)
+    maps, target = needed("maps", given.maps), needed("target", given.target)
     if given.classes is None:
         return scl_dense(maps, target, norm=norm, weight=weight)
     return scl_topk(maps, given.classes, target, norm=norm, weight=weight)
@@ -265,22 +264,10 @@ def _weighted(squares: Tensor, weight: Tensor | None) -> Tensor:
     return squares if weight is None else weight.detach() * squares
 
 
-def _positives(logits: Tensor, weight: Tensor) -> Tensor:
-    """-1/L sum of weight * log f, for a mask or weights [B,L]."""
-    import torch.nn.functional as F
-
-    return -(weight * F.logsigmoid(at_least_float32(logits))).mean(1)
-
-
-def _negatives(logits: Tensor, weight: Tensor) -> Tensor:
-    """-1/L sum of weight * log(1 - f), for a mask or weights [B,L]."""
-    return _positives(-logits, weight)
-
-
 def _agreement(logits: Tensor, others: Tensor) -> Tensor:
     """Cross-entropy with the probabilities of other logits, which carry no gradient."""
     others = at_least_float32(others).detach()
-    return _positives(logits, others.sigmoid()) + _negatives(logits, (-others).sigmoid())
+    return positives(logits, others.sigmoid()) + negatives(logits, (-others).sigmoid())
 
 
 def _count_penalty(logits: Tensor, positives_per_image: float, mean_count: Tensor | None) -> Tensor:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from bigscl.bounds import Share
-from bigscl.method.losses import BASES, CONSISTENCIES, Base, Consistency, LossInputs, Needs, Norm
+from bigscl.method.loss_inputs import LossInputs, Needs
+from bigscl.method.loss_settings import Asl, Crisp, EmApl, Focal, GeneralizedRobust, Hill, LargeLoss, Splc
+from bigscl.method.losses import BASES, CONSISTENCIES, Base, Consistency, Norm
 from bigscl.method.schedule import Ramp
 
 if TYPE_CHECKING:
@@ -37,6 +39,22 @@ class Objective:
     """Weight of the consistency."""
     smoothing: Share = 0.1
     """Label smoothing of an_ls."""
+    focal: Focal = field(default_factory=Focal)
+    """Settings of focal."""
+    asl: Asl = field(default_factory=Asl)
+    """Settings of asl."""
+    hill: Hill = field(default_factory=Hill)
+    """Settings of hill."""
+    splc: Splc = field(default_factory=Splc)
+    """Settings of splc."""
+    gr: GeneralizedRobust = field(default_factory=GeneralizedRobust)
+    """Settings of gr."""
+    large_loss: LargeLoss = field(default_factory=LargeLoss)
+    """Settings of ll_r, ll_ct and ll_cp."""
+    em_apl: EmApl = field(default_factory=EmApl)
+    """Settings of em_apl."""
+    crisp: Crisp = field(default_factory=Crisp)
+    """Settings of crisp."""
 
     @property
     def needs(self) -> Needs:

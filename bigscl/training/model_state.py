@@ -1,4 +1,4 @@
-"""The model of a run and all that trains with it: optimizer, phases, average of the weights, estimator."""
+"""The model of a run and all that trains with it: optimizer, phases, averaged weights, state of the loss."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from bigscl.config import Config
-from bigscl.method.estimator import LabelEstimator
 from bigscl.method.schedule import Schedule
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
@@ -18,16 +17,17 @@ from bigscl.models.sync_batchnorm import synchronize_batchnorm
 from bigscl.processes.ranks import Ranks
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Writer, write_state, write_tensors
 from bigscl.training.checkpoint_contents import check_optimizer, check_tensors, misfit
+from bigscl.training.loss_state import make_loss_state
 from bigscl.training.run import Data
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, OPTIMIZER, AVERAGE, ESTIMATOR = "model.safetensors", "optimizer.pt", "average.pt", "estimator.pt"
-"""Files of a checkpoint."""
+WEIGHTS, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.pt", "average.pt"
+"""Files of a checkpoint; what the loss keeps has a file of its own name."""
 
 
 class ModelState:
-    """Network, optimizer, average of the weights and label estimator of a run, on one rank."""
+    """Network, optimizer, average of the weights and what the loss keeps, of a run on one rank."""
 
     def __init__(self, config: Config, data: Data, accelerator: Accelerator, ranks: Ranks) -> None:
         self._config = config
@@ -40,9 +40,7 @@ class ModelState:
         """The network as Accelerate wraps it for the phase."""
         self.optimizer: Any = None
         self.average = make_average(config, self.network)
-        self.estimator = None
-        if config.objective.needs.estimates:
-            self.estimator = LabelEstimator(data.annotations, config.seed)
+        self.loss_state = make_loss_state(config, data, accelerator.device, ranks.rank)
 
     @property
     def evaluated(self) -> SpatialClassifier:
@@ -93,10 +91,10 @@ class ModelState:
         if self.average is not None:
             self.average.update_parameters(self.network)
 
-    def share_estimates(self) -> None:
-        """Give every rank the label estimates of all ranks."""
-        if self.estimator is not None:
-            self.estimator.share(self._ranks)
+    def share_loss_state(self, *, ends_epoch: bool) -> None:
+        """Bring what the loss keeps to the same state on all ranks."""
+        if self.loss_state is not None:
+            self.loss_state.share(self._ranks, ends_epoch=ends_epoch)
 
     def share_buffers(self) -> None:
         """Give every rank the batch statistics of rank 0, which are saved, in the network that is validated.
@@ -123,8 +121,8 @@ class ModelState:
         }
         if self.average is not None:
             files[AVERAGE] = write_state(self.average.state_dict())
-        if self.estimator is not None:
-            files[ESTIMATOR] = write_state(self.estimator.state())
+        if self.loss_state is not None:
+            files[self.loss_state.file] = write_state(self.loss_state.state())
         return files
 
     def check(self, checkpoint: Checkpoint) -> None:
@@ -135,17 +133,17 @@ class ModelState:
         if self.average is not None:
             average = checkpoint.state(AVERAGE)
             check_tensors(checkpoint.path / AVERAGE, average, self.average.state_dict())
-        if self.estimator is not None:
-            estimator = checkpoint.state(ESTIMATOR)
-            check_tensors(checkpoint.path / ESTIMATOR, estimator, self.estimator.state())
+        if self.loss_state is not None:
+            file = self.loss_state.file
+            check_tensors(checkpoint.path / file, checkpoint.state(file), self.loss_state.state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint that was checked; `enter_phase` loads its optimizer."""
         self.network.network.load_state_dict(checkpoint.tensors(WEIGHTS))
         if self.average is not None:
             self.average.load_state_dict(checkpoint.state(AVERAGE))
-        if self.estimator is not None:
-            self.estimator.load(checkpoint.state(ESTIMATOR))
+        if self.loss_state is not None:
+            self.loss_state.load(checkpoint.state(self.loss_state.file))
 
     def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state(OPTIMIZER)

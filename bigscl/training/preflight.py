@@ -240,13 +240,14 @@ class RehearsalTrainer(Trainer):
 
     def _one_step(self, clock: "_StepClock", exchange: bool) -> None:
         self.state.begin_step(0.0)
+        # The same on all ranks, as what they exchange may depend on it; the rate is 0.
+        count = self.config.data.batch_size * self.ranks.world_size
         with self._exchange(exchange):
             if clock.batch is None:
-                self.step.idle()
+                self.step.idle(count)
             else:
                 batch, recalled = clock.batch, clock.recalled
                 gamma = self.config.objective.gamma.peak
-                count = len(batch) * self.ranks.world_size
                 _, predicted = self.step(batch, recalled, count=count, gamma=gamma, rate=0.0)
                 if recalled is not None:
                     logits, maps = predicted.logits, predicted.maps

@@ -20,7 +20,7 @@ from bigscl.method.heatmaps import (
     remaining_start,
     to_view,
 )
-from bigscl.method.losses import LossInputs
+from bigscl.method.loss_inputs import LossInputs
 from bigscl.method.selection import Selection
 from bigscl.method.spatial_ranking import spatial_ranking
 from bigscl.store import MAX_COUNT
@@ -164,6 +164,13 @@ class Recalled:
 
 
 @torch.no_grad()
+def updated_scores(recalled: Recalled, logits: Tensor, settings: StoreConfig) -> Tensor:
+    """Return the scores of a batch after its prediction, float16 [B,L]."""
+    visits = recalled.visits if settings.ema == "debiased" else None
+    return blend_scores(recalled.scores, logits.float().sigmoid(), settings.momentum, visits)
+
+
+@torch.no_grad()
 def updated_averages(
     recalled: Recalled, logits: Tensor, maps: Tensor | None, settings: StoreConfig
 ) -> dict[str, Tensor]:
@@ -172,9 +179,7 @@ def updated_averages(
     `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
     """
     debiased = settings.ema == "debiased"
-    pooled = logits.float().sigmoid()
-    visits = recalled.visits if debiased else None
-    scores = blend_scores(recalled.scores, pooled, settings.momentum, visits)
+    scores = updated_scores(recalled, logits, settings)
     updated = {"scores": scores}
     if recalled.counts_visits:
         updated["visits"] = recalled.visits + (recalled.visits < MAX_COUNT)

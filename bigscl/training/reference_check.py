@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch
-from bigscl.method.estimator import LabelEstimator
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
 from bigscl.processes.ranks import SingleProcess
+from bigscl.training.loss_state import LossState, Trained
 from bigscl.training.model_state import ModelState
 from bigscl.training.recalled import Recalled, updated_averages
 from bigscl.training.run import Data
@@ -191,14 +191,15 @@ class ReferenceCheck:
     def _step(
         self, model: Callable[..., Prediction], device: torch.device, scale: float, keeps_heatmaps: bool
     ) -> Step:
-        estimator = self._state.estimator
+        kept = self._state.loss_state
         state = _State(
             model=model,
             accelerator=_Local(device=device, factor=scale),
-            estimator=None if estimator is None else _Estimates(estimator),
+            loss_state=None if kept is None else _Unchanged(kept),
         )
         memory = _Memory(keeps_heatmaps=keeps_heatmaps)
-        # Of state and memory a step uses these parts only.
+        # Of state and memory a step uses these parts only. In epoch 0 no loss compares predictions with each
+        # other: which of two is larger may depend on the precision.
         return Step(self._config, self._data, cast(Any, state), cast(Any, memory), SingleProcess())
 
 
@@ -209,7 +210,7 @@ class ReferenceCheck:
 class _State:
     model: Callable[..., Prediction]
     accelerator: "_Local"
-    estimator: "_Estimates | None"
+    loss_state: "_Unchanged | None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -238,16 +239,16 @@ class _Local:
         return values
 
 
-class _Estimates:
-    """Label estimates that a step does not change."""
+class _Unchanged:
+    """What the loss keeps, which a step does not change."""
 
-    def __init__(self, estimator: LabelEstimator) -> None:
-        self._estimator = estimator
+    def __init__(self, kept: LossState) -> None:
+        self._kept = kept
 
-    def of(self, ids: Tensor, device: torch.device) -> Tensor:
-        return self._estimator.of(ids, device)
+    def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
+        return self._kept.inputs(ids, epoch, device)
 
-    def step(self, ids: Tensor, gradient: Tensor, learning_rate: float, ready: object) -> None:
+    def learn(self, trained: Trained) -> None:
         pass
 
 

@@ -38,7 +38,7 @@ class Saver:
     def save_within(self) -> None:
         """Commit and save a checkpoint in the middle of an epoch."""
         self.finish()
-        self._state.share_estimates()
+        self._state.share_loss_state(ends_epoch=False)
         self._memory.commit(step=self._progress.step)
         self.save_checkpoint(ends_epoch=False)
 

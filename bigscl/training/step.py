@@ -2,22 +2,26 @@
 
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch, normalize
-from bigscl.method.losses import LossInputs, predicted_count
+from bigscl.method.loss_inputs import LossInputs
+from bigscl.method.losses import predicted_count
 from bigscl.method.objective import Loss
 from bigscl.method.precision import probabilities
+from bigscl.method.pseudo_label_losses import competing_logits, large_rate, num_large
 from bigscl.processes.ranks import Ranks
+from bigscl.training.loss_state import Trained
 from bigscl.training.model_state import ModelState
 from bigscl.training.random_state import rng_state, set_rng_state
-from bigscl.training.recalled import Recalled
+from bigscl.training.recalled import Recalled, updated_scores
 from bigscl.training.run import AnyMemory, Data
-from bigscl.training.transfer import copy_to_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,11 +43,14 @@ class Step:
         self._config = config
         self._objective = config.objective
         self._positives_per_image = data.positives_per_image
+        self._num_classes = data.annotations.num_classes
         self._state = state
         self._memory = memory
         self._accelerator = state.accelerator
         self._ranks = ranks
         self._prepared: torch.nn.Module | None = None
+        self.epoch = 0
+        """The epoch that is being trained, from 0: some losses change with it."""
 
     def prepare_buckets(self) -> None:
         """Let DDP arrange its buckets before the first real step of a phase, or after a resume.
@@ -57,7 +64,7 @@ class Step:
             return
         drawn = rng_state()
         # In eval mode also under SyncBatchNorm: with an empty batch on every rank, its means would be NaN.
-        self._zero_gradient_step(1, training=False, maps=True)
+        self._zero_gradient_step(1, training=False, maps=True, count=0)
         self._state.optimizer.zero_grad()
         set_rng_state(drawn)
         self._prepared = self._state.model
@@ -76,35 +83,44 @@ class Step:
         labels = batch.labels.to(device, non_blocking=True)
         prediction = state.model(self._normalized(images), maps=self._needs_maps)
         maps = None if prediction.logit_map is None else probabilities(prediction.logit_map)
-        # The estimator is on the host: it takes the ids that are there.
-        estimates = None if state.estimator is None else state.estimator.of(batch.ids, device)
+        # What a loss keeps may be on the host: it takes the ids that are there.
+        kept: Any = {} if state.loss_state is None else state.loss_state.inputs(batch.ids, self.epoch, device)
         inputs = replace(
             self._inputs(recalled, prediction.logits, labels, maps),
             positives_per_image=self._positives_per_image,
-            mean_counts=self._mean_counts(prediction.logits, estimates, count),
-            estimates=estimates,
+            epoch=self.epoch,
+            progress=self.epoch / self._config.schedule.epochs,
+            **kept,
         )
+        inputs = self._with_statistics(inputs, count)
         loss = self._objective(inputs, gamma=gamma)
         self._accelerator.backward(loss.total.sum() * scale)
-        if state.estimator is not None and estimates is not None:
-            assert estimates.grad is not None
-            gradient = (estimates.grad / self._gradient_factor).float()
-            copies, ready = copy_to_host({"gradient": gradient})
-            state.estimator.step(batch.ids, copies["gradient"], rate, ready)
+        if state.loss_state is not None:
+            state.loss_state.learn(self._trained(batch, recalled, inputs, rate))
         return loss, Predicted(logits=prediction.logits, maps=maps)
 
-    def idle(self) -> None:
-        """Join the other ranks' collectives with zero gradient, and without changing batch statistics."""
+    def _trained(self, batch: Batch, recalled: Recalled | None, inputs: LossInputs, rate: float) -> Trained:
+        needs, scores = self._objective.needs, None
+        if recalled is not None and needs.cuts:
+            scores = updated_scores(recalled, inputs.logits, self._config.store)
+        # The scaler of fp16 would make the host wait for its factor.
+        factor = self._gradient_factor if needs.estimates else 1.0
+        return Trained(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
+
+    def idle(self, count: int) -> None:
+        """Join the other ranks' collectives with zero gradient, and without changing batch statistics.
+
+        `count` is the number of samples of all ranks.
+        """
         # SyncBatchNorm leaves an empty batch out of the statistics, but needs it from every rank.
         synced = self._config.hardware.sync_batchnorm
-        self._zero_gradient_step(0 if synced else 1, training=synced, maps=self._needs_maps)
+        self._zero_gradient_step(0 if synced else 1, training=synced, maps=self._needs_maps, count=count)
 
-    def _zero_gradient_step(self, num_images: int, *, training: bool, maps: bool) -> None:
+    def _zero_gradient_step(self, num_images: int, *, training: bool, maps: bool, count: int) -> None:
         side, device = self._config.data.size, self._accelerator.device
         self._state.model.train(training)
         prediction = self._state.model(torch.zeros(num_images, 3, side, side, device=device), maps=maps)
-        if num_counts := self._objective.needs.num_mean_counts:
-            self._accelerator.reduce(torch.zeros(num_counts, device=device), reduction="sum")
+        self._join_statistics(count)
         used = prediction.logits if prediction.logit_map is None else prediction.logit_map
         self._accelerator.backward(used.sum() * 0.0)
         self._state.model.train()
@@ -123,6 +139,25 @@ class Step:
         needs = self._objective.needs
         return recalled.inputs(logits, labels, maps if needs.heatmaps else None, corrected=needs.counts)
 
+    # Statistics of the global batch
+
+    def _with_statistics(self, inputs: LossInputs, count: int) -> LossInputs:
+        """Add what the objective needs to know of the batches of all ranks, `count` samples."""
+        return replace(
+            inputs,
+            mean_counts=self._mean_counts(inputs.logits, inputs.estimates, count),
+            class_means=self._class_means(inputs.logits, count),
+            threshold=self._threshold(inputs, count),
+        )
+
+    def _join_statistics(self, count: int) -> None:
+        """Exchange with the other ranks as `_with_statistics` does, for a batch of no samples."""
+        device = self._accelerator.device
+        if num_counts := self._objective.needs.num_mean_counts:
+            self._accelerator.reduce(torch.zeros(num_counts, device=device), reduction="sum")
+        self._class_means(torch.zeros(0, self._num_classes, device=device), count)
+        self._threshold(None, count)
+
     def _mean_counts(self, logits: Tensor, estimates: Tensor | None, count: int) -> tuple[Tensor, ...]:
         """Return mean numbers of predicted positives over the global batch, if the objective needs them."""
         if not self._objective.needs.mean_counts:
@@ -130,6 +165,34 @@ class Step:
         counted = (logits,) if estimates is None else (logits, estimates)
         sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
         return tuple(self._accelerator.reduce(sums, reduction="sum") / count)
+
+    def _class_means(self, logits: Tensor, count: int) -> Tensor | None:
+        """Return the mean prediction of each class over the global batch [L], if the objective needs it."""
+        if not self._objective.needs.class_means:
+            return None
+        sums: Tensor = self._accelerator.reduce(probabilities(logits.detach()).sum(0), reduction="sum")
+        return sums / max(count, 1)
+
+    def _threshold(self, inputs: LossInputs | None, count: int) -> Tensor | None:
+        """Return the logit from which on losses are large in the global batch, if ranks must agree on it.
+
+        Each rank sends its largest logits, at most as many as there can be large ones: at the rates in use
+        a few per cent of a batch's logits.
+        """
+        if not self._objective.needs.threshold or self._ranks.world_size == 1:
+            return None
+        num = num_large(count * self._num_classes, large_rate(self._objective, self.epoch))
+        if num == 0:
+            return None
+        # A batch may have one sample more than the others, see `batch_lengths`.
+        size = min(num, (self._config.data.batch_size + 1) * self._num_classes)
+        largest = torch.full((size,), -math.inf, device=self._accelerator.device)
+        if inputs is not None:
+            found = competing_logits(inputs.logits, inputs.labels, inputs.corrections).flatten()
+            found = found.topk(min(size, len(found))).values
+            largest[: len(found)] = found
+        gathered: Tensor = self._accelerator.gather(largest)
+        return gathered.topk(num).values[-1]
 
     @property
     def _gradient_factor(self) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.method.losses import LossInputs
+from bigscl.method.loss_inputs import LossInputs
 from bigscl.method.objective import Objective
 from bigscl.method.precision import probabilities
 from bigscl.method.selection import Selection

@@ -7,6 +7,7 @@ two steps away. The network has no batch statistics, which belong to each rank's
 """
 
 import numpy as np
+import pytest
 import torch
 
 from bigscl.config import load_config
@@ -78,16 +79,24 @@ def test_run_on_four_processes_with_three_shards_equals_the_equations(tmp_path, 
     assert_equals_reference(tmp_path / "run", few_shards, world_size=4)
 
 
-def test_a_rank_without_samples_changes_not_a_bit(tmp_path):
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"base": "role"},
+        {"base": "ll_cp", "large_loss": {"rate": 0.05}},
+        {"base": "em_apl", "em_apl": {"start_epoch": 1}},
+        {"base": "crisp"},
+    ],
+    ids=lambda objective: objective["base"],
+)
+def test_a_rank_without_samples_changes_not_a_bit(tmp_path, objective):
     """The gradient is halved by averaging over two ranks after it was doubled: both are exact.
 
-    ROLE has the most to exchange: gradients, mean counts of the batch, and the label estimates.
+    These have the most to exchange: gradients, counts, means or a threshold of the batch, and what they keep.
     """
     shards = make_shards(tmp_path / "shards", 20, 20)
     for name, processes in (("alone", 1), ("beside", 2)):
-        train(
-            write_config(tmp_path / f"{name}.yaml", shards, objective={"base": "role"}), processes=processes
-        )
+        train(write_config(tmp_path / f"{name}.yaml", shards, objective=objective), processes=processes)
     assert_same_runs(tmp_path / "alone", tmp_path / "beside", shards)
 
 

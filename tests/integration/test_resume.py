@@ -173,6 +173,28 @@ def test_resumed_ranks_add_up_gradients_in_the_same_order(tmp_path, shards, proc
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"base": "ll_cp", "large_loss": {"rate": 0.05}},
+        {"base": "em_apl", "em_apl": {"start_epoch": 1}},
+        {"base": "crisp"},
+    ],
+    ids=lambda objective: objective["base"],
+)
+def test_what_a_loss_keeps_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, objective):
+    """In the middle of the second of three epochs: the third depends on what both parts of it have left."""
+    config = write_config(
+        tmp_path / "run.yaml", shards, objective=objective, checkpoint={"every_steps": 16, "every_epochs": 3}
+    )
+    train(config, processes=2)
+    resumed = copy_run(tmp_path / "run", tmp_path / "resumed")
+    first = min((resumed / "checkpoints").iterdir())
+    assert first.name.endswith("16")
+    train(config, "--run", resumed, "--resume", first, processes=2)
+    assert_same_runs(resumed, tmp_path / "run", shards)
+
+
 def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, trainer_server, shards):
     config = noisy_config(tmp_path / "run.yaml", shards)
     assert stop_forked_ranks(trainer_server, config, step=12)

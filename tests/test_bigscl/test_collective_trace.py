@@ -115,6 +115,10 @@ class RecordingAccelerator:
         self._events.append(("all_reduce", "accelerate", values.dtype, values.numel()))
         return values
 
+    def gather(self, values):
+        self._events.append(("all_gather", "accelerate", values.dtype, values.numel()))
+        return values.repeat(self._group.size())
+
 
 class RecordedStatistics(torch.autograd.Function):
     """Communicates where SyncBatchNorm does: statistics forward, their gradients backward."""
@@ -175,7 +179,7 @@ class TracedTrainer(Trainer):
         self._unreadable = unreadable
 
     def finish_epoch(self, epoch, *_):
-        self.state.share_estimates()
+        self.state.share_loss_state(ends_epoch=True)
         self.progress.begin_epoch(epoch + 1)
 
     def _loader(self, plan, epoch):
@@ -252,24 +256,27 @@ def assert_same_on_all_ranks(world_size, **options):
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("base", ["an", "epr", "role"])
+@pytest.mark.parametrize("base", ["an", "epr", "role", "ll_r", "ll_cp", "crisp"])
 def test_ranks_of_any_plan_make_the_same_calls(world_size, base):
     """Among them ranks that run out of batches, and ranks that have none at all."""
     events = assert_same_on_all_ranks(world_size, base=base)
     assert sum(event[:2] == ("all_reduce", "DDP") for event in events) > 4
-    assert ("all_reduce", "accelerate") in {event[:2] for event in events} or base == "an"
+    exchange = "all_gather" if base.startswith("ll") else "all_reduce"
+    assert (exchange, "accelerate") in {event[:2] for event in events} or base == "an"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("synced", [False, True])
 def test_accumulated_batches(world_size, synced):
-    """Windows are shorter on some ranks at an epoch's end. EPR and ROLE refuse `accumulate`."""
+    """Windows are shorter on some ranks at an epoch's end. Losses of the whole batch refuse `accumulate`."""
     assert_same_on_all_ranks(world_size, accumulate=3, synced=synced)
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
 @pytest.mark.parametrize("synced", [False, True])
-@pytest.mark.parametrize(("base", "accumulate"), [("an", 1), ("an", 3), ("epr", 1), ("role", 1)])
+@pytest.mark.parametrize(
+    ("base", "accumulate"), [("an", 1), ("an", 3), ("epr", 1), ("role", 1), ("ll_ct", 1), ("crisp", 1)]
+)
 def test_batches_that_cannot_be_read(world_size, synced, base, accumulate):
     """One in a window, all of a window, and the last of an epoch, on one rank each."""
     unreadable = {(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)}
@@ -286,6 +293,6 @@ def test_stops(stop_after):
 
 
 def test_trace_finds_a_rank_that_leaves_an_exchange_out(monkeypatch):
-    monkeypatch.setattr(Step, "idle", lambda self: None)
+    monkeypatch.setattr(Step, "idle", lambda self, count: None)
     with pytest.raises(AssertionError, match=r"rank \d makes|call \d+ of rank"):
         assert_same_on_all_ranks(8)

@@ -91,6 +91,17 @@ def test_every_mistake_is_listed_with_its_dotted_path():
         ({"data": {"crop": {"scale": [0.9, 0.1]}}}, "data.crop.scale"),
         ({"data": {"crop": {"scale": [0.5, 1.5]}}}, "data.crop.scale"),
         ({"objective": {"base": "epr"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
+        ({"objective": {"base": "ll_r"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
+        ({"objective": {"base": "crisp"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
+        ({"objective": {"hill": {"margin": 0.5}}}, "objective.hill"),
+        ({"objective": {"base": "ll_ct", "em_apl": {"alpha": 0.5}}}, "objective.em_apl"),
+        (
+            {"objective": {"base": "em_apl", "consistency": "none"}, "store": {"kind": "none"}},
+            "store.kind",
+        ),
+        ({"objective": {"base": "em_apl", "em_apl": {"start_epoch": 900}}}, "objective.em_apl.start_epoch"),
+        ({"objective": {"base": "crisp", "crisp": {"start_epoch": 900}}}, "objective.crisp.start_epoch"),
+        ({"objective": {"base": "splc", "splc": {"start_epoch": 900}}}, "objective.splc.start_epoch"),
     ],
 )
 def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
@@ -100,7 +111,10 @@ def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
 @pytest.mark.parametrize(
     ("sections", "path"),
     [
-        ({"objective": {"base": "focal"}}, "objective.base"),
+        ({"objective": {"base": "hinge"}}, "objective.base"),
+        ({"objective": {"base": "gr", "gr": {"center": [0.5]}}}, "objective.gr.center.1"),
+        ({"objective": {"base": "hill", "hill": {"lambda": 1.5}}}, "objective.hill.lambda"),
+        ({"objective": {"base": "splc", "splc": {"threshold": math.nan}}}, "objective.splc.threshold"),
         ({"objective": {"consistency": "spatial"}}, "objective.consistency"),
         ({"objective": {"norm": "l1"}}, "objective.norm"),
         ({"objective": {"smoothing": 1.5}}, "objective.smoothing"),

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.method import losses
-from bigscl.method.losses import Base, Consistency, LossInputs, Needs
+from bigscl.method.loss_inputs import LossInputs, Needs
+from bigscl.method.losses import Base, Consistency
 from bigscl.method.objective import Objective
 from bigscl.method.precision import probabilities
 
 B, L, G, K = 4, 7, 3, 2.9
 BASES = get_args(Base)
+CLASSIC = ("bce", "an", "an_ls", "wan", "en", "ep", "epr", "role")
+"""Those of the paper and of Cole et al.; the others are in test_field_losses.py."""
 
 
 def random_case(seed):
@@ -84,7 +87,7 @@ def reference_term(base, f, y, z, is_expected):
     return 0.5 * (known_f + known_y + taught_f + taught_y)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", CLASSIC)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_base_losses_and_their_gradients_equal_the_published_equations(base, seed):
@@ -252,7 +255,7 @@ def test_targets_carry_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", CLASSIC)
 def test_base_losses_are_finite_and_exact_for_large_logits(base, dtype):
     _, labels, expected, _ = random_case(7)
     logits = (
@@ -303,6 +306,12 @@ def objective_inputs(seed=8):
         expected=expected,
         positives_per_image=K,
         estimates=estimates,
+        corrections=torch.rand(B, L, generator=generator) < 0.2,
+        cuts=torch.rand(L, generator=generator, dtype=torch.float64),
+        priors=torch.rand(L, generator=generator, dtype=torch.float64),
+        observed_share=torch.rand(L, generator=generator, dtype=torch.float64),
+        epoch=2,
+        progress=0.4,
     )
 
 
@@ -317,7 +326,7 @@ def weighted_rms(inputs):
     return (total / (L * G * G)).sqrt()
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", CLASSIC)
 @pytest.mark.parametrize("consistency", get_args(Consistency))
 def test_objective_is_base_plus_gamma_times_consistency(base, consistency):
     inputs = objective_inputs()
@@ -369,7 +378,14 @@ def test_every_name_of_a_loss_has_its_row_in_the_tables():
     assert tuple(losses.CONSISTENCIES) == get_args(Consistency)
 
 
-INPUTS_OF = {"heatmaps": ("maps", "target"), "counts": ("weight",), "mean_counts": (), "smoothing": ()}
+INPUTS_OF = {
+    "heatmaps": ("maps", "target"),
+    "counts": ("weight",),
+    "priors": ("priors", "observed_share"),
+    "mean_counts": (),
+    "class_means": (),
+    "threshold": (),
+}
 """Fields of LossInputs that stand for a need of another name, or of none."""
 
 
@@ -394,6 +410,9 @@ def test_a_loss_is_computed_from_what_it_needs_and_names_what_is_missing(base, c
         ("ep", "none", True, True),
         ("an", "cl", True, False),
         ("an", "scl", True, False),
+        ("ll_cp", "none", False, False),
+        ("em_apl", "none", True, False),
+        ("crisp", "none", False, False),
     ],
 )
 def test_needs_say_which_objectives_need_a_memory_and_k(base, consistency, memory, k):
