@@ -1,11 +1,14 @@
 """K of each class from the expected positives, and how close it comes on real label statistics."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from bigscl.method.class_ratios import class_ratios, count_positives
 from bigscl.method.ranking import named_first, rank
 from bigscl.store import Annotations, SingleProcess
+from tests.benchmarks.class_ratios import load_labels, measure
 
 
 def draw(seed, num_samples=200, num_classes=6, most=3):
@@ -67,3 +70,18 @@ def test_annotated_positives_come_first_and_are_counted_with_the_others():
         slow[annotated] += chosen[n].sum()
     np.testing.assert_array_equal(cuts.positives, slow)
     assert (values <= 1).all(), "what is ranked is a copy"
+
+
+LABELS = load_labels(Path(__file__).parents[3] / "shared" / "data")
+
+
+@pytest.mark.skipif(not LABELS, reason="the label files are not here")
+@pytest.mark.parametrize("name", LABELS)
+def test_on_real_labels_k_of_each_class_is_closer_than_one_k_for_all(name):
+    """With a memory that separates well: the statistics of the labels are real, the scores are simulated."""
+    labels = LABELS[name][:8000]
+    one, precision, recall = measure(labels, 0, 4.0, per_class=False, epochs=4)
+    error, better_precision, better_recall = measure(labels, 0, 4.0, per_class=True, epochs=4)
+    assert error < 0.5 * one
+    assert better_precision > precision
+    assert better_recall > recall

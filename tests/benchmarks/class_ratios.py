@@ -1,0 +1,116 @@
+"""How close K of each class comes to the truth on real label statistics, beside one K for all classes.
+
+    python -m tests.benchmarks.class_ratios [--seeds 3] [--data ../shared/data]
+
+The labels are real (VOC-2012 train, COCO-2014 train): one is drawn uniformly for each image. The memory is
+simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0) to
+nearly everything (6). The selection and the estimate are the product's, repeated over `--epochs`; the level K is
+the true one. Printed are, each class weighted by its labels, the mean error of K_c in percent of the true K_c,
+and precision and recall of the unnamed positives that are selected.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from bigscl.method.class_ratios import class_ratios
+from bigscl.method.ranking import named_first, rank
+from bigscl.method.selection import expected_counts
+from bigscl.store import Annotations, SingleProcess
+
+CHUNK = 1000
+
+
+def load_labels(data: Path) -> dict[str, np.ndarray]:
+    """Full labels, bool [n,L], of each dataset that is there."""
+    found = {}
+    if (voc := data / "voc2012_labels" / "voc2012_spml.npz").exists():
+        found["VOC-2012"] = np.load(voc)["train_labels"].astype(bool)
+    if (coco := data / "coco2014_labels" / "coco2014_labels.npz").exists():
+        found["COCO-2014"] = np.unpackbits(np.load(coco)["train"], axis=1)[:, :80].astype(bool)
+    return {name: labels[labels.any(1)] for name, labels in found.items()}
+
+
+def draw_observed(labels, seed):
+    """One positive of each image, drawn uniformly."""
+    values = np.random.default_rng(seed).random(labels.shape)
+    return np.where(labels, values, -1).argmax(1)
+
+
+def simulated_scores(labels, separation, seed):
+    logits = np.random.default_rng(1000 + seed).normal(-3, 1.5, labels.shape) + separation * labels
+    return (1 / (1 + np.exp(-logits))).astype(np.float16)
+
+
+def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
+    """(K of each class, expected positives [n,L]) after some selections."""
+    num_samples, num_classes = labels.shape
+    annotations = Annotations.of(observed[:, None].tolist(), num_classes, rows_per_shard=CHUNK)
+    counts, ids = annotations.counts(), np.arange(num_samples)
+    ratios = np.full(num_classes, k)
+    for _ in range(epochs):
+        chunks = ((part, scores[part]) for part in np.array_split(ids, -(-num_samples // CHUNK)))
+        cuts = rank(
+            named_first(chunks, annotations),
+            expected_counts(counts, ratios),
+            SingleProcess(),
+            annotations=annotations,
+        )
+        used = ratios
+        if per_class:
+            ratios = class_ratios(k, counts, cuts.positives)
+    values = scores.copy()
+    values[ids, observed] = 1
+    expected = (values > cuts.tau) | ((values == cuts.tau) & (ids[:, None] <= cuts.last_id))
+    return used, expected
+
+
+def measure(labels, seed, separation, *, per_class, epochs):
+    """(error of K_c, precision, recall) of one draw."""
+    observed = draw_observed(labels, seed)
+    scores = simulated_scores(labels, separation, seed)
+    counts = np.bincount(observed, minlength=labels.shape[1])
+    k = labels.sum() / len(labels)
+    ratios, expected = select_over_epochs(labels, observed, scores, k, per_class=per_class, epochs=epochs)
+    truth = labels.sum(0) / np.maximum(counts, 1)
+    error = np.average(np.abs(ratios - truth) / truth, weights=counts)
+    unnamed = np.ones(labels.shape, bool)
+    unnamed[np.arange(len(labels)), observed] = False
+    right = (expected & labels & unnamed).sum()
+    return error, right / max(1, (expected & unnamed).sum()), right / (labels & unnamed).sum()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--separation", type=float, nargs="+", default=[2.0, 3.0, 4.0, 6.0])
+    options = parser.parse_args()
+    datasets = load_labels(options.data)
+    if not datasets:
+        raise SystemExit(f"{options.data}: no labels found. Give their folder with --data.")
+    print("data        K     separation  K            error of K_c  precision  recall")
+    for name, labels in datasets.items():
+        for separation in options.separation:
+            for per_class in (False, True):
+                found = np.mean(
+                    [
+                        measure(labels, seed, separation, per_class=per_class, epochs=options.epochs)
+                        for seed in range(options.seeds)
+                    ],
+                    axis=0,
+                )
+                error, precision, recall = found
+                kind = "per class" if per_class else "one"
+                print(
+                    f"{name:<11} {labels.sum() / len(labels):4.2f}  {separation:>10}  {kind:<11}  "
+                    f"{error:>12.1%}  {precision:>9.1%}  {recall:>6.1%}"
+                )
+
+
+if __name__ == "__main__":
+    main()
