@@ -3,10 +3,10 @@
     python -m tests.benchmarks.class_ratios [--seeds 3] [--data ../shared/data]
 
 The labels are real (VOC-2012 train, COCO-2014 train): one is drawn uniformly for each image. The memory is
-simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0) to
-nearly everything (6). The selection and the estimate are the product's, repeated over `--epochs`; the level K is
-the true one. Printed are, each class weighted by its labels, the mean error of K_c in percent of the true K_c,
-and precision and recall of the unnamed positives that are selected.
+simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0)
+to nearly everything (6). Selection and estimate are the product's, repeated over `--epochs`; the level K is
+the true one. Printed are, each class weighted by its labels, the mean error of K_c in percent of the true
+K_c, and precision and recall of the unnamed positives that are selected.
 """
 
 import argparse
