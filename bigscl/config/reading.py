@@ -260,7 +260,9 @@ def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("by", "per_class"):
             if getattr(selection, name) != getattr(SelectionConfig(), name):
                 yield f"selection.{name}", f"has no effect with base {config.objective.base}"
-    elif selection.by == "spatial" and store.top is None and store.warmup_heatmaps == "scores":
+    if not config.objective.needs.asserted and selection.asserted != SelectionConfig().asserted:
+        yield "selection.asserted", f"has no effect with base {config.objective.base}"
+    if selection.by == "spatial" and store.top is None and store.warmup_heatmaps == "scores":
         yield "selection.by", "spatial needs heatmaps, and store.warmup_heatmaps: scores keeps none"
 
 

@@ -154,6 +154,8 @@ class SelectionConfig:
     """What images are ranked by: the score in the memory (the paper), or score and heatmap (spatial)."""
     per_class: bool = False
     """Estimate K of each class from the memory; K is then their mean over the labels."""
+    asserted: Share = 0.5
+    """Share of the unnamed expected positives, the surest first, that `enp` counts as positives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

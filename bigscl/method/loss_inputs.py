@@ -28,6 +28,8 @@ class Needs:
     """The visits of each heatmap cell that the memory counts."""
     expected: bool = False
     """The expected positives, which are selected by the scores in the memory."""
+    asserted: bool = False
+    """The surest of the expected positives, see `selection.asserted`."""
     positives_per_image: bool = False
     """K, the expected number of positives per image, in the loss itself."""
     mean_counts: bool = False
@@ -94,6 +96,8 @@ class LossInputs:
     """[B,k], distinct: the classes that have a heatmap, the others' is 0; None: all have one."""
     expected: Tensor | None = None
     """bool [B,L]: the expected positives."""
+    asserted: Tensor | None = None
+    """bool [B,L]: the surest of them, which count as positives."""
     positives_per_image: float | None = None
     """K."""
     mean_counts: tuple[Tensor, ...] = ()

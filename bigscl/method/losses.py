@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bigscl.method.objective import Objective
 
 Base = Literal[
-    "bce", "an", "an_ls", "wan", "en", "ep", "epr", "role",
+    "bce", "an", "an_ls", "wan", "en", "ep", "enp", "epr", "role",
     "focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "em_apl", "crisp",
 ]  # fmt: skip
 Consistency = Literal["none", "cl", "scl", "scl_corrected"]
@@ -73,6 +73,16 @@ def ep(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
     """Expected positive: as `an`, but unknown labels that are expected positives count as positives."""
     positive = (labels == 1) | ((labels == -1) & expected)
     return positives(logits, positive) + negatives(logits, ~positive)
+
+
+def enp(logits: Tensor, labels: Tensor, expected: Tensor, asserted: Tensor) -> Tensor:
+    """Expected negative and positive: as `en`, but the surest expected positives count as positives.
+
+    `asserted` are those: none of the unknown labels gives `en`, all of the expected ones `ep`.
+    """
+    unknown = labels == -1
+    positive = (labels == 1) | (unknown & asserted)
+    return positives(logits, positive) + negatives(logits, (labels == 0) | (unknown & ~expected & ~asserted))
 
 
 def epr(
@@ -153,6 +163,15 @@ BASES: Mapping[Base, LossTerm] = {
     "ep": LossTerm(
         compute=lambda given, _: ep(given.logits, given.labels, needed("expected", given.expected)),
         needs=Needs(expected=True),
+    ),
+    "enp": LossTerm(
+        compute=lambda given, _: enp(
+            given.logits,
+            given.labels,
+            needed("expected", given.expected),
+            needed("asserted", given.asserted),
+        ),
+        needs=Needs(expected=True, asserted=True),
     ),
     "epr": LossTerm(
         compute=lambda given, _: epr(given.logits, given.labels, _k(given), *given.mean_counts),

@@ -32,6 +32,8 @@ class Cuts:
     tau: NDArray[np.float16]
     last_id: NDArray[np.int64]
     num_expected: NDArray[np.int64]
+    surest: "Cuts | None" = None
+    """The cuts of fewer positives, the surest of these, if asked for."""
     positives: NDArray[np.int64] | None = None
     """Positives, annotated or expected, of all images that are annotated with each class, if asked for."""
 
@@ -63,41 +65,43 @@ def rank(
     transport: Transport,
     *,
     gather_bytes: int = 2**26,
+    num_surest: NDArray[np.int64] | None = None,
     annotations: Annotations | None = None,
 ) -> Cuts:
     """Return the cuts of `bigscl.method.selection.select`, on every rank.
 
-    With `annotations`, the positives of the images of each class are counted too: see `count_positives`.
+    `num_surest`, at most `num_expected`, asks for the cuts of fewer positives of each class too. With
+    `annotations`, the positives of the images of each class are counted: see `count_positives`.
     """
     contenders = _Contenders(num_expected)
     for ids, scores in chunks:
         contenders.add(ids, scores)
-    cuts = _merge(contenders, transport, gather_bytes, annotations)
-    payload = transport.broadcast(None if cuts is None else _pack_cuts(cuts))
-    return _unpack_cuts(payload, num_expected, has_positives=annotations is not None)
+    merged = _merge(contenders, transport, gather_bytes)
+    floors = [num_expected, *([] if num_surest is None else [num_surest])]
+    payload = None
+    if merged is not None:
+        cuts = [merged.cuts(numbers) for numbers in floors]
+        counted = [] if annotations is None else [count_positives(annotations, *merged.expected())]
+        payload = b"".join(each.tobytes() for each in [*(cut.last_id for cut in cuts), *counted])
+        payload += b"".join(cut.tau.tobytes() for cut in cuts)
+    return _unpack_cuts(transport.broadcast(payload), floors, has_positives=annotations is not None)
 
 
-def _pack_cuts(cuts: Cuts) -> bytes:
-    counted = b"" if cuts.positives is None else cuts.positives.tobytes()
-    return cuts.last_id.tobytes() + counted + cuts.tau.tobytes()
-
-
-def _unpack_cuts(payload: bytes, num_expected: NDArray[np.int64], *, has_positives: bool) -> Cuts:
-    num_classes = len(num_expected)
-    numbers = np.frombuffer(payload, np.int64, num_classes * (1 + has_positives)).reshape(-1, num_classes)
-    tau = np.frombuffer(payload, np.float16, offset=numbers.nbytes)
-    return Cuts(
-        tau=tau.copy(),
-        last_id=numbers[0].copy(),
-        num_expected=num_expected,
-        positives=numbers[1].copy() if has_positives else None,
+def _unpack_cuts(payload: bytes, floors: list[NDArray[np.int64]], *, has_positives: bool) -> Cuts:
+    num_classes = len(floors[0])
+    shape = len(floors) + has_positives, num_classes
+    numbers = np.frombuffer(payload, np.int64, shape[0] * shape[1]).reshape(shape).copy()
+    tau = np.frombuffer(payload, np.float16, offset=numbers.nbytes).reshape(len(floors), num_classes).copy()
+    first, *others = [
+        Cuts(tau=tau[n], last_id=numbers[n], num_expected=floor) for n, floor in enumerate(floors)
+    ]
+    return replace(
+        first, surest=others[0] if others else None, positives=numbers[-1] if has_positives else None
     )
 
 
-def _merge(
-    contenders: "_Contenders", transport: Transport, gather_bytes: int, annotations: Annotations | None
-) -> Cuts | None:
-    """Return the cuts over the contenders of all ranks, on rank 0; None elsewhere."""
+def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -> "_Contenders | None":
+    """Return the best contenders of all ranks, on rank 0; None elsewhere."""
     contenders.compact()
     merged = _Contenders(contenders.num_expected)
     keys_per_rank = gather_bytes // (contenders.best.itemsize * transport.world_size)
@@ -106,12 +110,7 @@ def _merge(
         if payloads is not None:
             merged.pending = [np.frombuffer(payload, np.uint64) for payload in payloads]
             merged.compact()
-    if transport.rank != 0:
-        return None
-    cuts = merged.cuts()
-    if annotations is None:
-        return cuts
-    return replace(cuts, positives=count_positives(annotations, *merged.expected()))
+    return merged if transport.rank == 0 else None
 
 
 def _blocks(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
@@ -176,12 +175,17 @@ class _Contenders:
         classes = np.searchsorted(self.first_keys, self.best, side="right") - 1
         return self._unpack(self.best)[1], classes
 
-    def cuts(self) -> Cuts:
-        """Return the worst expected positive of each class, after `compact`."""
-        bits, ids = self._unpack(self.floor)
+    def cuts(self, numbers: NDArray[np.int64]) -> Cuts:
+        """Return the worst of the best `numbers` of each class, at most `num_expected`, after `compact`."""
+        starts = np.searchsorted(self.best, self.first_keys)
+        ends = np.append(starts[1:], len(self.best))
+        floor = np.where(numbers > 0, np.uint64(0), NOTHING)
+        enough = (numbers > 0) & (ends - starts >= numbers)
+        floor[enough] = self.best[(ends - numbers)[enough]]
+        bits, ids = self._unpack(floor)
         # Where a class has room left, the floor 0 unpacks to score 0 and the largest id: all are expected.
-        bits[self.floor == NOTHING], ids[self.floor == NOTHING] = ONE, -1
-        return Cuts(tau=bits.view(np.float16), last_id=ids, num_expected=self.num_expected)
+        bits[floor == NOTHING], ids[floor == NOTHING] = ONE, -1
+        return Cuts(tau=bits.view(np.float16), last_id=ids, num_expected=numbers)
 
     def _add_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> None:
         floor_bits, floor_ids = self._unpack(self.floor)

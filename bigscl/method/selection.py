@@ -25,6 +25,8 @@ class Selection:
     """int64 [L]"""
     num_expected: Tensor | None = None
     """int64 [L]: how many positives of each class were requested; None in cuts that did not store it."""
+    surest: "Selection | None" = None
+    """The surest of these, which a loss may count as positives."""
     named_first: bool = False
     """Whether annotated positives were ranked before all others, whatever their values."""
 
@@ -47,18 +49,24 @@ class Selection:
                 f"selection: {len(tau)} values of tau but {len(last_id)} of last_id, expected as many"
             )
         return cls(
-            tau=tau, last_id=last_id, num_expected=counts, named_first=bool(cuts.get("named_first", False))
+            tau=tau,
+            last_id=last_id,
+            num_expected=counts,
+            surest=cls.from_json(cuts["surest"]) if "surest" in cuts else None,
+            named_first=bool(cuts.get("named_first", False)),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the cuts as plain numbers, which represent every float16 exactly."""
         counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
         named = {"named_first": True} if self.named_first else {}
-        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **named}
+        surest = {} if self.surest is None else {"surest": self.surest.to_json()}
+        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **surest, **named}
 
     def to(self, device: torch.device | str) -> "Selection":
         """Return the cuts on a device."""
-        return replace(self, tau=self.tau.to(device), last_id=self.last_id.to(device))
+        surest = None if self.surest is None else self.surest.to(device)
+        return replace(self, tau=self.tau.to(device), last_id=self.last_id.to(device), surest=surest)
 
     def expected(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return which classes are expected positives of each sample, bool [B,L].
@@ -78,6 +86,15 @@ def expected_counts(
     """
     num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
     return num_expected
+
+
+def surest_counts(
+    counts: NDArray[np.int64], num_expected: NDArray[np.int64], share: float
+) -> NDArray[np.int64]:
+    """Return the annotated positives of each class and this share of the others that are expected."""
+    others = np.maximum(num_expected - counts, 0)
+    surest: NDArray[np.int64] = np.minimum(counts, num_expected) + np.rint(share * others).astype(np.int64)
+    return surest
 
 
 def select(
@@ -104,5 +121,6 @@ def selection_of(cuts: Cuts, *, named_first: bool = False) -> Selection:
         tau=torch.from_numpy(cuts.tau),
         last_id=torch.from_numpy(cuts.last_id),
         num_expected=torch.from_numpy(cuts.num_expected),
+        surest=None if cuts.surest is None else selection_of(cuts.surest),
         named_first=named_first,
     )

@@ -84,6 +84,7 @@ class Memory(Closing):
         selection_start: int = 1,
         rank_by: RankBy = "score",
         k_per_class: bool = False,
+        asserted: float | None = None,
         device: torch.device | str = "cpu",
         ranks: Transport | None = None,
         run: str | None = None,
@@ -97,8 +98,9 @@ class Memory(Closing):
         `heatmap_size` is W, twice the side of the network's score maps. `positives_per_image` is K: expected
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
-        `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K. The
-        ranks are those of torch.distributed unless given.
+        `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K.
+        `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
+        The ranks are those of torch.distributed unless given.
 
         A store with learnt rows is opened at `snapshot`; without it, `load_state_dict` or `reset` must say
         where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
@@ -113,6 +115,7 @@ class Memory(Closing):
                 start_epoch=selection_start,
                 rank_by=rank_by,
                 per_class=k_per_class,
+                asserted=asserted,
             )
         self._settings = _check_settings(settings, drops_snapshots)
         self._annotations = annotations
@@ -166,7 +169,8 @@ class Memory(Closing):
         committed = committed_state(snapshot, self.store.spec.num_classes)
         self.epoch = committed.next_epoch if epoch is None else epoch
         """The epoch that is being learnt, or comes next."""
-        self.selection = committed.selection.to(self._device)
+        selection = committed.selection if self._rule is None else self._rule.completed(committed.selection)
+        self.selection = selection.to(self._device)
         """The expected positives of this epoch."""
         self.class_ratios = committed.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""

@@ -92,6 +92,12 @@ class Recalled:
         return self.selection.expected(self.ranked_by, self.ids)
 
     @property
+    def asserted(self) -> Tensor | None:
+        """The surest of them, bool [B,L]; None if the selection does not say."""
+        surest = self.selection.surest
+        return None if surest is None else surest.expected(self.ranked_by, self.ids)
+
+    @property
     def annotated(self) -> Tensor:
         """The annotated positives, bool [B,L]."""
         return self.annotations.of(self.ids)
@@ -160,6 +166,7 @@ class Recalled:
             weight=weight,
             classes=self.classes,
             expected=self.expected,
+            asserted=self.asserted,
         )
 
 

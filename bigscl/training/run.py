@@ -157,6 +157,7 @@ def open_memory(
         selection_start=config.selection.start_epoch,
         rank_by=config.selection.by,
         k_per_class=config.selection.per_class,
+        asserted=config.selection.asserted if config.objective.needs.asserted else None,
         device=device,
         ranks=run.ranks,
         run=run.folder.id,

@@ -3,7 +3,7 @@
 # Shapes: L classes.
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.config import RankBy
 from bigscl.method import ranking
 from bigscl.method.class_ratios import class_ratios
-from bigscl.method.selection import Selection, expected_counts, selection_of
+from bigscl.method.selection import Selection, expected_counts, selection_of, surest_counts
 from bigscl.store import Annotations, HeatmapStore, Transport
 
 
@@ -27,10 +27,19 @@ class SelectionRule:
     per_class: bool = False
     """Whether each class has a K of its own, estimated from the memory; K is then their mean."""
 
+    asserted: float | None = None
+    """Share of the unnamed expected positives whose cut is wanted too, the surest first."""
+
     @property
     def named_first(self) -> bool:
         """Whether annotated positives are always expected: the paper ranks by the score alone."""
         return self.per_class or self.rank_by == "spatial"
+
+    def completed(self, selection: Selection) -> Selection:
+        """Return a committed selection; before the first one no expected positive is asserted."""
+        if self.asserted is None or selection.surest is not None:
+            return selection
+        return replace(selection, surest=Selection.none(len(selection.tau)))
 
     def select(
         self,
@@ -48,12 +57,14 @@ class SelectionRule:
         its own: before a commit it sees no others.
         """
         counts = annotations.counts()
-        num_expected = expected_counts(counts, self.positives_per_image if ratios is None else ratios)
+        used = np.full(len(counts), self.positives_per_image) if ratios is None else ratios
+        num_expected = expected_counts(counts, used)
+        surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)
         chunks = ranking.counted(store.ranked_by_shard(shards), show)
         if self.named_first:
             chunks = ranking.named_first(chunks, annotations)
         named = annotations if self.per_class else None
-        cuts = ranking.rank(chunks, num_expected, ranks, annotations=named)
+        cuts = ranking.rank(chunks, num_expected, ranks, num_surest=surest, annotations=named)
         if cuts.positives is not None:
             ratios = class_ratios(self.positives_per_image, counts, cuts.positives)
         return selection_of(cuts, named_first=self.named_first), ratios

@@ -29,6 +29,7 @@ RULES = {
     "spatial": {"rank_by": "spatial"},
     "per class": {"k_per_class": True},
     "both": {"rank_by": "spatial", "k_per_class": True},
+    "asserted": {"rank_by": "spatial", "asserted": 0.5},
 }
 
 
@@ -93,6 +94,26 @@ def test_k_of_each_class_is_that_of_the_selection_before(tmp_path):
             np.testing.assert_array_equal(found & unnamed, expected & unnamed, err_msg=f"epoch {epoch}")
             memory.load_state_dict(memory.state_dict())
         np.testing.assert_allclose((ratios * counts).sum() / counts.sum(), K)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("k_per_class", [False, True])
+def test_the_surest_expected_positives_are_asserted(tmp_path, share, k_per_class):
+    options = {"asserted": share, "k_per_class": k_per_class, "rank_by": "spatial"}
+    with open_memory(tmp_path / "store", **options) as memory:
+        assert not memory.recall(IDS[:4]).asserted.any()
+        for _ in range(2):
+            ratios = K if memory.class_ratios is None else memory.class_ratios
+            train_epoch(memory)
+            memory.end_epoch()
+        counts = ANNOTATIONS.counts()
+        num_expected = np.rint(ratios * counts).astype(int)
+        surest = counts + np.rint(share * (num_expected - counts)).astype(int)
+        rows = rows_at(tmp_path / "store")
+        found = np.concatenate([memory.recall(ids).asserted for ids in batches_of(IDS)])
+        np.testing.assert_array_equal(found, slow_selection(rows.ranked_by(), surest))
+        expected = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+        assert (expected | ~found).all(), "what is asserted is expected"
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

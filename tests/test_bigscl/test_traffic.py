@@ -6,6 +6,7 @@ that does not say `non_blocking`, or a value that is read back (`.item()`), is a
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -172,7 +173,8 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
         accelerator = FakeAccelerator(dtype)
         kept = loss_state.Estimates(estimator) if base == "role" else make_loss_state(config, data, CUDA, 0)
         state = SimpleNamespace(model=model, loss_state=kept, accelerator=accelerator, optimizer=None)
-        selection = Selection.none(NUM_CLASSES).to(CUDA)
+        none = Selection.none(NUM_CLASSES)
+        selection = replace(none, surest=none).to(CUDA)
         annotated = AnnotatedClasses(make_annotations(), CUDA)
         memory = SimpleNamespace(keeps_heatmaps=layout != "scores")
         step = Step(config, data, state, memory, ranks or SingleProcess())
