@@ -26,7 +26,7 @@ from bigscl.config import Config, doubtful_settings, to_yaml
 from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
-from bigscl.evaluation.validation import validate
+from bigscl.evaluation.validation import deciding, validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
 from bigscl.processes.accelerator import start_accelerator
@@ -231,7 +231,7 @@ class Trainer:
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
         logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, values)
-        value, best = found[self.config.validation.metric], self.progress.current.best
+        value, best = deciding(found, self.config.validation), self.progress.current.best
         if best is None or value > best:
             self.progress.advance(best=value, best_epoch=epoch)
             self.saver.save_best(metrics)

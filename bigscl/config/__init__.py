@@ -12,7 +12,14 @@ from bigscl.config.reading import (
     parse_yaml,
     to_yaml,
 )
-from bigscl.config.schema import CheckpointConfig, Config, DataConfig, ObservedConfig, StoreConfig
+from bigscl.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ObservedConfig,
+    StoreConfig,
+    ValidationConfig,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -21,6 +28,7 @@ __all__ = [
     "DataConfig",
     "ObservedConfig",
     "StoreConfig",
+    "ValidationConfig",
     "changed_settings",
     "checked",
     "doubtful_settings",

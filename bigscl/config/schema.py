@@ -254,6 +254,8 @@ class ValidationConfig:
     """Validate at the end of every so many epochs."""
     metric: Literal["map", "top1"] = "map"
     """Decides which epoch is the best: mean average precision over present classes, or top-1 accuracy."""
+    pooling: Literal["plain", "map"] = "plain"
+    """Of the metric that decides: as the network pools, or map pooling. Both are logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

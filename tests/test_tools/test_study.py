@@ -245,6 +245,21 @@ def test_a_study_runs_and_then_only_what_is_left(tmp_path, shards, forked_comman
     assert shown == [("bigscl.evaluate", str(tmp_path / "out" / "scl" / "seed-0"))]
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
 
+    # An evaluation from before there was map pooling is made again.
+    report = tmp_path / "out" / "an" / "seed-0" / "validation" / "report.json"
+    report.write_text(
+        json.dumps({k: v for k, v in json.loads(report.read_text()).items() if k != "poolings"})
+    )
+    shown.clear()
+    answer = bigscl(*arguments, "--pooling", "map")
+    assert answer.code == 0, answer.err
+    assert shown == [("bigscl.evaluate", str(tmp_path / "out" / "an" / "seed-0"))]
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
+    plain, pooled = (tmp_path / "out" / "results.md").read_text().split("With map pooling:")
+    for result in results:
+        for name, table in (("map", plain), ("map_with_map_pooling", pooled)):
+            assert f"| {result['row']} | 1 | {100 * result[name]:.1f} | " in table
+
     changed = bigscl(*arguments, "--set", "store.momentum=0.3")
     assert changed.code == 2
     assert "was started with other settings (store.momentum: 0.3)" in changed.err
