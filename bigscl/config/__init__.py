@@ -16,10 +16,10 @@ from bigscl.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
-    ObservedConfig,
     StoreConfig,
     ValidationConfig,
 )
+from bigscl.data.observed import ObservedConfig
 
 __all__ = [
     "CheckpointConfig",

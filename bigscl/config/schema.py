@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 
 from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.observed import ObservedConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,
@@ -24,18 +25,6 @@ from bigscl.data.views import RandomCrop
 from bigscl.method.objective import Objective
 from bigscl.method.schedule import Schedule
 from bigscl.store import Codec, StorageOptions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedConfig:
-    """Observed labels drawn from the full ones, in place of those in the shards."""
-
-    seed: CountOrZero
-    """Seed of the draw."""
-    positives: Count = 1
-    """Observed positives per image; images with fewer keep all."""
-    negatives: CountOrZero = 0
-    """Observed negatives per image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

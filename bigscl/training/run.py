@@ -8,6 +8,7 @@ import torch
 
 from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data import sample_list
+from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.files import append_lines, read_json_object, write_text
@@ -52,8 +53,7 @@ def open_data(config: Config) -> Data:
     if config.data.labels_file is not None:
         train = with_training_labels(train, config.data.labels_file)
     if config.data.observed is not None:
-        drawn = config.data.observed
-        train = train.draw_observed(drawn.seed, drawn.positives, drawn.negatives)
+        train = with_drawn_labels(train, config.data.observed, allow_pipe=config.data.allow_pipe)
     val = None if config.data.val is None else load_index(config.data.val, config.data.val_index)
     if val is not None and config.data.val_labels_file is not None:
         val = with_evaluation_labels(val, config.data.val_labels_file)
