@@ -41,7 +41,7 @@ from bigscl.training.no_memory import NoMemory
 from bigscl.training.options import TrainingOptions
 from bigscl.training.recalled import Recalled
 from bigscl.training.resume import resume
-from bigscl.training.run import Run, RunFolder, open_data
+from bigscl.training.run import Run, RunFolder, make_score_log, open_data
 from bigscl.training.saving import Saver
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
@@ -79,6 +79,7 @@ class Trainer:
         side = 2 * map_side(self.state.network, config.data.size)
         run = Run(config=config, folder=self.folder, data=self.data, ranks=self.ranks, heatmap_size=side)
         self.memory = resume(run, self.state, self.progress, self.metrics, choice=choice, command=command)
+        self.score_log = make_score_log(run)
         self.saver = Saver(run, self.state, self.progress, self.memory)
         self.step = Step(config, self.data, self.state, self.memory, self.ranks)
         self.workers = self._loader_workers()
@@ -204,7 +205,7 @@ class Trainer:
         """Commit the memory, validate, save a checkpoint, and draw what is remembered of some images."""
         self.saver.finish()
         self.state.share_estimates()
-        self.memory.end_epoch(step=self.progress.step)
+        self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
         skipped = len(self.progress.all_skipped())
         self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)

@@ -46,6 +46,7 @@ from bigscl.training.recalled import (
     sample_views_of,
     updated_averages,
 )
+from bigscl.training.score_log import ScoreLog
 from bigscl.training.transfer import to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
@@ -315,16 +316,19 @@ class Memory(Closing):
 
     # The end of an epoch
 
-    def end_epoch(self, *, step: int = 0) -> None:
+    def end_epoch(self, *, step: int = 0, score_log: ScoreLog | None = None) -> None:
         """Select the expected positives of the next epoch, commit this one, and compact the heatmaps if due.
 
         The rows of the tracked samples are added to the store's history. `step`, the optimizer steps so far,
-        is recorded in the snapshot.
+        is recorded in the snapshot. A `score_log` keeps the highest scores of every sample.
         """
         self._check_start()
         self.flush()
         self._close_threads()
-        self.selection = self._select(self._divide_shards())
+        self.selection = self._select(self._divide_shards(), score_log)
+        if score_log is not None:
+            self.check_lease()
+            score_log.write(self.epoch)
         self._commit(step, next_epoch=self.epoch + 1)
         if self.epoch + 1 == self._settings.compact_after and self.store.group.layout != "topk":
             self._compact()
@@ -368,13 +372,22 @@ class Memory(Closing):
         divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
         return divided[self._ranks.rank]
 
-    def _select(self, shards: list[int]) -> Selection:
-        if self._positives_per_image is None or self.epoch + 1 < self._selection_start:
+    def _select(self, shards: list[int], score_log: ScoreLog | None) -> Selection:
+        selects = self._positives_per_image is not None and self.epoch + 1 >= self._selection_start
+        if not selects and score_log is None:
             return self.selection
-        counts = expected_counts(self._annotations.counts(), self._positives_per_image)
-        with self._show_work("selecting the expected positives", len(shards)) as show:
+        what = "selecting the expected positives" if selects else "keeping the highest scores"
+        with self._show_work(what, len(shards)) as show:
             # Before they are committed, a rank sees the scores of its own shards, and only of those.
             chunks = _counted(self.store.scores_by_shard(shards), show)
+            if score_log is not None:
+                chunks = score_log.noting(chunks)
+            if not selects:
+                for _ in chunks:
+                    pass
+                return self.selection
+            assert self._positives_per_image is not None
+            counts = expected_counts(self._annotations.counts(), self._positives_per_image)
             return select(chunks, counts, self._ranks).to(self._device)
 
     def _compact(self) -> None:

@@ -28,6 +28,7 @@ from bigscl.training.expectation import positives_per_image
 from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
+from bigscl.training.score_log import ScoreLog
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,14 @@ def open_memory(
         drops_snapshots=False,
         show_work=show_work,
     )
+
+
+def make_score_log(run: Run) -> ScoreLog | None:
+    """Return what keeps the scores of every epoch, for a store on disk; None if the config says so."""
+    kept = run.config.log.score_classes
+    if run.config.store.kind != "disk" or not kept:
+        return None
+    return ScoreLog(run.folder.path, run.data.annotations, run.ranks, kept)
 
 
 # The store
