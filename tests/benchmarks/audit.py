@@ -9,6 +9,23 @@ classes that are not. All others rank by predictions of the run's newest weights
 self-confidence and normalised margin as cleanlab defines them (by cleanlab if it is installed, `pip install
 cleanlab`), of probabilities that are made to sum to 1; and the loss with which AN trains. The network has
 learnt these images, for the audit as for the others; cleanlab advises predictions from cross-validation.
+
+On 2,000 scenes of digits (quickstart_en and quickstart_scl, 12 epochs, a pretraining of 12) with 100 wrong
+labels, for which the standard error of an area is about 0.025:
+
+    wrong                               EN     SCL    EN, another draw  SCL, another draw
+    audit                               0.808  0.785  0.778             0.768
+    mean of the remembered scores       0.795  0.771  0.776             0.762
+    last remembered score               0.811  0.784  0.791             0.770
+    cleanlab's self-confidence          0.807  0.775  0.794             0.775
+    cleanlab's normalised margin        0.751  0.714  0.755             0.733
+    loss of the image (AN)              0.787  0.775  0.775             0.775
+
+The audit's formula was chosen on the first two columns, among 42 (7 ways to sum up the epochs, 6 to compare
+classes); the last two, of other wrong labels and another seed, were looked at once, afterwards. So on digits
+it finds wrong labels about as well as self-confidence, not better. The last score alone is above the audit in
+three of four columns, and for missing labels above the mean in all four, by 0.010 to 0.019.
+These trainings are short and hardly memorise; Pascal VOC is still to be measured.
 """
 
 import argparse

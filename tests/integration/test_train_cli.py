@@ -70,6 +70,7 @@ OPTIONS = {
     "more observed": {"data.observed": {"seed": 3, "positives": 2, "negatives": 1}},
     "large first, some wrong": {"data.observed": {"seed": 3, "by": "size", "noise": 0.1}},
     "best by map pooling": {"validation.pooling": "map"},
+    "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},
     "channels last": {"hardware.channels_last": True},
     "probabilities": {"model.pooling": "probabilities"},
@@ -86,7 +87,8 @@ OPTIONS = {
 }
 
 
-SAME_NETWORK = {"bf16", "channels last", "pictures", "average of weights", "best by map pooling"}
+SAME_NETWORK = {"bf16", "channels last", "pictures", "average of weights"}
+SAME_NETWORK |= {"best by map pooling", "no kept scores"}
 """Options that change nothing in the trained weights, or only how they are rounded."""
 RESUMED = ["role+scl", "ep+cl", "en+scl", "no store", "scores in warm-up", "debiased", "average of weights"]
 RESUMED += ["erasing", "accumulation", "sgd"]
@@ -123,6 +125,7 @@ def test_objectives_and_options_train(base, ended, small, name):
     assert [step for step, _ in losses] == list(range(1, len(losses) + 1))
     assert all(math.isfinite(loss) and loss > 0 for _, loss in losses)
     assert (folder / "best" / "model.safetensors").exists()
+    assert (folder / "scores").exists() == (name not in ("no store", "no kept scores"))
     if name != "no store":
         assert (memory_of_variant(folder, small).visited == 1).all()
 
