@@ -260,7 +260,7 @@ class LogConfig:
     pictures: Count = 6
     """Samples per plot."""
     score_classes: CountOrZero = 10
-    """Classes of each image whose scores of every epoch are kept for `bigscl audit`, 4 bytes each; 0: none."""
+    """Classes of each image whose scores of each epoch are kept for `bigscl audit`, 4 bytes each; 0: none."""
     ids: bool = False
     """Write the id of every trained sample to `ids-<rank>.txt`, for debugging."""
 

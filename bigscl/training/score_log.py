@@ -106,8 +106,8 @@ def pair_type(num_classes: int) -> np.dtype[Any]:
 def highest_classes(scores: NDArray[np.float16], named: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
     """Return [n,count]: the classes of highest score, ascending; named ones always, ties to the lowest.
 
-    The same as the store's `choose_classes`, three to five times as fast for 1000 classes: the `count`-th highest of
-    the maxima of groups of classes is below nearly all scores, and above none that is searched for.
+    The same as the store's `choose_classes`, three to five times as fast for 1000 classes: the `count`-th
+    highest of the maxima of groups of classes is above nearly all scores, but not above those searched for.
     """
     num_rows, num_classes = scores.shape
     num_groups = num_classes // GROUP
