@@ -74,7 +74,9 @@ def _evaluate(options: EvaluationOptions) -> None:
     saved = Evaluation(target, index, options).predictions()
     if saved is None:
         return
-    report = make_report(saved, real_labels=real_labels, activation=options.activation)
+    report = make_report(
+        saved, real_labels=real_labels, activation=options.activation, pooling=options.pooling
+    )
     saved.save(folder / FILE_NAME)
     write_report(report, folder)
     print(json.dumps(to_json(report)) if options.json else summary(report))

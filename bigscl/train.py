@@ -26,7 +26,7 @@ from bigscl.config import Config, doubtful_settings, to_yaml
 from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
-from bigscl.evaluation.validation import validate
+from bigscl.evaluation.validation import deciding, validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
 from bigscl.processes.accelerator import start_accelerator
@@ -41,7 +41,7 @@ from bigscl.training.no_memory import NoMemory
 from bigscl.training.options import TrainingOptions
 from bigscl.training.recalled import Recalled
 from bigscl.training.resume import resume
-from bigscl.training.run import Run, RunFolder, open_data
+from bigscl.training.run import Run, RunFolder, make_score_log, open_data
 from bigscl.training.saving import Saver
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
@@ -79,6 +79,7 @@ class Trainer:
         side = 2 * map_side(self.state.network, config.data.size)
         run = Run(config=config, folder=self.folder, data=self.data, ranks=self.ranks, heatmap_size=side)
         self.memory = resume(run, self.state, self.progress, self.metrics, choice=choice, command=command)
+        self.score_log = make_score_log(run)
         self.saver = Saver(run, self.state, self.progress, self.memory)
         self.step = Step(config, self.data, self.state, self.memory, self.ranks)
         self.workers = self._loader_workers()
@@ -205,7 +206,7 @@ class Trainer:
         """Commit the memory, validate, save a checkpoint, and draw what is remembered of some images."""
         self.saver.finish()
         self.state.share_loss_state(ends_epoch=True)
-        self.memory.end_epoch(step=self.progress.step)
+        self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
         skipped = len(self.progress.all_skipped())
         self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)
@@ -232,7 +233,7 @@ class Trainer:
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
         logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, values)
-        value, best = found[self.config.validation.metric], self.progress.current.best
+        value, best = deciding(found, self.config.validation), self.progress.current.best
         if best is None or value > best:
             self.progress.advance(best=value, best_epoch=epoch)
             self.saver.save_best(metrics)

@@ -9,7 +9,7 @@ from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes
-from bigscl.store.layout import array_plans, initial_shard, shard_bytes
+from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes
 from bigscl.store.lease import (
     LEASE_PATIENCE_SECONDS,
     Holder,
@@ -69,6 +69,7 @@ __all__ = [
     "array_plans",
     "break_lease",
     "by_version",
+    "choose_classes",
     "history_bytes",
     "in_order",
     "initial_shard",

@@ -86,14 +86,17 @@ class Annotations:
 
     def includes(self, rows: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each class is an annotated positive of its row; both have the same shape."""
-        asked, wanted = rows.ravel(), classes.ravel()
-        first, lengths = self.offsets[asked], np.diff(self.offsets)[asked]
-        # One entry for each annotated positive of each row that is asked for.
-        owners = np.repeat(np.arange(len(asked)), lengths)
-        places = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(len(owners))
-        found = np.zeros(len(asked), bool)
-        found[owners[self.classes[places] == wanted[owners]]] = True
+        places, annotated = self.of_rows(rows.ravel())
+        found = np.zeros(rows.size, bool)
+        found[places[annotated == classes.ravel()[places]]] = True
         return found.reshape(rows.shape)
+
+    def of_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(place in `rows` [n], class) of every annotated positive of some rows."""
+        first, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
+        places = np.repeat(np.arange(len(rows)), lengths)
+        within = np.arange(len(places)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return places, self.classes[first[places] + within]
 
     def counts(self) -> NDArray[np.int64]:
         """Annotated positives per class, over the whole dataset."""

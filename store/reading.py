@@ -1,7 +1,7 @@
 """Reading a store at one snapshot."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -109,12 +109,19 @@ class StoreReader:
             ids = self.spec.sample_ids(shard)
             yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
 
-    def ranked_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
-        """(ids, what expected positives are ranked by) of all real samples of each shard: see `Rows`."""
+    def ranked_by_shard(
+        self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Array], None] | None = None
+    ) -> Iterator[tuple[NDArray[np.int64], Array]]:
+        """(ids, what expected positives are ranked by) of all real samples of each shard: see `Rows`.
+
+        `note` is called with the ids and scores of each shard before that.
+        """
         names = ("scores", "ranking", "classes") if self.group.ranking else ("scores",)
         for shard in shards:
             ids = self.spec.sample_ids(shard)
             found = self._load(shard, names)
+            if note is not None:
+                note(ids, found["scores"][: len(ids)])
             yield ids, ranked_by(found["scores"], found.get("ranking"), found.get("classes"))[: len(ids)]
 
     def visited(self) -> NDArray[np.int32]:

@@ -9,7 +9,7 @@ import typer
 
 from bigscl.command_line import AsJson
 from bigscl.files import write_text
-from bigscl.tools.score import Activation
+from bigscl.tools.score import Activation, Poolings
 from bigscl.tools.text import tell
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ def command(
         Path | None, typer.Option(help="real.json: score ImageNet-val by the ReaL labels.")
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
+    pooling: Annotated[
+        Poolings,
+        typer.Option(help="The logits that are compared; both: each run twice, plain and with map pooling."),
+    ] = "plain",
     resamples: Annotated[
         int, typer.Option(min=10, max=1_000_000, help="Number of bootstrap resamples of the images.")
     ] = 200,
@@ -59,6 +63,7 @@ def command(
         runs,
         real_labels=None if real is None else read_real_labels(real),
         activation=activation,
+        pooling=pooling,
         num_resamples=resamples,
         num_classes=classes,
         seed=seed,
@@ -74,9 +79,10 @@ def _write(compared: "list[Compared]", paths: list[Path], folder: Path) -> None:
     from bigscl.plots.curves import draw_curves
 
     folder.mkdir(parents=True, exist_ok=True)
-    names = [one.report.model for one in compared]
-    histograms = [one.report.score_distribution for one in compared]
-    draw_score_distributions(dict(zip(names, histograms, strict=True)), folder / "scores.png")
+    histograms = {one.report.name: one.report.score_distribution for one in compared}
+    draw_score_distributions(histograms, folder / "scores.png")
+    # With both poolings each run is there twice.
+    names = [one.report.model for one in compared[:: len(compared) // len(paths)]]
     runs = {
         name: [run] for name, path in zip(names, paths, strict=True) if (run := _run_of(path)) is not None
     }
@@ -106,32 +112,34 @@ def _facts(compared: "list[Compared]") -> dict[str, Any]:
     rows = [
         {
             "model": one.report.model,
+            "pooling": one.report.pooling,
             "num_images": one.report.num_images,
             "figures": {name: asdict(found) for name, found in one.figures.items()},
             "changes": [asdict(change) for change in one.changes],
         }
         for one in compared
     ]
-    return {"first": compared[0].report.model, "runs": plain(rows)}
+    return {"first": compared[0].report.name, "runs": plain(rows)}
 
 
 def _text(compared: "list[Compared]") -> str:
     from bigscl.evaluation.compare import FIGURES
-    from bigscl.evaluation.report_files import main_table, markdown_table
+    from bigscl.evaluation.report_files import main_table, markdown_table, pooling_table
 
     first = compared[0]
     header = ["run", *(title for title in FIGURES.values())]
     rows = [
-        [one.report.model, *(_cell(one.figures[name], one is first) for name in FIGURES)] for one in compared
+        [one.report.name, *(_cell(one.figures[name], one is first) for name in FIGURES)] for one in compared
     ]
     parts = [
-        f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.model} "
+        f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.name} "
         f"with 95% bootstrap intervals over images, in percent",
         markdown_table(header, rows),
         main_table([one.report for one in compared]),
+        pooling_table([one.report for one in compared]),
         *(_changes(first, one) for one in compared[1:] if one.changes),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _cell(found: "Difference", is_first: bool) -> str:
@@ -156,5 +164,5 @@ def _changes(first: "Compared", one: "Compared") -> str:
         ]
         for c in one.changes
     ]
-    header = ["class", "positives", f"AP of {first.report.model}", f"AP of {one.report.model}", "change"]
+    header = ["class", "positives", f"AP of {first.report.name}", f"AP of {one.report.name}", "change"]
     return markdown_table(header, rows)

@@ -176,11 +176,13 @@ def open_store(
 
 def _labellings(index: "Index", drawn: "ObservedConfig | None") -> "list[tuple[Index, Labels]]":
     """Return every set of observed labels that a run may have taken from these shards."""
+    from bigscl.data.annotator import with_drawn_labels
+
     found: list[tuple[Index, Labels]] = [(index, "observed")]
     if index.labels is not None:
         found.append((index, "labels"))
         if drawn:
-            found.append((index.draw_observed(drawn.seed, drawn.positives, drawn.negatives), "observed"))
+            found.append((with_drawn_labels(index, drawn), "observed"))
     return found
 
 

@@ -101,6 +101,7 @@ def _data(
 
 def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
+    from bigscl.data.annotator import with_drawn_labels
     from bigscl.data.index import load_index
     from bigscl.training.expectation import Expectation, check_k, expectation, positives_per_image
 
@@ -116,7 +117,7 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     data = config.data
     train = load_index(data.train, data.train_index)
     if data.observed is not None:
-        train = train.draw_observed(data.observed.seed, data.observed.positives, data.observed.negatives)
+        train = with_drawn_labels(train, data.observed, allow_pipe=data.allow_pipe)
     val = load_index(data.val, data.val_index) if k == "auto" and data.val is not None else None
     check_k(config, val)
     found = positives_per_image(config, val)

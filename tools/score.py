@@ -9,6 +9,8 @@ from bigscl.command_line import AsJson
 from bigscl.tools.text import tell
 
 Activation = Literal["sigmoid", "softmax"]
+Pooling = Literal["plain", "map"]
+Poolings = Literal["plain", "map", "both"]
 
 
 def command(
@@ -25,6 +27,10 @@ def command(
         Path | None, typer.Option(help="real.json: score ImageNet-val by the ReaL labels.")
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
+    pooling: Annotated[
+        Pooling,
+        typer.Option(help="The logits that the report is about; the main figures of both are in it."),
+    ] = "plain",
     name: Annotated[str | None, typer.Option(help="Name of the model in the report.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for report.md, report.json and scores.png.")
@@ -41,7 +47,10 @@ def command(
     if name is not None:
         saved.about["model"] = name
     report = make_report(
-        saved, real_labels=None if real is None else read_real_labels(real), activation=activation
+        saved,
+        real_labels=None if real is None else read_real_labels(real),
+        activation=activation,
+        pooling=pooling,
     )
     if output is not None:
         write_report(report, output)

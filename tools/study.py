@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigscl.files import read_json_object
 from bigscl.tools.progress import progress
 from bigscl.tools.running import Runner, launcher
+from bigscl.tools.score import Pooling
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -55,6 +57,9 @@ def command(
     no_boxes: Annotated[
         bool, typer.Option("--no-boxes", help="Skip the pointing game, for shards without boxes.")
     ] = False,
+    pooling: Annotated[
+        Pooling, typer.Option(help="map: a second table, of the same runs with map pooling.")
+    ] = "plain",
     parallel: Annotated[
         int,
         typer.Option(
@@ -85,6 +90,7 @@ def command(
         redraw=not same_labels,
         test=test or [],
         boxes=not no_boxes,
+        pooling=pooling,
     )
     if dry_run:
         for trial in trials:
@@ -108,6 +114,8 @@ class Trial:
     """Shards to evaluate on; empty for the validation shards."""
     boxes: bool = True
     """Whether the shards have boxes, which the pointing game needs."""
+    pooling: Pooling = "plain"
+    """The pooling that is reported, beside the plain one."""
 
     @property
     def row(self) -> str:
@@ -121,8 +129,14 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Whether training and evaluation are finished."""
-        return self.trained and self.report.exists()
+        """Whether training and evaluation are finished.
+
+        An evaluation from before there was map pooling is made again if that is asked for.
+        """
+        if not self.trained or not self.report.exists():
+            return False
+        report = read_json_object(self.report) if self.pooling == "map" else None
+        return report is None or self.pooling in report.get("poolings", ())
 
     @property
     def report(self) -> Path:
@@ -171,6 +185,7 @@ def plan_trials(
     redraw: bool = True,
     test: Sequence[str] = (),
     boxes: bool = True,
+    pooling: Pooling = "plain",
 ) -> list[Trial]:
     """Return all runs, ordered by seed so that early results can be compared; all are checked first.
 
@@ -182,7 +197,7 @@ def plan_trials(
             for variant in variants:
                 drawn = [f"data.observed.seed={seed}"] if redraw and _observes(config) else []
                 trial = _trial(out, config, variant, seed, [*drawn, *settings])
-                trial = replace(trial, test=tuple(test), boxes=boxes)
+                trial = replace(trial, test=tuple(test), boxes=boxes, pooling=pooling)
                 trial.check_unchanged()
                 trials.append(trial)
     folders = [trial.folder for trial in trials]
@@ -240,11 +255,23 @@ def _check_data(trials: Sequence[Trial]) -> None:
                 f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
             )
         found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
-        if trial.boxes and not any(fields.get("boxes") for fields in found.values()):
+        if any(fields.get("boxes") for fields in found.values()):
+            return
+        if drawn := next((by for trial in trials if (by := _drawn_by(trial)) != "uniform"), None):
+            raise ValueError(
+                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
+                f"data.observed.by {drawn} draws labels. Choose uniform, or shards with boxes."
+            )
+        if trial.boxes:
             raise ValueError(
                 f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
                 f"pointing game needs. Add --no-boxes to skip it."
             )
+
+
+def _drawn_by(trial: Trial) -> str:
+    drawn = trial.resolved().data.observed
+    return "uniform" if drawn is None else drawn.by
 
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from bigscl.tools.score import Pooling
     from bigscl.tools.study import Trial
 
 MAKE_AGAIN = "Delete the file and run the command again to make it again."
@@ -28,6 +29,8 @@ FIGURES = {
     "mined_recall": "recall",
 }
 """Columns of the table after the mAP, in percent."""
+POOLED = {"plain": "", "map": "_with_map_pooling"}
+"""Ends of the names of figures by pooling, as in the metrics of validation."""
 
 
 def write_results(trials: Sequence["Trial"], out: Path) -> str:
@@ -43,7 +46,9 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
         for trial, found in figures.items()
     ]
     write_text(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
-    table = to_table(runs, {(trial.row, trial.seed): _resampled_maps(trial) for trial in done})
+    table = _table(runs, done, "plain")
+    if done[0].pooling == "map":
+        table = f"{table}\n\nWith map pooling:\n\n{_table(runs, done, 'map')}"
     _draw_scores(done, out / "scores.png")
     _draw_curves(done, out / "curves.png")
     _draw_heatmaps(done, out / "heatmaps.png")
@@ -77,6 +82,12 @@ def _about(trials: Sequence["Trial"]) -> str:
 def _short_revision(revision: str | None) -> str:
     name, _, dirty = (revision or "unknown").partition("-")
     return name[:12] + ("-" + dirty if dirty else "")
+
+
+def _table(runs: Sequence[dict[str, Any]], trials: Sequence["Trial"], pooling: "Pooling") -> str:
+    """Return the table of the runs with a pooling."""
+    own = [{**run, **{name: run[name + POOLED[pooling]] for name in ("map", "f1")}} for run in runs]
+    return to_table(own, {(trial.row, trial.seed): _resampled_maps(trial, pooling) for trial in trials})
 
 
 def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDArray[np.float64]"]) -> str:
@@ -118,11 +129,11 @@ def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
 
 
 @cache
-def _resampled_maps(trial: "Trial") -> "NDArray[np.float64]":
+def _resampled_maps(trial: "Trial", pooling: "Pooling") -> "NDArray[np.float64]":
     from bigscl.evaluation.compare import resampled_maps
     from bigscl.evaluation.predictions import load_predictions
 
-    return resampled_maps(load_predictions(trial.report.parent))
+    return resampled_maps(load_predictions(trial.report.parent), pooling=pooling)
 
 
 def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
@@ -143,9 +154,14 @@ def _figures(trial: "Trial") -> dict[str, float]:
     mined = _mined(trial)
     # A run that is given all labels has no missing ones.
     missing = {} if trial.resolved().data.labels == "labels" else heat.get("missing", {})
+    plain = {"map": report["mean_ap"]["present"], "f1": report["at_threshold"]["overall_f1"]}
+    poolings = {"plain": plain, **report.get("poolings", {})}
     return {
-        "map": report["mean_ap"]["present"],
-        "f1": _number(report["at_threshold"]["overall_f1"]),
+        **{
+            name + end: _number(poolings.get(pooling, {}).get(name))
+            for pooling, end in POOLED.items()
+            for name in plain
+        },
         "observed": _number(heat.get("observed", {}).get("hit_rate")),
         "missing": _number(missing.get("hit_rate")),
         "mined_precision": _number(mined.get("precision")),

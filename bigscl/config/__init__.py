@@ -16,10 +16,11 @@ from bigscl.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
-    ObservedConfig,
     RankBy,
     StoreConfig,
+    ValidationConfig,
 )
+from bigscl.data.observed import ObservedConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "ObservedConfig",
     "RankBy",
     "StoreConfig",
+    "ValidationConfig",
     "changed_settings",
     "checked",
     "doubtful_settings",

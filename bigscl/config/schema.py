@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 
 from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.observed import ObservedConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,
@@ -26,18 +27,6 @@ from bigscl.method.schedule import Schedule
 from bigscl.store import Codec, StorageOptions
 
 RankBy = Literal["score", "spatial"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedConfig:
-    """Observed labels drawn from the full ones, in place of those in the shards."""
-
-    seed: CountOrZero
-    """Seed of the draw."""
-    positives: Count = 1
-    """Observed positives per image; images with fewer keep all."""
-    negatives: CountOrZero = 0
-    """Observed negatives per image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +251,8 @@ class ValidationConfig:
     """Validate at the end of every so many epochs."""
     metric: Literal["map", "top1"] = "map"
     """Decides which epoch is the best: mean average precision over present classes, or top-1 accuracy."""
+    pooling: Literal["plain", "map"] = "plain"
+    """Of the metric that decides: as the network pools, or map pooling. Both are logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +267,8 @@ class LogConfig:
     """Plot tracked samples with their heatmaps every so many epochs; 0: never."""
     pictures: Count = 6
     """Samples per plot."""
+    score_classes: CountOrZero = 10
+    """Classes of each image whose scores of each epoch are kept for `bigscl audit`, 4 bytes each; 0: none."""
     ids: bool = False
     """Write the id of every trained sample to `ids-<rank>.txt`, for debugging."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.data import shards as tars
-from bigscl.data.observed import draw_negatives, draw_positives
+from bigscl.data.observed import draw_negatives, draw_positives, flip_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
 from bigscl.files import BadFile, atomic_write, parsing
@@ -115,20 +115,36 @@ class Index:
             classes=positives.values.astype(np.int64),
         )
 
-    def draw_observed(self, seed: int, positives: int = 1, negatives: int = 0) -> "Index":
+    def draw_observed(
+        self,
+        seed: int,
+        positives: int = 1,
+        negatives: int = 0,
+        *,
+        noise: float = 0.0,
+        weights: NDArray[np.float64] | None = None,
+    ) -> "Index":
         """Return the same samples with other observed labels, drawn from the full ones.
 
-        A sample with fewer labels than requested keeps all of them.
+        A sample with fewer labels than requested keeps all of them. `weights` of the full labels make some of
+        them likelier, and in a share `noise` of the images one positive is wrong; the others are the same as
+        without noise.
         """
-        full = self._positives("labels")
-        random = np.random.Generator(np.random.Philox(key=np.array([seed, 0], np.uint64)))
-        kept = draw_positives(full, positives, random)
+        full = self.full_labels()
+        keys = (np.array([seed, stream], np.uint64) for stream in (0, 1))
+        random, wrong = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
+        kept = draw_positives(full, positives, random, weights)
+        if noise:
+            # What is named by mistake is not known to be absent.
+            kept, full = flip_positives(kept, full, noise, self.num_classes, wrong)
         absent = draw_negatives(full, self.ids(), negatives, self.num_classes, random)
         return with_fingerprint(replace(self, observed=kept, negatives=absent))
 
     def _positives(self, which: Labels) -> Ragged:
-        if which == "observed":
-            return self.observed
+        return self.observed if which == "observed" else self.full_labels()
+
+    def full_labels(self) -> Ragged:
+        """Return all positives; raise ValueError if the shards do not have them."""
         if self.labels is None:
             raise ValueError(
                 "labels: these shards do not carry the full labels of every sample (`labels` in its json). "

@@ -1,17 +1,50 @@
 """Draw observed labels from full ones, as if annotators had named only a few classes of each image."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.bounds import Count, CountOrZero, Share
 from bigscl.data.ragged import Ragged
 
 BLOCK = 4096
+Chance = Literal["uniform", "size", "position"]
 
 
-def draw_positives(full: Ragged, count: int, random: np.random.Generator) -> Ragged:
-    """Return at most `count` values of each row, drawn uniformly, ascending."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedConfig:
+    """Observed labels drawn from the full ones, in place of those in the shards."""
+
+    seed: CountOrZero
+    """Seed of the draw."""
+    positives: Count = 1
+    """Observed positives per image; images with fewer keep all."""
+    negatives: CountOrZero = 0
+    """Observed negatives per image."""
+    by: Chance = "uniform"
+    """Chance of a class to be observed: equal; the total area of its boxes; their closeness to the centre."""
+    noise: Share = 0.0
+    """Share of the images of which one observed positive is replaced by a class that they do not show."""
+
+
+def draw_positives(
+    full: Ragged, count: int, random: np.random.Generator, weights: NDArray[np.float64] | None = None
+) -> Ragged:
+    """Return at most `count` values of each row, ascending, drawn one after the other by their weights.
+
+    `weights` has one number of at least 0 for each of `full.values`; by default all are equal. Values of
+    weight 0 come after all others of their row; among themselves they are equal.
+    """
     rows = np.repeat(np.arange(len(full)), full.lengths)
-    order = np.lexsort((random.random(len(rows)), rows))
+    turns = random.random(len(rows))
+    if weights is None:
+        order = np.lexsort((turns, rows))
+    else:
+        # The first of several exponential waiting times is that of value i with probability w_i / sum of w.
+        turns = -np.log1p(-turns) / np.where(weights > 0, weights, 1.0)
+        order = np.lexsort((turns, weights <= 0, rows))
     place_in_row = np.arange(len(rows)) - full.offsets[rows]
     kept = np.sort(order[place_in_row < count])
     return Ragged.from_lengths(np.minimum(full.lengths, count), full.values[kept])
@@ -32,3 +65,34 @@ def draw_negatives(
         lengths[block] = chosen.sum(axis=1)
         drawn.append(np.nonzero(chosen)[1].astype(full.values.dtype))
     return Ragged.from_lengths(lengths, np.concatenate(drawn))
+
+
+def flip_positives(
+    observed: Ragged, full: Ragged, share: float, num_classes: int, random: np.random.Generator
+) -> tuple[Ragged, Ragged]:
+    """Return `observed` with wrong classes in a share of its rows, and `full` with these classes added.
+
+    The share is of the rows that can be wrong: with an observed positive, and a class that is not in the full
+    labels. Exactly `round(share * rows)` of them, drawn uniformly, get one wrong class, drawn uniformly among
+    those that they do not show, in place of one of their positives.
+    """
+    able = np.flatnonzero((observed.lengths > 0) & (full.lengths < num_classes))
+    rows = np.sort(random.permutation(able)[: round(share * len(able))])
+    replaced = observed.offsets[rows] + random.integers(0, observed.lengths[rows])
+    wrong = draw_negatives(full, rows, 1, num_classes, random)
+    values = observed.values.copy()
+    values[replaced] = wrong.values
+    return _ascending(Ragged(observed.offsets, values)), _joined(full, wrong)
+
+
+def _ascending(rows: Ragged) -> Ragged:
+    owners = np.repeat(np.arange(len(rows)), rows.lengths)
+    return Ragged(rows.offsets, rows.values[np.lexsort((rows.values, owners))])
+
+
+def _joined(one: Ragged, other: Ragged) -> Ragged:
+    """Return the values of both in each row, ascending."""
+    owners = np.concatenate([np.repeat(np.arange(len(part)), part.lengths) for part in (one, other)])
+    values = np.concatenate([one.values, other.values])
+    order = np.lexsort((values, owners))
+    return Ragged.from_lengths(one.lengths + other.lengths, values[order])

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
-from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
 
 FIGURES = {"map": "mAP", "image_ap": "AP per image", "top1": "top-1", "f1": "F1 at 0.5"}
@@ -50,20 +51,24 @@ def compare(
     *,
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
+    pooling: Pooling | Literal["both"] = "plain",
     num_resamples: int = 200,
     num_classes: int = 10,
     seed: int = 0,
 ) -> list[Compared]:
-    """Compare every run with the first, the baseline, on the same resamples: common variation cancels."""
-    runs = align(runs)
+    """Compare every run with the first, the baseline, on the same resamples: common variation cancels.
+
+    With `both` poolings each run is there twice, and the first with plain pooling is the baseline.
+    """
+    poolings: tuple[Pooling, ...] = ("plain", "map") if pooling == "both" else (pooling,)
     drawn: list[dict[str, NDArray[np.float64]]] = []
     reports = []
     counts = None
-    for run in runs:
-        scored = score(run, real_labels=real_labels, activation=activation)
+    for run, one in ((run, one) for run in align(runs) for one in poolings):
+        scored = score(run.pooled(one), real_labels=real_labels, activation=activation)
         counts = draw_counts(len(scored.targets), num_resamples, seed) if counts is None else counts
         drawn.append(resampled_figures(scored, counts))
-        reports.append(make_report(run, real_labels=real_labels, activation=activation))
+        reports.append(make_report(run, real_labels=real_labels, activation=activation, pooling=one))
     return [
         Compared(
             report=report,
@@ -74,9 +79,11 @@ def compare(
     ]
 
 
-def resampled_maps(run: SavedPredictions, *, num_resamples: int = 200, seed: int = 0) -> NDArray[np.float64]:
+def resampled_maps(
+    run: SavedPredictions, *, pooling: Pooling = "plain", num_resamples: int = 200, seed: int = 0
+) -> NDArray[np.float64]:
     """Return the mAP of every resample of the images; the resamples are the same for all runs on them."""
-    scored = score(*align([run]))
+    scored = score(*align([run.pooled(pooling)]))
     return resampled_figures(scored, draw_counts(len(scored.targets), num_resamples, seed))["map"]
 
 
@@ -115,6 +122,8 @@ def _sorted(run: SavedPredictions) -> SavedPredictions:
         keys=tuple(run.keys[place] for place in order),
         logits=run.logits[order],
         ranked=run.ranked[order],
+        map_logits=None if run.map_logits is None else run.map_logits[order],
+        map_ranked=None if run.map_ranked is None else run.map_ranked[order],
         labels=None if run.labels is None else run.labels[order],
     )
 

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigscl.data.batch import Batch, normalize
+from bigscl.models.map_pooling import map_pooled
+from bigscl.models.spatial import Prediction, SpatialClassifier
 from bigscl.store import Transport
 
 NETWORK_BATCH = 32
@@ -33,7 +35,9 @@ class Predictions:
     ids: NDArray[np.int64]
     """[n], ascending, each once."""
     logits: NDArray[np.float32]
-    """[n,L]."""
+    """[n,L], as the network pools."""
+    map_logits: NDArray[np.float32] | None = None
+    """[n,L], by map pooling."""
     measured: Arrays = field(default_factory=dict)
     """What `measure` returned for all batches, concatenated in the order in which they were predicted."""
 
@@ -56,7 +60,7 @@ Measure = Callable[[NetworkBatch, Tensor], Arrays]
 
 @torch.inference_mode()
 def predict(
-    model: nn.Module,
+    model: SpatialClassifier,
     loader: Iterable[Batch],
     device: torch.device | str,
     *,
@@ -68,16 +72,19 @@ def predict(
     """Return the predictions of all ranks' images on rank 0, None on the others.
 
     The model is the bare SpatialClassifier, in evaluation mode. Ranks may have different numbers of batches,
-    or none: they meet only at the end. With `measure`, the same pass over the images measures their maps.
+    or none: they meet only at the end. One pass over the images gives the logits of both poolings and, with
+    `measure`, the measures of their maps.
     """
     assert not model.training, "predict() takes a model in evaluation mode"
 
     def predict_batch(batch: NetworkBatch) -> Arrays:
-        found = model(normalize(batch.images.to(device), mean, std), maps=measure is not None)
+        found: Prediction = model(normalize(batch.images.to(device), mean, std), maps=True)
+        assert found.logit_map is not None
         measured = measure(batch, found.logit_map) if measure else {}
+        poolings = {"logits": found.logits, "map_logits": map_pooled(found, model.pooling)}
         return {
             "ids": batch.ids.numpy(),
-            "logits": found.logits[: len(batch.ids)].float().cpu().numpy(),
+            **{name: logits[: len(batch.ids)].float().cpu().numpy() for name, logits in poolings.items()},
             **{MEASURED + name: values for name, values in measured.items()},
         }
 
@@ -89,11 +96,11 @@ def predict(
         raise ValueError(
             "no image could be read: nothing to predict. See the warnings above for the reasons."
         )
-    ids, logits = whole.pop("ids"), whole.pop("logits")
-    order = np.argsort(ids)
+    order = np.argsort(whole["ids"])
     return Predictions(
-        ids=ids[order],
-        logits=logits[order],
+        ids=whole.pop("ids")[order],
+        logits=whole.pop("logits")[order],
+        map_logits=whole.pop("map_logits")[order],
         measured={name.removeprefix(MEASURED): values for name, values in whole.items()},
     )
 

@@ -53,9 +53,9 @@ class EvaluationOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    pooling: Annotated[
+    trained_pooling: Annotated[
         Literal["logits", "probabilities"] | None,
-        typer.Option(help="Pooling of a weights file.", rich_help_panel=_MODEL),
+        typer.Option(help="Pooling that a weights file was trained with.", rich_help_panel=_MODEL),
     ] = None
     name: Annotated[
         str | None, typer.Option(help="Name of the network in the report.", rich_help_panel=_MODEL)
@@ -134,6 +134,14 @@ class EvaluationOptions:
         Literal["sigmoid", "softmax"],
         typer.Option(help="How logits become scores.", rich_help_panel=_REPORT),
     ] = "sigmoid"
+    pooling: Annotated[
+        Literal["plain", "map"],
+        typer.Option(
+            help="The logits that the report is about: as the network pools, or map pooling, which finds "
+            "more small objects. The main figures of both are in it.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = "plain"
     boxes: Annotated[
         bool,
         typer.Option("--boxes", help="Add the pointing game of the network's maps.", rich_help_panel=_REPORT),

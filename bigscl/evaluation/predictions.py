@@ -3,9 +3,9 @@
 # Shapes: n images, L classes, R best classes of an image.
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,20 @@ NUMPY_FILE = "a numpy file of plain arrays"
 CHUNK_IMAGES = 4096
 FILE_NAME = "predictions.zarr"
 LARGEST = float(np.finfo(np.float16).max)
+Pooling = Literal["plain", "map"]
+"""How the cells of a map become one logit: as the network does it, or by map pooling."""
+
+
+ARRAYS: dict[str, Any] = {
+    "ids": np.integer,
+    "logits": np.floating,
+    "ranked": np.integer,
+    "map_logits": np.floating,
+    "map_ranked": np.integer,
+    "labels": np.integer,
+}
+"""The arrays of a file, beside its keys, and their kinds."""
+OPTIONAL = ("labels", "map_logits", "map_ranked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,14 +56,33 @@ class SavedPredictions:
     class_names: tuple[str, ...]
     about: dict[str, Any] = field(default_factory=dict)
     """Their origin: `model`, `shards`, `labels`, `missing` (images without a prediction), ..."""
+    map_logits: NDArray[Any] | None = None
+    """[n,L], by map pooling; None if they were saved by another tool, or before there was map pooling."""
+    map_ranked: NDArray[np.int64] | None = None
+    """[n,R]: the classes of highest `map_logits`."""
+
+    @property
+    def poolings(self) -> tuple[Pooling, ...]:
+        """The poolings whose logits were saved."""
+        return ("plain",) if self.map_logits is None else ("plain", "map")
+
+    def pooled(self, pooling: Pooling) -> "SavedPredictions":
+        """Return them with the `logits` and `ranked` of a pooling."""
+        if pooling == "plain":
+            return self
+        if self.map_logits is None or self.map_ranked is None:
+            raise ValueError(
+                f"{self.about['model']}: pooling map, but only plain logits were saved (by another tool, or "
+                f"before there was map pooling). Evaluate again, or choose --pooling plain."
+            )
+        return replace(self, logits=self.map_logits, ranked=self.map_ranked)
 
     def save(self, path: Path) -> None:
         """Write them as a Zarr group; one that is there already is replaced when the new one is whole."""
         with atomic_folder(path) as partial:
             group = zarr.open_group(partial, mode="w")
-            arrays = {"ids": self.ids, "logits": self.logits, "ranked": self.ranked, "labels": self.labels}
-            for name, values in arrays.items():
-                if values is not None:
+            for name in ARRAYS:
+                if (values := getattr(self, name)) is not None:
                     chunks = (max(1, min(CHUNK_IMAGES, len(values))), *values.shape[1:])
                     group.create_array(name, data=values, chunks=chunks)
             keys = group.create_array("keys", shape=(len(self.keys),), dtype="str")
@@ -64,8 +97,10 @@ def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> Sav
     return SavedPredictions(
         ids=found.ids,
         keys=tuple(index.key(int(sample_id)) for sample_id in found.ids),
-        logits=found.logits.clip(-LARGEST, LARGEST).astype(np.float16),
+        logits=_half(found.logits),
         ranked=_ranked(found.logits),
+        map_logits=None if found.map_logits is None else _half(found.map_logits),
+        map_ranked=None if found.map_logits is None else _ranked(found.map_logits),
         labels=labels,
         class_names=index.class_names,
         about={**about, "labels": which, "missing": [index.key(int(sample_id)) for sample_id in missing]},
@@ -133,6 +168,8 @@ def _load_group(path: Path) -> SavedPredictions:
             keys=tuple(map(str, arrays["keys"].tolist())),
             logits=arrays["logits"],
             ranked=arrays["ranked"],
+            map_logits=arrays.get("map_logits"),
+            map_ranked=arrays.get("map_ranked"),
             labels=arrays.get("labels"),
             class_names=tuple(map(str, attributes["class_names"])),
             about=dict(attributes["about"]),
@@ -144,18 +181,20 @@ def _load_group(path: Path) -> SavedPredictions:
 def _check(saved: SavedPredictions) -> None:
     """Raise ValueError if the arrays do not fit together."""
     n, num_classes = len(saved.keys), len(saved.class_names)
-    kinds = {"ids": np.integer, "logits": np.floating, "ranked": np.integer, "labels": np.integer}
-    shapes = {"ids": (n,), "logits": (n, num_classes), "labels": (n, num_classes)}
-    shapes["ranked"] = (n, min(NUM_RANKED, num_classes))
-    for name, kind in kinds.items():
-        values = getattr(saved, name)
-        if values is None and name == "labels":
+    ranks = min(NUM_RANKED, num_classes)
+    columns = {"ids": (), "ranked": (ranks,), "map_ranked": (ranks,)}
+    for name, kind in ARRAYS.items():
+        values, shape = getattr(saved, name), (n, *columns.get(name, (num_classes,)))
+        if values is None and name in OPTIONAL:
             continue
-        if values.shape != shapes[name] or not np.issubdtype(values.dtype, kind):
+        if values.shape != shape or not np.issubdtype(values.dtype, kind):
             found = f"{values.dtype} {list(values.shape)}"
-            raise ValueError(f"{name} are {found}, expected {kind.__name__} {list(shapes[name])}")
-    if n and not (saved.ranked.min() >= 0 and saved.ranked.max() < num_classes):
-        raise ValueError(f"ranked has class {saved.ranked.max()} of {num_classes}")
+            raise ValueError(f"{name} are {found}, expected {kind.__name__} {list(shape)}")
+    if (saved.map_logits is None) != (saved.map_ranked is None):
+        raise ValueError("map_logits and map_ranked: one is missing, expected both or none")
+    for ranked in (saved.ranked, saved.map_ranked):
+        if ranked is not None and n and not (ranked.min() >= 0 and ranked.max() < num_classes):
+            raise ValueError(f"ranked has class {ranked.max()} of {num_classes}")
     if saved.labels is not None and not np.isin(saved.labels, (-1, 0, 1)).all():
         raise ValueError("labels are not all 1, 0 or -1")
 
@@ -228,6 +267,10 @@ def _there(path: Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     return path
+
+
+def _half(logits: NDArray[np.float32]) -> NDArray[np.float16]:
+    return logits.clip(-LARGEST, LARGEST).astype(np.float16)
 
 
 def _ranked(logits: NDArray[Any]) -> NDArray[np.int64]:

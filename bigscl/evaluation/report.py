@@ -18,7 +18,9 @@ from bigscl.evaluation.metrics import (
     MeanAP,
     PrecisionRecall,
     Subset,
+    average_precision,
     by_num_labels,
+    image_average_precision,
     mean_ap,
     per_class,
     precision_recall_at_k,
@@ -26,7 +28,7 @@ from bigscl.evaluation.metrics import (
     score_distribution,
     top_k_accuracy,
 )
-from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.real_labels import match_real_labels
 
 THRESHOLD = 0.5
@@ -44,6 +46,17 @@ class SingleLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingFigures:
+    """The main figures with a pooling, on the same images."""
+
+    map: float
+    image_ap: float
+    top1: float
+    f1: float
+    """Of decisions at 0.5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All figures, as fractions."""
 
@@ -57,6 +70,10 @@ class Report:
     """What was evaluated against: `labels` (all of them), `observed` (others absent) or `ReaL`."""
     activation: Activation
     """Turns logits into scores; it affects the ranking of images within a class."""
+    pooling: Pooling
+    """The logits that were scored: as the network pools, or by map pooling."""
+    poolings: dict[str, PoolingFigures]
+    """The main figures of each pooling that was saved, the plain one always among them."""
     num_images: int
     """Number of evaluated images."""
     num_expected: int
@@ -81,9 +98,14 @@ class Report:
     """Pointing game and energy in boxes, if they were requested."""
 
     @property
+    def name(self) -> str:
+        """The model, and its pooling if it is not the plain one."""
+        return self.model if self.pooling == "plain" else f"{self.model}, {self.pooling} pooling"
+
+    @property
     def headline(self) -> str:
         """One line with what was evaluated, and how many images are missing."""
-        what = f"{self.model} on {self.num_images:,} images"
+        what = f"{self.name} on {self.num_images:,} images"
         if not self.missing:
             return what
         there = self.num_expected - len(self.missing)
@@ -113,9 +135,18 @@ def make_report(
     *,
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
+    pooling: Pooling = "plain",
 ) -> Report:
     """Return all figures of some predictions, by their own labels or ReaL's."""
-    scored = score(saved, real_labels=real_labels, activation=activation)
+    pooled = saved.pooled(pooling)
+    scored = score(pooled, real_labels=real_labels, activation=activation)
+    figures = _figures(scored, saved.class_names, activation)
+    poolings: dict[str, PoolingFigures] = {
+        one: _chosen_figures(figures)
+        if one == pooling
+        else _main_figures(score(saved.pooled(one), real_labels=real_labels, activation=activation))
+        for one in saved.poolings
+    }
     return Report(
         model=saved.about["model"],
         shards=saved.about.get("shards", ""),
@@ -126,9 +157,11 @@ def make_report(
         num_images=len(scored.targets),
         num_expected=scored.num_expected,
         missing=scored.missing,
-        original=None if real_labels is None else _single_label(saved),
+        original=None if real_labels is None else _single_label(pooled),
         localization=saved.about.get("localization"),
-        **_figures(scored, saved.class_names, activation),
+        pooling=pooling,
+        poolings=poolings,
+        **figures,
     )
 
 
@@ -180,6 +213,27 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
         "score_distribution": score_distribution(scores).tolist(),
         "per_class": classes,
     }
+
+
+def _chosen_figures(figures: dict[str, Any]) -> PoolingFigures:
+    return PoolingFigures(
+        map=figures["mean_ap"].present,
+        image_ap=figures["image_ap"],
+        top1=figures["top1"],
+        f1=figures["at_threshold"].overall_f1,
+    )
+
+
+def _main_figures(scored: Scored) -> PoolingFigures:
+    """Return what `_figures` has of these, without the rest."""
+    ranking, targets = scored.ranking, scored.targets
+    image_precisions = image_average_precision(ranking, targets)
+    return PoolingFigures(
+        map=mean_ap(average_precision(ranking, targets)).present,
+        image_ap=float(image_precisions[~image_precisions.isnan()].mean()),
+        top1=top_k_accuracy(scored.ranked, targets, 1),
+        f1=precision_recall_at_threshold(ranking, targets, scored.cut).overall_f1,
+    )
 
 
 def _single_label(saved: SavedPredictions) -> SingleLabel | None:

@@ -20,7 +20,7 @@ ORDINALS = ("1st", "2nd", "3rd", "4th")
 def write_report(report: Report, folder: Path) -> None:
     """Write report.json, report.md and scores.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw_score_distribution(report.score_distribution, report.model, folder / "scores.png")
+    draw_score_distribution(report.score_distribution, report.name, folder / "scores.png")
     write_text(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
     write_text(folder / "report.md", to_markdown(report))
 
@@ -38,6 +38,7 @@ def to_markdown(report: Report) -> str:
         _about(report),
         "## Accuracy and mean average precision",
         main_table([report]),
+        pooling_table([report]),
         "## Precision, recall and F1",
         _precision_table(report),
         *_localization(report),
@@ -52,9 +53,8 @@ def to_markdown(report: Report) -> str:
 
 def summary(report: Report) -> str:
     """Return the main figures for a terminal."""
-    return "\n\n".join(
-        [report.headline, main_table([report]), _precision_table(report), *_localization(report)]
-    )
+    parts = [report.headline, main_table([report]), pooling_table([report]), _precision_table(report)]
+    return "\n\n".join(filter(None, [*parts, *_localization(report)]))
 
 
 def main_table(reports: Sequence[Report]) -> str:
@@ -72,13 +72,27 @@ def main_table(reports: Sequence[Report]) -> str:
     ]
     for report in reports:
         found = _accuracies(report)
-        rows.append([report.model, *found, *(percent(s.mean_ap.present) for s in _subsets(report))])
+        rows.append([report.name, *found, *(percent(s.mean_ap.present) for s in _subsets(report))])
         # Without images there is nothing to be absent from.
         zeros = [percent(s.mean_ap.absent_as_zero if s.num_images else math.nan) for s in _subsets(report)]
-        rows.append([f"{report.model}, absent classes as 0", *[""] * len(found), *zeros])
+        rows.append([f"{report.name}, absent classes as 0", *[""] * len(found), *zeros])
         images = [percent(s.image_ap) for s in _subsets(report)]
-        rows.append([f"{report.model}, AP per image", *[""] * len(found), *images])
+        rows.append([f"{report.name}, AP per image", *[""] * len(found), *images])
     return markdown_table(header, rows)
+
+
+def pooling_table(reports: Sequence[Report]) -> str:
+    """Return the main figures of every report with each pooling; empty if there is only the plain one."""
+    if not any(len(report.poolings) > 1 for report in reports):
+        return ""
+    models = {report.model: report for report in reports}
+    names = [""] if len(models) == 1 else [f"{model}: " for model in models]
+    rows = [
+        [f"{name}{pooling}", *(percent(value) for value in asdict(figures).values())]
+        for name, report in zip(names, models.values(), strict=True)
+        for pooling, figures in report.poolings.items()
+    ]
+    return markdown_table(["pooling", "mAP", "AP per image", "top-1", "F1 at 0.5"], rows)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -114,6 +128,12 @@ def _about(report: Report) -> str:
         "mAP is the mean over classes, with images ranked within each class. AP per image is the mean over "
         "images with a positive, with classes ranked within each image."
     )
+    if len(report.poolings) > 1:
+        own = {"plain": "as the network pools", "map": "by map pooling"}[report.pooling]
+        lines.append(
+            f"Logits are pooled {own}. Map pooling is half the plain logit and half that of the hottest "
+            f"quarter of the cells."
+        )
     if report.shards:
         lines.append(f"Images: {report.shards}.")
     if report.labels_file and report.labels != "ReaL":

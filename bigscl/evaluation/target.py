@@ -71,8 +71,10 @@ def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> Eval
         # The same part of each image as before.
         changes["shorter"] = -(-options.size * target.transform.shorter // target.transform.size)
     changed = replace(target.transform, **changes)
-    if options.pooling is not None and target.config is not None:
-        raise ValueError("--pooling: has no effect on a run, which has its own")
+    if options.trained_pooling is not None:
+        if target.config is not None:
+            raise ValueError("--trained-pooling: has no effect on a run, which has its own in model.pooling")
+        target = replace(target, pooling=options.trained_pooling)
     if options.shorter is not None and changed.resize == "square":
         raise ValueError("--shorter: has no effect with --resize square")
     if options.args is not None:
@@ -83,7 +85,7 @@ def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> Eval
     if own:
         given = f"{target.preprocessing}, with {', '.join(own)} of the command line"
         target = replace(target, preprocessing=given)
-    return replace(target, transform=changed, **_given(options, "name", "pooling", "mean", "std"))
+    return replace(target, transform=changed, **_given(options, "name", "mean", "std"))
 
 
 def _parse_args(text: str) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Validation during training: mAP and accuracy on fully labelled images."""
+"""Validation during training: mAP and accuracy on fully labelled images, with plain and with map pooling."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
 
-from bigscl.config import Config
+from bigscl.config import Config, ValidationConfig
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index
 from bigscl.data.loader import Loader
@@ -14,12 +13,16 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
 from bigscl.evaluation.predictions import true_labels
+from bigscl.models.spatial import SpatialClassifier
 from bigscl.processes.ranks import Ranks
 from bigscl.training.memory import ShowWork
 
+MAP_POOLED = "_with_map_pooling"
+"""Ends the names of metrics of map pooling."""
+
 
 def validate(
-    model: nn.Module,
+    model: SpatialClassifier,
     index: Index,
     config: Config,
     device: torch.device,
@@ -45,11 +48,19 @@ def validate(
     model.train(was_training)
     payload = None
     if found is not None:
-        logits = torch.from_numpy(found.logits)
-        labels, _ = true_labels(index, found.ids)
-        payload = json.dumps(_metrics(logits, torch.from_numpy(labels))).encode()
-    metrics: dict[str, float] = json.loads(ranks.broadcast(payload))
-    return metrics
+        assert found.map_logits is not None
+        labels = torch.from_numpy(true_labels(index, found.ids)[0])
+        pooled = _metrics(torch.from_numpy(found.map_logits), labels)
+        metrics = _metrics(torch.from_numpy(found.logits), labels)
+        metrics |= {name + MAP_POOLED: value for name, value in pooled.items()}
+        payload = json.dumps(metrics).encode()
+    received: dict[str, float] = json.loads(ranks.broadcast(payload))
+    return received
+
+
+def deciding(metrics: dict[str, float], config: ValidationConfig) -> float:
+    """Return the metric that decides which epoch is the best."""
+    return metrics[config.metric + (MAP_POOLED if config.pooling == "map" else "")]
 
 
 def _counted(batches: Iterable[Batch], show: Callable[[int], None]) -> Iterator[Batch]:

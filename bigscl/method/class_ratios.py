@@ -45,10 +45,7 @@ def count_positives(
     owners = np.repeat(lengths, lengths)
     total = _sum_by_class(annotations.classes, owners, annotations.num_classes)
     # One entry for each pair of an expected positive and an annotated class of its image.
-    repeats = lengths[ids]
-    expected = np.repeat(np.arange(len(ids)), repeats)
-    first = np.repeat(annotations.offsets[ids] - np.cumsum(repeats) + repeats, repeats)
-    named = annotations.classes[first + np.arange(len(expected))]
+    expected, named = annotations.of_rows(ids)
     is_annotated = np.zeros(len(ids), bool)
     is_annotated[expected[named == classes[expected]]] = True
     total += np.bincount(named[~is_annotated[expected]], minlength=annotations.num_classes)

@@ -52,10 +52,8 @@ def counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Ch
 def named_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
     """Yield the chunks with the value 1 for annotated positives, so that they are always expected."""
     for ids, values in chunks:
-        first, lengths = annotations.offsets[ids], np.diff(annotations.offsets)[ids]
-        places = np.repeat(first - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         values = values.copy()
-        values[np.repeat(np.arange(len(ids)), lengths), annotations.classes[places]] = 1
+        values[annotations.of_rows(ids)] = 1
         yield ids, values
 
 

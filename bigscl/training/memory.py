@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.data.plan import Plan, training_plan
+from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
     Annotations,
@@ -46,6 +47,7 @@ from bigscl.training.recalled import (
     sample_views_of,
     updated_averages,
 )
+from bigscl.training.score_log import ScoreLog
 from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
 
@@ -354,16 +356,19 @@ class Memory(Closing):
 
     # The end of an epoch
 
-    def end_epoch(self, *, step: int = 0) -> None:
+    def end_epoch(self, *, step: int = 0, score_log: ScoreLog | None = None) -> None:
         """Select the expected positives of the next epoch, commit this one, and compact the heatmaps if due.
 
         The rows of the tracked samples are added to the store's history. `step`, the optimizer steps so far,
-        is recorded in the snapshot.
+        is recorded in the snapshot. A `score_log` keeps the highest scores of every sample.
         """
         self._check_start()
         self.flush()
         self._close_threads()
-        self._select(self._divide_shards())
+        self._select(self._divide_shards(), score_log)
+        if score_log is not None:
+            self.check_lease()
+            score_log.write(self.epoch)
         self._commit(step, next_epoch=self.epoch + 1)
         if self.epoch + 1 == self._settings.compact_after and self.store.group.layout != "topk":
             self._compact()
@@ -410,17 +415,22 @@ class Memory(Closing):
         divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
         return divided[self._ranks.rank]
 
-    def _select(self, shards: list[int]) -> None:
-        if self._rule is None or self.epoch + 1 < self._rule.start_epoch:
+    def _select(self, shards: list[int], score_log: ScoreLog | None) -> None:
+        """Select the expected positives of the next epoch, and note the scores of this one on the way."""
+        rule = None if self._rule is None or self.epoch + 1 < self._rule.start_epoch else self._rule
+        if rule is None and score_log is None:
             return
-        with self._show_work("selecting the expected positives", len(shards)) as show:
-            selection, self.class_ratios = self._rule.select(
-                self.store,
-                self._annotations,
-                self.class_ratios,
-                shards=shards,
-                ranks=self._ranks,
-                show=show,
+        note = None if score_log is None else score_log.note
+        what = "keeping the highest scores" if rule is None else "selecting the expected positives"
+        with self._show_work(what, len(shards)) as show:
+            # Before they are committed, a rank sees the rows of its own shards, and only of those.
+            chunks = counted(self.store.ranked_by_shard(shards, note), show)
+            if rule is None:
+                for _ in chunks:
+                    pass
+                return
+            selection, self.class_ratios = rule.select(
+                chunks, self._annotations, self.class_ratios, self._ranks
             )
         self.selection = selection.to(self._device)
 

@@ -43,7 +43,7 @@ class NoMemory:
         """Seconds that the step waited in this epoch, by what it waited for."""
         return {"wait_data": self._data_seconds}
 
-    def end_epoch(self, *, step: int = 0) -> None:
+    def end_epoch(self, *, step: int = 0, score_log: object = None) -> None:
         """Do nothing."""
 
     def commit(self, *, step: int = 0) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data import sample_list
+from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.files import append_lines, read_json_object, write_text
@@ -27,6 +28,7 @@ from bigscl.training.expectation import positives_per_image
 from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
+from bigscl.training.score_log import ScoreLog
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,7 @@ def open_data(config: Config) -> Data:
     if config.data.labels_file is not None:
         train = with_training_labels(train, config.data.labels_file)
     if config.data.observed is not None:
-        drawn = config.data.observed
-        train = train.draw_observed(drawn.seed, drawn.positives, drawn.negatives)
+        train = with_drawn_labels(train, config.data.observed, allow_pipe=config.data.allow_pipe)
     val = None if config.data.val is None else load_index(config.data.val, config.data.val_index)
     if val is not None and config.data.val_labels_file is not None:
         val = with_evaluation_labels(val, config.data.val_labels_file)
@@ -167,6 +168,14 @@ def open_memory(
         drops_snapshots=False,
         show_work=show_work,
     )
+
+
+def make_score_log(run: Run) -> ScoreLog | None:
+    """Return what keeps the scores of every epoch, for a store on disk; None if the config says so."""
+    kept = run.config.log.score_classes
+    if run.config.store.kind != "disk" or not kept:
+        return None
+    return ScoreLog(run.folder.path, run.data.annotations, run.ranks, kept)
 
 
 # The store

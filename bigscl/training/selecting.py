@@ -2,7 +2,7 @@
 
 # Shapes: L classes.
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from bigscl.config import RankBy
 from bigscl.method import ranking
 from bigscl.method.class_ratios import class_ratios
 from bigscl.method.selection import Selection, expected_counts, selection_of, surest_counts
-from bigscl.store import Annotations, HeatmapStore, Transport
+from bigscl.store import Annotations, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +43,20 @@ class SelectionRule:
 
     def select(
         self,
-        store: HeatmapStore,
+        chunks: Iterable[ranking.Chunk],
         annotations: Annotations,
         ratios: NDArray[np.float64] | None,
-        *,
-        shards: list[int],
         ranks: Transport,
-        show: Callable[[int], None],
     ) -> tuple[Selection, NDArray[np.float64] | None]:
-        """Return the selection over the shards of all ranks, and K of each class for the next one.
+        """Return the selection over the chunks of all ranks, and K of each class for the next one.
 
-        `ratios` are those of the selection before; without them every class has K. Each rank gives shards of
-        its own: before a commit it sees no others.
+        `chunks` are what samples are ranked by: each rank gives those of its own shards. `ratios` are K of
+        each class by the selection before; without them every class has K.
         """
         counts = annotations.counts()
         used = np.full(len(counts), self.positives_per_image) if ratios is None else ratios
         num_expected = expected_counts(counts, used)
         surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)
-        chunks = ranking.counted(store.ranked_by_shard(shards), show)
         if self.named_first:
             chunks = ranking.named_first(chunks, annotations)
         named = annotations if self.per_class else None

@@ -237,12 +237,19 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], tolera
 
 
 def assert_same_runs(one: Path, other: Path, shards: Path) -> None:
-    """The same weights, memory, selection, and losses of every step, to the last bit."""
+    """The same weights, memory, selection, kept scores, and losses of every step, to the last bit."""
     assert_same_weights(weights_of(one), weights_of(other))
     first, second = store_of(one, shards), store_of(other, shards)
     assert first.snapshot.attributes == second.snapshot.attributes
     assert_same_rows(memory_of(one, shards), memory_of(other, shards))
     assert losses_of(one) == losses_of(other)
+    assert score_files(one) == score_files(other)
+
+
+def score_files(folder: Path) -> dict[str, bytes]:
+    """The scores that a run has kept of its epochs, by name of the file."""
+    files = (folder / "scores").rglob("*")
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files if file.is_file()}
 
 
 def ids_of(folder: Path) -> Counter[tuple[int, int]]:

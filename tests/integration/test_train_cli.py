@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from bigscl.config import load_config
+from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.plan import training_plan
 from bigscl.data.sample_list import is_list_of
 from bigscl.data.scan import scan
@@ -81,6 +82,9 @@ OPTIONS = {
     "erasing": {"data.erase": {"probability": 0.8}},
     "colours": {"data.color_jitter": {"brightness": 0.4, "hue": 0.1}},
     "more observed": {"data.observed": {"seed": 3, "positives": 2, "negatives": 1}},
+    "large first, some wrong": {"data.observed": {"seed": 3, "by": "size", "noise": 0.1}},
+    "best by map pooling": {"validation.pooling": "map"},
+    "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},
     "channels last": {"hardware.channels_last": True},
     "probabilities": {"model.pooling": "probabilities"},
@@ -98,6 +102,7 @@ OPTIONS = {
 
 
 SAME_NETWORK = {"bf16", "channels last", "pictures", "average of weights"}
+SAME_NETWORK |= {"best by map pooling", "no kept scores"}
 """Options that change nothing in the trained weights, or only how they are rounded."""
 RESUMED = [
     "role+scl",
@@ -147,6 +152,7 @@ def test_objectives_and_options_train(base, ended, small, name):
     # Entropy is maximised, so that its negative is minimised.
     assert all(loss > 0 for _, loss in losses) or name.startswith("em_apl")
     assert (folder / "best" / "model.safetensors").exists()
+    assert (folder / "scores").exists() == (name not in ("no store", "no kept scores"))
     if name != "no store":
         assert (memory_of_variant(folder, small).visited == 1).all()
 
@@ -155,7 +161,7 @@ def memory_of_variant(folder, shards):
     """What the store holds, whichever labels the config chose."""
     data, index = load_config(folder / "config.yaml").data, index_of(shards)
     if data.observed is not None:
-        index = index.draw_observed(data.observed.seed, data.observed.positives, data.observed.negatives)
+        index = with_drawn_labels(index, data.observed)
     return HeatmapStore.open(folder / "store", annotations=index.annotations(data.labels)).read(index.ids())
 
 

@@ -175,6 +175,22 @@ def test_boxes_take_no_second_pass_over_the_images_and_change_no_logit(made, tmp
     np.testing.assert_array_equal(saved.logits, plain.logits)
 
 
+def test_map_pooling_is_reported_from_the_same_pass_with_the_plain_figures_beside_it(made, tmp_path):
+    plain, own = evaluated(made / "run", output=tmp_path / "plain")
+    saved, report = evaluated(made / "run", "--pooling", "map", output=tmp_path / "map")
+    assert (own["pooling"], report["pooling"]) == ("plain", "map")
+    np.testing.assert_array_equal(saved.logits, plain.logits)
+    np.testing.assert_array_equal(saved.map_logits, plain.map_logits)
+    assert not np.array_equal(saved.map_logits, saved.logits)
+    assert report["poolings"] == own["poolings"]
+    assert report["poolings"]["map"]["map"] == report["mean_ap"]["present"]
+    assert report["poolings"]["plain"]["map"] == own["mean_ap"]["present"]
+    text = (tmp_path / "map" / "report.md").read_text()
+    assert text.startswith("# run/best, map pooling on 11 images")
+    assert "\n| plain | " in text
+    assert "\n| map | " in text
+
+
 def test_unreadable_images_are_missing_by_name(made, tmp_path):
     members = [
         *labelled("good", 1, labels=[0]),
@@ -262,7 +278,8 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
         (["{run}", "--bogus"], "No such option: --bogus"),
         (["{run}/nowhere"], "neither a weights file, nor a run or a checkpoint"),
         (["{run}", "--shorter", "99"], "--shorter: has no effect with --resize square"),
-        (["{run}", "--pooling", "logits"], "--pooling: has no effect on a run"),
+        (["{run}", "--trained-pooling", "logits"], "--trained-pooling: has no effect on a run"),
+        (["{run}", "--pooling", "logits"], "'logits' is not one of 'plain', 'map'"),
         (["--backbone", "resnet18", "--weights", "V9", "--shards", "{val}"], "no weights 'V9'"),
         (["--backbone", "nonet", "--weights", "DEFAULT", "--shards", "{val}"], "no classification network"),
         (["{bare}", "--shards", "{val}"], "Name its network with --backbone"),

@@ -63,6 +63,7 @@ def test_logits_do_not_depend_on_batch_size_or_order_to_the_last_bit(model, imag
         other = predict_all(model, loader_of(order, images, batch_size))
         assert np.array_equal(other.ids, whole.ids)
         assert np.array_equal(other.logits, whole.logits)
+        assert np.array_equal(other.map_logits, whole.map_logits)
 
 
 def test_logits_are_those_of_the_network_on_each_normalized_image(model, images):

@@ -23,7 +23,7 @@ def index(tmp_path):
 
 def found_for(index, rows=slice(None)):
     logits = np.random.default_rng(0).normal(size=(index.num_samples, index.num_classes)).astype(np.float32)
-    return Predictions(ids=index.ids()[rows], logits=logits[rows])
+    return Predictions(ids=index.ids()[rows], logits=logits[rows], map_logits=-2 * logits[rows])
 
 
 def test_what_is_saved_comes_back(index, tmp_path):
@@ -36,6 +36,10 @@ def test_what_is_saved_comes_back(index, tmp_path):
         assert loaded.labels.tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
         assert np.array_equal(loaded.logits, found.logits.astype(np.float16))
         assert np.array_equal(loaded.ranked, np.argsort(-found.logits, axis=1))
+        assert loaded.poolings == ("plain", "map")
+        assert loaded.pooled("plain") is loaded
+        assert np.array_equal(loaded.pooled("map").logits, found.map_logits.astype(np.float16))
+        assert np.array_equal(loaded.pooled("map").ranked, np.argsort(found.logits, axis=1))
         assert loaded.ids.tolist() == index.ids().tolist() == [0, 1, 2]
         assert loaded.class_names == index.class_names
         assert loaded.about == {"model": "net", "labels": "labels", "missing": []}
@@ -50,6 +54,8 @@ def test_saved_predictions_are_plain_zarr_in_half_precision(index, tmp_path):
         "labels": "int8",
         "logits": "float16",
         "ranked": "int64",
+        "map_logits": "float16",
+        "map_ranked": "int64",
     }
 
 

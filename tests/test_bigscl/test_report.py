@@ -29,14 +29,14 @@ TOP5 = DATA / "in_val_top5_dev"
 
 
 def saved(logits, labels, *, keys=None, missing=(), **about):
-    logits = np.asarray(logits)
+    logits = np.ascontiguousarray(logits)
     ranked = best_classes(torch.from_numpy(logits), min(10, logits.shape[1])).numpy()
     return SavedPredictions(
         ids=np.arange(len(logits)),
         keys=tuple(keys or (f"image{n}" for n in range(len(logits)))),
         logits=logits,
         ranked=ranked,
-        labels=None if labels is None else np.asarray(labels, np.int8),
+        labels=None if labels is None else np.ascontiguousarray(labels, np.int8),
         class_names=tuple(f"class{i}" for i in range(logits.shape[1])),
         about={"model": "net", "labels": "labels", "missing": list(missing), **about},
     )
@@ -288,3 +288,45 @@ def test_columns_without_images_have_dashes():
     assert [count.strip(" |") for count in images] == ["0", "0", "0"]
     for cells in (present, zeros):
         assert [cell.strip(" |") for cell in cells] == ["–", "–", "–"]
+
+
+def test_a_pooling_is_scored_as_its_logits_are_with_both_side_by_side():
+    logits, labels = problem()
+    other, _ = problem(seed=1)
+    both = pooled_twice(logits, other, labels)
+    for pooling, alone in (
+        ("plain", make_report(saved(logits, labels))),
+        ("map", make_report(saved(other, labels))),
+    ):
+        report = make_report(both, pooling=pooling)
+        for name in (
+            "top1",
+            "top5",
+            "mean_ap",
+            "image_ap",
+            "at_threshold",
+            "at_k",
+            "per_class",
+            "by_num_labels",
+        ):
+            assert getattr(report, name) == getattr(alone, name), name
+        assert report.poolings["plain"] == make_report(saved(logits, labels)).poolings["plain"]
+        assert report.poolings[pooling] == alone.poolings["plain"]
+        assert set(report.poolings) == {"plain", "map"}
+    assert make_report(both).headline == "net on 400 images"
+    assert make_report(both, pooling="map").headline == "net, map pooling on 400 images"
+    assert "| pooling | mAP |" in summary(make_report(both))
+    assert "pooling" not in summary(make_report(saved(logits, labels)))
+
+
+def test_map_pooling_of_predictions_without_it_is_refused_in_words():
+    with pytest.raises(
+        ValueError, match=r"net: pooling map, but only plain logits were saved.* Evaluate again"
+    ):
+        make_report(saved(*problem()), pooling="map")
+
+
+def pooled_twice(logits, other, labels, **about):
+    """Predictions with two poolings."""
+    plain, pooled = saved(logits, labels, **about), saved(other, labels)
+    return replace(plain, map_logits=pooled.logits, map_ranked=pooled.ranked)

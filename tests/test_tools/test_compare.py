@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.test_bigscl.test_curves import write_metrics
-from tests.test_bigscl.test_report import problem, saved
+from tests.test_bigscl.test_report import pooled_twice, problem, saved
 from tests.test_tools.test_score import run
 
 
@@ -44,6 +44,29 @@ def test_json_has_the_same_figures(runs, capsys):
 def test_runs_of_one_name_are_told_apart_by_their_paths(runs, capsys):
     assert run("compare", runs / "a", runs / "a" / "predictions.zarr", "--resamples", "10") == 0
     assert f"differences from {runs / 'a'} " in capsys.readouterr().out
+
+
+def test_poolings_are_compared_alone_or_with_each_other(runs, capsys):
+    logits, labels = problem(num_images=300)
+    better = (logits + 2 * labels).astype(np.float16)
+    # In another order of the images, which must not matter.
+    pooled_twice(
+        logits[::-1], better[::-1], labels[::-1], model="c", keys=[f"image{n}" for n in range(300)][::-1]
+    ).save(runs / "c.zarr")
+    words = [runs / "c.zarr", "--resamples", "50", "--json"]
+    assert run("compare", *words, "--pooling", "both") == 0
+    plain, pooled = json.loads(capsys.readouterr().out)["runs"]
+    assert (plain["pooling"], pooled["pooling"]) == ("plain", "map")
+    assert run("compare", runs / "a", runs / "b", "--resamples", "50", "--json") == 0
+    for mine, other in zip((plain, pooled), json.loads(capsys.readouterr().out)["runs"], strict=True):
+        assert mine["figures"] == other["figures"]
+    assert run("compare", *words[:-1], "--pooling", "map", "-o", runs / "out") == 0
+    text = capsys.readouterr().out
+    assert "differences from c, map pooling" in text
+    assert "\n| plain | " in text
+    assert run("compare", *words[:-1], "--pooling", "both", "-o", runs / "out") == 0
+    assert run("compare", runs / "c.zarr", runs / "a", "--pooling", "map") == 2
+    assert "first: pooling map, but only plain logits" in capsys.readouterr().err
 
 
 def test_runs_on_other_images_are_refused(runs, capsys):

@@ -17,6 +17,7 @@ from bigscl.text import printable
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards, make_store
+from tests.test_tools.test_audit import keep_scores
 
 VERBS = list(hostile.verbs())
 OVER_STORES = [(verb, one) for verb in VERBS for one in verb.parameters if one.kind == "store"]
@@ -48,6 +49,7 @@ def world():
         index = make_shards(folder / "data")
         make_store(folder / "run" / "store", index)
         add_config(folder / "run", index)
+        keep_scores(folder / "run", index)
         checkpoint = folder / "run" / "checkpoints" / "step-00000030"
         checkpoint.mkdir(parents=True)
         newest = HeatmapStore.open(folder / "run" / "store").snapshot

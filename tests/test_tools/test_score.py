@@ -11,7 +11,7 @@ import pytest
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import write_report
 from bigscl.tools.cli import main
-from tests.test_bigscl.test_report import image, problem, saved
+from tests.test_bigscl.test_report import image, pooled_twice, problem, saved
 
 
 def run(*arguments):
@@ -63,6 +63,20 @@ def test_softmax_can_be_asked_for(tmp_path, capsys):
     expected = make_report(saved(logits, labels), activation="softmax")
     assert report["activation"] == "softmax"
     assert report["mean_ap"]["present"] == round(expected.mean_ap.present, 6)
+
+
+def test_map_pooling_can_be_asked_for_and_is_refused_where_it_was_not_saved(tmp_path, capsys):
+    logits, labels = problem()
+    other, _ = problem(seed=1)
+    pooled_twice(logits, other, labels).save(tmp_path / "p.zarr")
+    assert run("score", tmp_path / "p.zarr", "--json", "--pooling", "map") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mean_ap"]["present"] == round(make_report(saved(other, labels)).mean_ap.present, 6)
+    assert report["poolings"]["plain"]["map"] == round(make_report(saved(logits, labels)).mean_ap.present, 6)
+    saved(logits, labels).save(tmp_path / "old.zarr")
+    assert run("score", tmp_path / "old.zarr") == 0
+    assert run("score", tmp_path / "old.zarr", "--pooling", "map") == 2
+    assert "only plain logits were saved" in capsys.readouterr().err
 
 
 def test_the_evaluation_of_a_run_is_found_in_its_folder(tmp_path, capsys):

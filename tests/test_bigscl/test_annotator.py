@@ -1,0 +1,212 @@
+"""Drawn labels: chances by the boxes, a share of mistakes, and everything else as without them."""
+
+import logging
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from bigscl.config import ObservedConfig
+from bigscl.data.annotator import label_weights, with_drawn_labels
+from bigscl.data.scan import scan
+from tests.tars import DATA, labelled, write_tar
+from tests.test_bigscl.test_index import an_index
+
+# Classes 0, 2 and 3 of one image: two boxes of class 0, a large one of 2, a central one of 3, another of 4.
+BOXES = [
+    [0, 0.0, 0.0, 0.2, 0.2],
+    [0, 0.7, 0.8, 0.9, 1.0],
+    [2, 0.0, 0.1, 0.9, 0.9],
+    [3, 0.45, 0.4, 0.55, 0.6],
+    [4, 0.0, 0.0, 1.0, 1.0],
+]
+LABELS = [0, 2, 3]
+
+
+def reference_weights(boxes, labels, by):
+    """The definition of each chance in plain Python, for one image."""
+    weights = dict.fromkeys(labels, 0.0)
+    for number, x0, y0, x1, y1 in boxes:
+        if number in weights:
+            distance = math.hypot((x0 + x1) / 2 - 0.5, (y0 + y1) / 2 - 0.5)
+            weights[number] += (x1 - x0) * (y1 - y0) if by == "size" else 1 / max(distance, 0.01)
+    return weights
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Two shards of 40 and 25 images, all with the boxes above."""
+    folder = tmp_path_factory.mktemp("boxes")
+    for shard, count in enumerate((40, 25)):
+        members = [
+            part
+            for n in range(count)
+            for part in labelled(f"image{shard}-{n}", n, labels=LABELS, observed=[0], boxes=BOXES)
+        ]
+        write_tar(folder / f"t-{shard}.tar", members)
+    return scan(str(folder / "t-*.tar"), num_classes=6)[0]
+
+
+@pytest.mark.parametrize("by", ["size", "position"])
+def test_weights_of_labels_follow_the_definition(shards, by):
+    weights = label_weights(shards, by).reshape(65, 3)
+    expected = list(reference_weights(BOXES, LABELS, by).values())
+    np.testing.assert_allclose(weights, [expected] * 65)
+
+
+@pytest.mark.parametrize("by", ["uniform", "size", "position"])
+def test_each_class_is_drawn_as_often_as_its_chance(shards, by):
+    weights = dict.fromkeys(LABELS, 1.0) if by == "uniform" else reference_weights(BOXES, LABELS, by)
+    counts: Counter[int] = Counter()
+    for seed in range(60):
+        drawn = with_drawn_labels(shards, ObservedConfig(seed=seed, by=by))
+        assert drawn.observed.lengths.sum() == 65
+        counts.update(drawn.observed.values.tolist())
+    total = sum(counts.values())
+    expected = {label: total * weight / sum(weights.values()) for label, weight in weights.items()}
+    # Two degrees of freedom: 13.8 is passed once in a thousand times, and the seeds are fixed.
+    assert sum((counts[label] - expected[label]) ** 2 / expected[label] for label in LABELS) < 13.8
+    assert set(counts) <= set(LABELS)
+
+
+def test_several_positives_are_drawn_one_after_the_other(shards):
+    weights = reference_weights(BOXES, LABELS, "size")
+    total = sum(weights.values())
+    # The chance that a class is left out: the other two come first, in either order.
+    left_out = {
+        last: sum(
+            weights[one] / total * weights[other] / (total - weights[one])
+            for one in LABELS
+            for other in LABELS
+            if len({one, other, last}) == 3
+        )
+        for last in LABELS
+    }
+    missing: Counter[int] = Counter()
+    for seed in range(60):
+        drawn = with_drawn_labels(shards, ObservedConfig(seed=seed, by="size", positives=2))
+        for sample_id in shards.ids():
+            own = drawn.observed[sample_id].tolist()
+            assert own == sorted(own)
+            missing.update(set(LABELS) - set(own))
+    num_images = 60 * 65
+    assert sum(missing.values()) == num_images
+    expected = {label: num_images * left_out[label] for label in LABELS}
+    assert sum((missing[label] - expected[label]) ** 2 / expected[label] for label in LABELS) < 13.8
+
+
+def test_draws_without_weights_and_noise_are_those_of_earlier_revisions():
+    full = [[1, 4, 7], [0, 2], [], [5], [1, 2, 3, 6]]
+    index = an_index(np.array([5]), full=full, num_classes=8)
+    drawn = index.draw_observed(seed=3, negatives=2)
+    assert [row.tolist() for row in map(drawn.observed.__getitem__, range(5))] == [[4], [2], [], [5], [1]]
+    assert [row.tolist() for row in map(drawn.negatives.__getitem__, range(5))] == [
+        [0, 3],
+        [1, 6],
+        [0, 5],
+        [0, 3],
+        [0, 5],
+    ]
+
+
+def test_draws_depend_on_seed_and_settings_alone_and_change_the_fingerprint(shards):
+    settings = [
+        {"seed": 1},
+        {"seed": 2},
+        {"seed": 1, "by": "size"},
+        {"seed": 1, "by": "position"},
+        {"seed": 1, "noise": 0.1},
+        {"seed": 1, "noise": 0.2},
+    ]
+    drawn = [with_drawn_labels(shards, ObservedConfig(**one)).annotations() for one in settings]
+    again = [with_drawn_labels(shards, ObservedConfig(**one)).annotations() for one in settings]
+    assert [one.fingerprint for one in drawn] == [one.fingerprint for one in again]
+    assert len({one.fingerprint for one in drawn}) == len(settings)
+
+
+def test_a_class_without_boxes_is_named_last_and_an_image_without_any_uniformly(tmp_path, caplog):
+    members = []
+    for n in range(200):
+        boxes = [[2, 0.4, 0.4, 0.6, 0.6]] if n % 2 else []
+        members += labelled(f"image{n}", n % 3, labels=[0, 2], **({"boxes": boxes} if n % 4 else {}))
+    index = scan([str(write_tar(tmp_path / "t.tar", members))], num_classes=3)[0]
+    with caplog.at_level(logging.WARNING):
+        drawn = with_drawn_labels(index, ObservedConfig(seed=0, by="size"))
+    assert "100 of 200 images have no boxes of their labels, first t.tar/image0" in caplog.text
+    observed = drawn.observed.values.reshape(200)
+    assert (observed[1::2] == 2).all()
+    assert 30 < (observed[::2] == 0).sum() < 70
+    both = with_drawn_labels(index, ObservedConfig(seed=0, by="size", positives=2))
+    assert (both.observed.lengths == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "data.observed.by: size, but none of these 1 samples has boxes of its labels"),
+        ({"boxes": [[1, 0, 0, 1, 1]]}, "none of these 1 samples has boxes of its labels"),
+        ({"boxes": [[0, 0, 0, 1]]}, r"t.tar/a: boxes are \[\[0, 0, 0, 1\]\], expected a list of \[class"),
+        ({"boxes": [["x", 0, 0, 1, 1]]}, "t.tar/a: boxes are"),
+        ({"boxes": 3}, "t.tar/a: boxes are 3"),
+    ],
+)
+def test_shards_whose_boxes_are_of_no_use_are_refused(tmp_path, fields, words):
+    path = write_tar(tmp_path / "t.tar", labelled("a", 0, labels=[0], **fields))
+    index = scan([str(path)], num_classes=2)[0]
+    with pytest.raises(ValueError, match=words):
+        with_drawn_labels(index, ObservedConfig(seed=0, by="size"))
+
+
+@pytest.mark.parametrize("positives", [1, 2])
+def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
+    full = [[0, 3], [1], [2, 4], []] * 100 + [[0, 1, 2, 3, 4]] * 50
+    index = an_index(np.array([450]), full=full, num_classes=5)
+    clean = index.draw_observed(seed=5, positives=positives, negatives=2)
+    noisy = index.draw_observed(seed=5, positives=positives, negatives=2, noise=0.1)
+    flipped = 0
+    for n, row in enumerate(full):
+        own, before = set(noisy.observed[n].tolist()), set(clean.observed[n].tolist())
+        assert len(own) == len(before)
+        assert noisy.observed[n].tolist() == sorted(own)
+        assert not own & set(noisy.negatives[n].tolist())
+        assert not set(row) & set(noisy.negatives[n].tolist())
+        if own == before:
+            continue
+        flipped += 1
+        assert len(own - set(row)) == 1
+        assert len(before - own) == 1
+        assert own - before == own - set(row)
+    # Of 300 images with a label and a class that they do not show.
+    assert flipped == 30
+    assert noisy.labels is index.labels
+
+
+def test_wrong_classes_are_drawn_uniformly_among_those_that_are_not_shown():
+    index = an_index(np.array([3000]), full=[[1, 4]] * 3000, num_classes=8)
+    noisy = index.draw_observed(seed=2, noise=1.0)
+    counts = np.bincount(noisy.observed.values, minlength=8)
+    assert counts[[1, 4]].tolist() == [0, 0]
+    # Five degrees of freedom: 20.5 is passed once in a thousand times, and the seed is fixed.
+    assert ((counts[[0, 2, 3, 5, 6, 7]] - 500) ** 2 / 500).sum() < 20.5
+
+
+VOC = DATA / "voc2012"
+
+
+@pytest.mark.skipif(not VOC.is_dir(), reason="needs Pascal VOC's shards")
+@pytest.mark.parametrize("by", ["size", "position"])
+def test_labels_of_voc_are_larger_or_more_central_objects(by):
+    index = scan(str(VOC / "val-00000[01].tar"), num_classes=20)[0]
+    weights = label_weights(index, by)
+    full = index.full_labels()
+    several = np.flatnonzero(full.lengths > 1)
+    drawn = with_drawn_labels(index, ObservedConfig(seed=0, by=by))
+    best = [full[n][np.argmax(weights[full.offsets[n] : full.offsets[n + 1]])] for n in several]
+    expected = [
+        own.max() / own.sum() for n in several for own in [weights[full.offsets[n] : full.offsets[n + 1]]]
+    ]
+    share = np.mean([drawn.observed[n][0] == one for n, one in zip(several, best, strict=True)])
+    spread = math.sqrt(sum(p * (1 - p) for p in expected)) / len(several)
+    assert abs(share - np.mean(expected)) < 4 * spread
+    assert share > 0.6

@@ -1,0 +1,68 @@
+"""Map pooling equals a slow reference, and the public module gives the numbers that are evaluated."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchvision.models import resnet18
+
+import bigscl
+from bigscl.data.batch import normalize
+from bigscl.evaluation.inference import predict
+from bigscl.models.map_pooling import map_pooled, num_hottest
+from bigscl.models.spatial import Prediction, build_model, pool
+from bigscl.store import SingleProcess
+from tests.test_bigscl.test_inference import MEAN, STD, loader_of
+
+
+def reference(cells, pooling):
+    """The formula, in words of plain Python, for the cells of one class."""
+    hottest = sorted(cells, reverse=True)[: math.ceil(len(cells) / 4)]
+    if pooling == "logits":
+        return 0.5 * sum(cells) / len(cells) + 0.5 * sum(hottest) / len(hottest)
+
+    def logit_of_mean(logits):
+        share = sum(1 / (1 + math.exp(-logit)) for logit in logits) / len(logits)
+        return math.log(share / (1 - share))
+
+    return 0.5 * logit_of_mean(cells) + 0.5 * logit_of_mean(hottest)
+
+
+@pytest.mark.parametrize("pooling", ["logits", "probabilities"])
+@pytest.mark.parametrize("side", [(7, 7), (6, 6), (4, 3), (1, 1), (1, 2)])
+def test_half_of_the_logit_comes_from_the_hottest_quarter_of_the_cells(side, pooling):
+    maps = torch.randn(3, 5, *side, generator=torch.manual_seed(0), dtype=torch.float64) * 3
+    found = map_pooled(Prediction(maps, pool(maps, pooling)), pooling)
+    expected = [[reference(cells.flatten().tolist(), pooling) for cells in image] for image in maps]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_quarter_is_rounded_up():
+    assert [num_hottest(cells) for cells in (1, 4, 5, 36, 49, 196)] == [1, 1, 2, 9, 13, 49]
+
+
+def test_a_small_hot_object_counts_more_than_in_the_plain_logit():
+    maps = torch.full((1, 1, 7, 7), -4.0)
+    maps[0, 0, 3, 3] = 8.0
+    assert map_pooled(Prediction(maps, pool(maps, "logits")), "logits") > pool(maps, "logits") + 0.2
+
+
+@pytest.mark.parametrize("pooling", ["logits", "probabilities"])
+def test_the_module_gives_the_evaluated_numbers(pooling):
+    torch.manual_seed(0)
+    model = build_model("resnet18", 6, pooling=pooling).eval()
+    images = torch.randint(0, 256, (32, 3, 80, 80), dtype=torch.uint8, generator=torch.manual_seed(3))
+    loader = loader_of(np.arange(32), images, 32)
+    found = predict(model, loader, "cpu", mean=MEAN, std=STD, transport=SingleProcess())
+    inputs = normalize(images, MEAN, STD)
+    exported = resnet18(num_classes=6).eval()
+    exported.load_state_dict(model.network.state_dict(), strict=True)
+    with torch.inference_mode():
+        # Up to rounding: the layout of the images decides on the last bits.
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(bigscl.MapPooling(model)(inputs), found.map_logits, **close)
+        assert np.abs(found.map_logits - found.logits).max() > 0.05
+        if pooling == "logits":
+            np.testing.assert_allclose(bigscl.MapPooling(exported)(inputs), found.map_logits, **close)
+            np.testing.assert_allclose(exported(inputs), found.logits, **close)
