@@ -6,9 +6,9 @@
 `golden.json` is compared within the tolerance that another CPU needs. On one machine `--exact` is stricter:
 call it at one revision and then at another.
 
-Between torch 2.4 and 2.15 the draws of nn.Dropout changed: of the same seed it drops other features (`rand`, the
-initial weights, decoded and resized images and batch norm are the same). Only the PORTABLE runs have the
-same losses with both; the others are compared where nn.Dropout draws as it did when they were recorded.
+Between torch 2.4 and 2.15 the draws of nn.Dropout changed: of the same seed it drops other features. All else
+is the same: `rand`, the initial weights, decoded and resized images, batch norm. Only the PORTABLE runs have
+the same losses with both; the others are compared where nn.Dropout draws as it did when they were recorded.
 """
 
 import argparse

@@ -37,7 +37,7 @@ def noisy_net(num_classes: int) -> nn.Module:
 
 
 class PortableDropout(nn.Module):
-    """Dropout that every version of torch draws alike: they agree on `rand`, but not on nn.Dropout's draws."""
+    """Dropout that every version of torch draws alike: they agree on `rand`, but not on nn.Dropout."""
 
     def __init__(self, share: float) -> None:
         super().__init__()

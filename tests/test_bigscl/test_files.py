@@ -10,7 +10,7 @@ from bigscl.files import append_lines, atomic_write, explain, read_json_lines, r
 
 @contextlib.contextmanager
 def small_files():
-    """No file may grow beyond 100 bytes, as on a full disk. Not a fixture: pytest itself may write to a file."""
+    """No file may grow beyond 100 bytes, as on a full disk. Not a fixture: pytest may write to a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
