@@ -5,16 +5,15 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from bigscl.store.closing import Closing
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
+from bigscl.store.closing import Closing
 from bigscl.store.compact import check_top, compact_rows, compacted_group
 from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.layout import annotated_mask, free_slot
@@ -177,7 +176,6 @@ class HeatmapStore(StoreReader, Closing):
             self._lease.release()
             self._lease = None
         self._writable = False
-
 
     # Writing
 

@@ -4,8 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,4 +109,3 @@ class Prefetcher(Closing):
         self._stop.set()
         if self._thread is not None:
             join(self._thread, "the current batch (prefetch)")
-

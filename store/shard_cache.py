@@ -5,8 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,7 +202,6 @@ class ShardCache(Closing):
         ending.start()
         join(ending, f"reads and writes of {self.store.backend.url}")
         self._shards.clear()
-
 
 
 def update(store: HeatmapStore, epoch: int, ids: NDArray[np.int64], values: Update) -> None:

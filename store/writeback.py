@@ -4,8 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,4 +80,3 @@ class Writeback(Closing):
         self._closed.set()
         self._actions.end()
         join(self._thread, "the current update (writeback)")
-

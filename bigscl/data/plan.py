@@ -98,7 +98,7 @@ def training_plan(
 ) -> Plan:
     """Plan an epoch with every sample exactly once, in another order each epoch.
 
-    The samples of any two ranks differ by at most one shard, and two samples if a rank would have had a single
+    The samples of any two ranks differ by at most one shard, and two samples if a rank would have had only
     one. `visited` marks the rows that this epoch has trained already. With the world size and workers of the
     run that visited them, the rest comes in the same batches and the same order as without the interruption.
     """

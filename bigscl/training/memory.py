@@ -10,8 +10,7 @@ import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -446,7 +445,6 @@ class Memory(Closing):
         if self._threads is not None:
             self._threads.close()
             self._threads = None
-
 
 
 # Pure parts
