@@ -153,7 +153,7 @@ def concatenate(parts: Iterable[Arrays]) -> Arrays:
 
 def _packed(arrays: Arrays) -> bytes:
     file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
+    np.savez(file, **arrays)
     return file.getvalue()
 
 
