@@ -101,7 +101,7 @@ def test_every_dependency_has_a_lower_bound():
 
 
 def test_no_array_is_saved_under_the_name_of_an_option():
-    """Before numpy 2.1 savez has no option `allow_pickle`: it would save an array of that name."""
+    """In numpy 1.26 savez has no option `allow_pickle`: it would save an array of that name."""
     for name, file in modules():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("savez"):

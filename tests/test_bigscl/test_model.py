@@ -498,6 +498,7 @@ def test_channels_last_gives_the_same_maps_and_a_checkpoint_that_the_plain_netwo
     torch.testing.assert_close(plain(batch), expected.mean((2, 3)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="2.4 breaks the graph at get_submodule")
 def test_torch_compile_captures_the_whole_training_forward():
     model = build_model(DIGITS, 4).train()
     batch = images()
