@@ -100,6 +100,14 @@ def test_every_dependency_has_a_lower_bound():
     assert not unbounded
 
 
+def test_no_array_is_saved_under_the_name_of_an_option():
+    """In numpy 1.26 savez has no option `allow_pickle`: it would save an array of that name."""
+    for name, file in modules():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("savez"):
+                assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, name
+
+
 def test_lowest_versions_are_tried_with_the_lowest_python():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     script = (ROOT / ".ci" / "lowest").read_text()

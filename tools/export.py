@@ -298,7 +298,7 @@ def _npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) 
     arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
     arrays["class_names"] = np.array(data.index.class_names)
     with atomic_write(output) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+        np.savez_compressed(file, **arrays)
 
 
 def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:

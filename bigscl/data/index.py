@@ -165,7 +165,7 @@ class Index:
             if (rows := getattr(self, field)) is not None:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
 
 
 def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:

@@ -160,6 +160,24 @@ def test_timm_loop_ends_in_the_numbers_of_the_trainer(folder):
     assert_same_end(place, weights, folder / "timm-run", place / "shards")
 
 
+def lightning_weights(folder: Path):
+    state = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    return {name.removeprefix("model.network."): weight for name, weight in state.items()}
+
+
+def test_lightning_loop_ends_in_the_numbers_of_the_own_loop_even_if_resumed(folder, own):
+    """Those are the trainer's."""
+    pytest.importorskip("lightning")
+    place = folder / "lightning"
+    shutil.copytree(folder / "shards", place / "shards")
+    run_example("lightning_loop", place, "--epochs", 1)
+    done = run_example("lightning_loop", place)
+    assert "epoch 0" not in done.stdout
+    assert_same_weights(lightning_weights(place), own_weights(own))
+    assert store_at(place).snapshot.attributes == store_at(own).snapshot.attributes
+    assert_same_rows(rows_of(place), rows_of(own))
+
+
 def test_the_trainer_does_not_start_over_the_store_of_an_own_loop(folder, own):
     before = rows_of(own)
     config = trainer_config(folder / "own.yaml", own / "shards", "bigscl.models.smallnet:small_resnet", 3)

@@ -5,7 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from tests.integration.golden import PROCESSES, RECORDED, RUNS, figures, make_golden_shards, train_all
+from tests.integration.golden import (
+    PROCESSES,
+    RECORDED,
+    RUNS,
+    draws_as_recorded,
+    figures,
+    make_golden_shards,
+    train_all,
+)
 
 # Another CPU adds in another order: losses differ in the seventh digit at first, and a little more with
 # each step. A running average in float16 may be rounded to its neighbour.
@@ -23,6 +31,8 @@ def found(tmp_path_factory, trainer_server):
 
 @pytest.mark.parametrize("name", [f"{name} on {processes}" for name in RUNS for processes in PROCESSES])
 def test_training_gives_the_recorded_losses_weights_and_memory(found, name):
+    if "portable" not in name and not draws_as_recorded():
+        pytest.skip("nn.Dropout of this version of torch draws other numbers than where these were recorded")
     recorded = json.loads(RECORDED.read_text())[name]
     assert found[name].keys() == recorded.keys()
     np.testing.assert_allclose(found[name]["losses"], recorded["losses"], **LOSSES)

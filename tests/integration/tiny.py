@@ -36,6 +36,27 @@ def noisy_net(num_classes: int) -> nn.Module:
     return TinyNet(num_classes, norm=True, dropout=0.3)
 
 
+class PortableDropout(nn.Module):
+    """Dropout that every version of torch draws alike: they agree on `rand`, but not on nn.Dropout."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.training:
+            return features
+        kept = torch.rand(features.shape) >= self.share
+        return features * kept / (1 - self.share)
+
+
+def portable_noisy_net(num_classes: int) -> nn.Module:
+    """Like `noisy_net`, for numbers that another version of torch shall give, too."""
+    network = TinyNet(num_classes, norm=True)
+    network.dropout = PortableDropout(0.3)
+    return network
+
+
 class Gate(nn.Module):
     """Normalises pooled features over the batch, which fails for a batch of one image."""
 

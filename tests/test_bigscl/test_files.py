@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import resource
@@ -7,27 +8,29 @@ import pytest
 from bigscl.files import append_lines, atomic_write, explain, read_json_lines, read_json_object, write_text
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files():
-    """No file may grow beyond 100 bytes, as on a full disk."""
+    """No file may grow beyond 100 bytes, as on a full disk. Not a fixture: pytest may write to a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_a_failed_write_leaves_the_old_file_and_names_it(tmp_path, small_files):
+def test_a_failed_write_leaves_the_old_file_and_names_it(tmp_path):
     path = tmp_path / "config.yaml"
     write_text(path, "old")
-    with pytest.raises(OSError, match=r"config\.yaml") as caught:
+    with small_files(), pytest.raises(OSError, match=r"config\.yaml") as caught:
         write_text(path, "new" * 100)
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
     assert explain(caught.value).startswith(f"{path}: could not be written: File too large. Free some space")
 
 
-def test_a_failed_append_names_the_file(tmp_path, small_files):
-    with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+def test_a_failed_append_names_the_file(tmp_path):
+    with small_files(), pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
         append_lines(tmp_path / "metrics.jsonl", ["x" * 200])
     assert "Free some space" in explain(caught.value)
 

@@ -143,6 +143,13 @@ def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
     assert {moved.ids.device.type, moved.images.device.type, moved.skipped.device.type} == {"meta"}
 
 
+def assert_same_pixels(found, expected):
+    """To the last bit; torchvision 0.19 resizes in float on CPUs with AVX512, which may round otherwise."""
+    resizes_bytes = V._geometry._do_native_uint8_resize_on_cpu(V.InterpolationMode.BILINEAR)
+    assert found.shape == expected.shape
+    assert (found.int() - expected.int()).abs().max() <= (0 if resizes_bytes else 1)
+
+
 def test_pixels_are_the_view_that_is_named(index):
     batch = next(iter(Loader(index, plan_for(index), 0, TRANSFORM)))
     whole = read_images(index, batch.ids.numpy())
@@ -151,7 +158,7 @@ def test_pixels_are_the_view_that_is_named(index):
         left, top, box_width, box_height, flip = view
         box = (round(top * height), round(left * width), round(box_height * height), round(box_width * width))
         seen = V.resized_crop(whole[n], *box, [16, 16], antialias=True)
-        assert torch.equal(image, V.horizontal_flip(seen) if flip else seen)
+        assert_same_pixels(image, V.horizontal_flip(seen) if flip else seen)
 
 
 @given(st.integers(1, 90), st.integers(1, 90), st.data())
@@ -171,7 +178,7 @@ def test_crop_and_resize_equal_torchvisions_resized_crop(width, height, data):
     size = data.draw(st.integers(1, 64))
     reference = V.resized_crop(image, top, left, view.height, view.width, [size, size], antialias=True)
     reference = V.horizontal_flip(reference) if view.flip else reference
-    assert torch.equal(crop_and_resize(image, view, size), reference)
+    assert_same_pixels(crop_and_resize(image, view, size), reference)
 
 
 def test_waits_are_counted(index):
@@ -277,11 +284,11 @@ def test_evaluation_sees_every_image_once_over_all_ranks(index, transform, world
 def test_evaluation_views_equal_torchvisions_transforms(width, height):
     image = torch.from_numpy(np.array(picture(1, width, height))).permute(2, 0, 1)
     square = EvaluationTransform(size=48)(image, 0)
-    assert torch.equal(square.pixels, V.resize(image, [48, 48], antialias=True))
+    assert_same_pixels(square.pixels, V.resize(image, [48, 48], antialias=True))
     assert square.view == (0, 0, 1, 1, 0)
     centre = EvaluationTransform(size=48, resize="shorter", shorter=56)(image, 0)
     resized = V.resize(image, [56], antialias=True)
-    assert torch.equal(centre.pixels, V.center_crop(resized, [48, 48]))
+    assert_same_pixels(centre.pixels, V.center_crop(resized, [48, 48]))
     left, top, box_width, box_height, _ = centre.view
     rows, columns = resized.shape[1:]
     assert np.allclose([box_width * columns, box_height * rows], 48)

@@ -498,6 +498,7 @@ def test_channels_last_gives_the_same_maps_and_a_checkpoint_that_the_plain_netwo
     torch.testing.assert_close(plain(batch), expected.mean((2, 3)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="2.4 breaks the graph at get_submodule")
 def test_torch_compile_captures_the_whole_training_forward():
     model = build_model(DIGITS, 4).train()
     batch = images()
@@ -530,6 +531,8 @@ def test_weights_that_cannot_be_downloaded_are_one_line_with_address_and_place(t
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
+    # urllib keeps the proxies that it found first, for this test and for all after it.
+    monkeypatch.setattr("urllib.request._opener", None)
     with pytest.raises(ValueError, match="cannot be downloaded") as caught:
         create_network("resnet18", 3, "IMAGENET1K_V1")
     message = str(caught.value)

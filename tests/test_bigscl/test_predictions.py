@@ -50,7 +50,8 @@ def test_saved_predictions_are_plain_zarr_in_half_precision(index, tmp_path):
     group = zarr.open_group(tmp_path / "p.zarr", mode="r")
     assert {name: str(array.dtype) for name, array in group.arrays()} == {
         "ids": "int64",
-        "keys": "StringDType()",
+        # numpy 1 has no type for strings of any length.
+        "keys": "StringDType()" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "object",
         "labels": "int8",
         "logits": "float16",
         "ranked": "int64",

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from bigscl.command_line import Settings, make_command, run, start_is_over
 from bigscl.config import ConfigError
+from bigscl.store import retries
 from bigscl.tools.cli import VERBS, app, main
 
 
@@ -27,6 +28,7 @@ def test_unknown_verb_is_a_usage_error():
 def test_an_unreachable_object_store_is_one_line_and_exit_2(monkeypatch, capsys):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setattr(retries, "FIRST_CONTACT_SECONDS", 0.5)
     with pytest.raises(SystemExit) as caught:
         main(["show", "s3://bucket/store", "--endpoint", "http://127.0.0.1:9"])
     assert caught.value.code == 2

@@ -1,0 +1,158 @@
+"""The commands that tools/README.md shows are ones that bigscl has, and its outputs can be made again."""
+
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import typer
+import yaml
+from braceexpand import braceexpand
+
+from bigscl.tools.cli import VERBS, app
+from tests import tools_readme
+from tests.test_tools.conftest import add_config, bigscl
+from tests.test_tools.quickstart import make_store
+from tests.tools_readme import MARK, PAGE, ROOT, commands, executed, portable, renewed, went_well, workplace
+
+SHELL = ("head",)
+
+
+def words_of(command: str) -> list[str]:
+    """The words after `bigscl`, as the shell passes them."""
+    words = [word for part in shlex.split(command) for word in braceexpand(part)]
+    return words[words.index("bigscl") + 1 :]
+
+
+def parsed(words: list[str]):
+    """The command that the words call, its arguments checked but not executed."""
+    command = typer.main.get_command(app)
+    context = typer.Context(command)
+    while hasattr(command, "get_command"):
+        name, *words = words
+        command = command.get_command(context, name)
+        assert command is not None, f"there is no verb {name}"
+    return command.make_context(command.name, words)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory, index):
+    """What the commands of the page read of a quickstart."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    for name in ("en", "scl"):
+        make_store(folder / name / "store", index, skill=1.0 if name == "scl" else 0.4)
+        add_config(folder / name, index)
+        config = yaml.safe_load((folder / name / "config.yaml").read_text())
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(config | {"run": str(folder / name)}))
+    (folder / "results.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def place(quickstart, monkeypatch):
+    with workplace(quickstart) as place:
+        monkeypatch.chdir(place)
+        yield place
+
+
+def answer(words: list[str]) -> str:
+    """Like `executed`, in this process."""
+    if words[0] in SHELL:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    done = bigscl(*words[1:])
+    assert went_well(words, done.code), f"{words}: {done.err}"
+    return done.out
+
+
+@pytest.mark.parametrize("command", [each for each in commands(PAGE.read_text()) if "bigscl" in each])
+def test_every_command_of_the_page_parses_and_its_configs_exist(command):
+    words = words_of(command)
+    parsed(words)
+    configs = [word for word in shlex.split(command) if word.startswith("configs/")]
+    for config in (path for word in configs for path in braceexpand(word)):
+        assert (ROOT / config).exists(), config
+
+
+def test_a_command_that_does_not_exist_or_parse_would_be_noticed():
+    with pytest.raises(AssertionError, match="there is no verb frobnicate"):
+        parsed(["frobnicate"])
+    with pytest.raises(Exception, match=r"No such option\W+--frob"):
+        parsed(["show", "here", "--frob"])
+
+
+def test_other_programs_on_the_page_are_few():
+    others = [command for command in commands(PAGE.read_text()) if "bigscl" not in command]
+    assert {shlex.split(command)[0] for command in others} <= set(SHELL)
+
+
+def test_the_table_has_every_verb():
+    rows = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE)
+    named = {word for row in rows for word in re.findall(r"`(\w+)", row)}
+    assert named == set(VERBS)
+
+
+def test_no_command_of_the_page_that_is_executed_changes_a_store():
+    assert not [command for command in commands(PAGE.read_text(), marked_only=True) if "--apply" in command]
+
+
+def test_every_marked_command_of_the_page_works_and_its_output_is_written(place):
+    page = PAGE.read_text()
+    once = renewed(page, lambda words: portable(answer(words), place))
+    assert commands(once) == commands(page)
+    assert "30 samples in 4 shards" in once
+    assert str(place) not in once
+    assert once != page
+
+
+def test_only_outputs_after_the_mark_are_made_again():
+    block = "```\n$ bigscl show a\nold\n\n$ bigscl show b\n```\n"
+    page = f"text\n{block}more\n{MARK}\n{block}end\n"
+    found = renewed(page, lambda words: f"{words[-1]} now\n")
+    new = "```\n$ bigscl show a\na now\n\n$ bigscl show b\nb now\n```\n"
+    assert found == f"text\n{block}more\n{MARK}\n{new}end\n"
+
+
+def test_times_speeds_and_free_space_alone_change_nothing():
+    page = f"{MARK}\n```\n$ bigscl verify a\n2026-01-02 03:04:05 4 rows at 1.5 MB/s, 7 GB free\n```\n"
+    later = "2027-01-02 03:04:06 4 rows at 17 KB/s, 7.2 TB free\n"
+    assert renewed(page, lambda words: later) == page
+    assert renewed(page, lambda words: later.replace("4 rows", "5 rows")) != page
+
+
+def test_check_tells_what_is_out_of_date_and_exits_1(tmp_path, quickstart, monkeypatch, capsys):
+    page = tmp_path / "README.md"
+    verbs = (
+        "show quickstart/scl",
+        "verify quickstart/scl --all",
+        "diff quickstart/en quickstart/scl --count 1",
+    )
+    shown = "\n".join(f"$ bigscl {verb}\nold\n" for verb in verbs)
+    page.write_text(f"{MARK}\n```\n{shown}```\n")
+    monkeypatch.setattr(tools_readme, "executed", lambda words, place: answer(words))
+
+    def main(*options):
+        monkeypatch.setattr("sys.argv", ["tools_readme", str(quickstart), "--page", str(page), *options])
+        return tools_readme.main()
+
+    with workplace(quickstart) as place:
+        monkeypatch.chdir(place)
+        assert main("--check") == 1
+        assert "-old\n" in capsys.readouterr().out
+        assert main() == 0
+        assert main("--check") == 0
+
+
+def test_paths_of_a_quickstart_with_another_name_are_found(tmp_path, quickstart):
+    """Its configs name the shards with that name."""
+    copy = tmp_path / "trial"
+    shutil.copytree(quickstart, copy)
+    (copy / "scl" / "config.yaml").write_text("run: some/trial/scl\n")
+    with workplace(copy) as place:
+        assert (place / "some" / "trial" / "scl" / "store").exists()
+        assert (place / "quickstart" / "scl" / "store").exists()
+
+
+def test_a_command_that_fails_ends_the_script_with_its_message(tmp_path):
+    with pytest.raises(SystemExit, match=r"ls --nowhere\nended with exit code"):
+        executed(["ls", "--nowhere"], tmp_path)
