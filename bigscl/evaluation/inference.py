@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bigscl.data.batch import Batch, normalize
 from bigscl.store import Transport
+from bigscl.user_error import UserError
 
 NETWORK_BATCH = 32
 MEASURED = "measured."
@@ -86,9 +87,7 @@ def predict(
         return None
     whole = concatenate(parts)
     if not whole:
-        raise ValueError(
-            "no image could be read: nothing to predict. See the warnings above for the reasons."
-        )
+        raise UserError("no image could be read: nothing to predict. See the warnings above for the reasons.")
     ids, logits = whole.pop("ids"), whole.pop("logits")
     order = np.argsort(ids)
     return Predictions(
@@ -141,7 +140,7 @@ def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arra
         return None
     for rank, received in enumerate(payloads):
         if received[:1] == b"-":
-            raise ValueError(f"rank {rank}: {received[1:].decode()}")
+            raise UserError(f"rank {rank}: {received[1:].decode()}")
     return [_unpacked(received[1:]) for received in payloads]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bigscl.processes.ranks import Ranks
 from bigscl.store import Annotations
+from bigscl.user_error import UserError
 
 # As published: observed positives start at 0.995, the rest between 0.4 and 0.6; ten times the network's rate.
 OBSERVED, LOW, HIGH = 0.995, 0.4, 0.6
@@ -31,7 +32,7 @@ class LabelEstimator:
         rows, classes = len(observed.offsets) - 1, observed.num_classes
         needed = 3 * 4 * rows * classes
         if needed > MAX_BYTES:
-            raise ValueError(
+            raise UserError(
                 f"objective.base: role keeps 3 x 4 bytes for each of {rows:,} images x {classes:,} classes = "
                 f"{needed / 2**30:.1f} GB in every process, more than {MAX_BYTES / 2**30:.0f} GB. "
                 f"Use en, which needs no memory in addition to the store."

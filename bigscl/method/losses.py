@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from bigscl.method.precision import at_least_float32, probabilities
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -233,7 +234,7 @@ CONSISTENCIES: Mapping[Consistency, LossTerm] = {
 
 def _needed(name: str, value: Value | None) -> Value:
     if value is None:
-        raise ValueError(f"{name}: missing, and this objective needs it")
+        raise UserError(f"{name}: missing, and this objective needs it")
     return value
 
 
