@@ -4,6 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from bigscl.user_error import UserError
+
 # The largest integer that numpy, torch and file formats take; a larger number is a mistake.
 LARGEST = 2**63 - 1
 Positive = Annotated[float, Field(gt=0)]
@@ -15,13 +17,13 @@ CountOrZero = Annotated[int, Field(ge=0, le=LARGEST)]
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] > bounds[1]:
-        raise ValueError("expected the smallest value first, then the largest")
+        raise UserError("expected the smallest value first, then the largest")
     return bounds
 
 
 def _at_most_one(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[1] > 1:
-        raise ValueError("expected shares of the image's area, so at most 1")
+        raise UserError("expected shares of the image's area, so at most 1")
     return bounds
 
 

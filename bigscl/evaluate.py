@@ -46,6 +46,7 @@ from bigscl.models.spatial import SpatialClassifier
 from bigscl.processes.ranks import process_group
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data, read_store
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
@@ -88,7 +89,7 @@ def check_writable(folder: Path) -> None:
     place = existing_folder(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         what = "a file" if place.is_file() else "not writable"
-        raise ValueError(f"--output {folder}: {place} is {what}. Choose a folder that can be written to.")
+        raise UserError(f"--output {folder}: {place} is {what}. Choose a folder that can be written to.")
 
 
 class Evaluation:
@@ -99,7 +100,7 @@ class Evaluation:
         # Requests that cannot be met fail here, not after hours of predictions.
         self._objects = read_objects(index, index.ids()) if options.boxes else None
         if options.heatmaps and (target.config is None or target.config.store.kind != "disk"):
-            raise ValueError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
+            raise UserError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
         state = PartialState()
         self._device = state.device
         self._ranks = process_group()
@@ -181,7 +182,7 @@ def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
     if options.shards:
         return _with_labels(load_index(options.shards, options.index), options.labels_file)
     if target.config is None or target.config.data.val is None:
-        raise ValueError("--shards: missing. Give the shards, or a run that has validation shards.")
+        raise UserError("--shards: missing. Give the shards, or a run that has validation shards.")
     index = load_index(target.config.data.val, options.index or target.config.data.val_index)
     return _with_labels(index, options.labels_file or target.config.data.val_labels_file)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.text import printable, reason_of
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ OUTSIDE = (
 # Errors
 
 
-class BadFile(ValueError):
+class BadFile(UserError):
     """A file cannot be used; the message names it and says what was found, what was expected, what to do."""
 
 

@@ -46,6 +46,7 @@ from bigscl.training.saving import Saver
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
 from bigscl.training.summary import summary
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class Trainer:
             means = meter.read(self.memory.waits)
             self.metrics.step(epoch, step, means | values)
             if not math.isfinite(means["total"]):
-                raise ValueError(
+                raise UserError(
                     f"the loss is {means['total']} at step {step}. Resume from an earlier checkpoint with a "
                     f"lower learning rate, or clip the gradient (optimizer.clip)."
                 )

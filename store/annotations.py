@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.user_error import UserError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Annotations:
@@ -26,17 +28,17 @@ class Annotations:
     def __post_init__(self) -> None:
         rows = len(self.shard_sizes) * self.rows_per_shard
         if len(self.offsets) != rows + 1 or self.offsets[-1] != len(self.classes):
-            raise ValueError(
+            raise UserError(
                 f"annotations: offsets must have {rows + 1} entries ending in {len(self.classes)}, "
                 f"found {len(self.offsets)} ending in {self.offsets[-1] if len(self.offsets) else 'nothing'}"
             )
         if len(self.shard_sizes) and self.shard_sizes.max() > self.rows_per_shard:
-            raise ValueError(
+            raise UserError(
                 f"annotations: a shard has {self.shard_sizes.max()} samples, "
                 f"more than rows_per_shard {self.rows_per_shard}"
             )
         if len(self.classes) and not 0 <= self.classes.min() <= self.classes.max() < self.num_classes:
-            raise ValueError(
+            raise UserError(
                 f"annotations: classes span {self.classes.min()}..{self.classes.max()}, "
                 f"expected 0..{self.num_classes - 1}"
             )
@@ -50,7 +52,7 @@ class Annotations:
         `positives` are the annotated classes of each sample; each `rows_per_shard` samples share a chunk.
         """
         if not len(positives) or rows_per_shard < 1:
-            raise ValueError(
+            raise UserError(
                 f"annotations: {len(positives)} samples, rows_per_shard {rows_per_shard}, expected at least 1"
             )
         rows = min(rows_per_shard, len(positives))

@@ -9,16 +9,17 @@ from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import ARRAYS, Compaction
 from bigscl.store.layout import choose_classes
 from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.user_error import UserError
 
 
 def check_top(annotations: Annotations, top: int) -> None:
     """Refuse a k that would lose annotated positives."""
     if not 1 <= top <= annotations.num_classes:
-        raise ValueError(f"top: {top}, expected 1 to {annotations.num_classes}, the number of classes")
+        raise UserError(f"top: {top}, expected 1 to {annotations.num_classes}, the number of classes")
     most = int(np.diff(annotations.offsets).max(initial=0))
     if most > top:
         row = int(np.diff(annotations.offsets).argmax())
-        raise ValueError(
+        raise UserError(
             f"top: {top} would lose annotated positives: sample {row} has {most}. Choose at least {most}."
         )
 
@@ -28,7 +29,7 @@ def compacted_group(
 ) -> GroupSpec:
     """The array group that a writer's compaction makes; slots and codec stay as they are by default."""
     if old.top is not None and top > old.top:
-        raise ValueError(f"top: {top}, but only {old.top} classes per image are there")
+        raise UserError(f"top: {top}, but only {old.top} classes per image are there")
     return replace(
         old,
         # A number that no other writer chooses, even one that was frozen in a compaction of its own.

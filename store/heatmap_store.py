@@ -45,6 +45,7 @@ from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 from bigscl.store.waiting import POLL_SECONDS, Check, nothing
+from bigscl.user_error import UserError
 
 StorePath = str | os.PathLike[str]
 
@@ -150,7 +151,7 @@ class HeatmapStore(StoreReader, Closing):
             wanted = log.read(log.newest() if snapshot is None else snapshot)
             return cls(backend, spec, wanted, annotations, transport=transport)
         if annotations is None:
-            raise ValueError(f"{backend.url}: writing needs the annotations the store was made for")
+            raise UserError(f"{backend.url}: writing needs the annotations the store was made for")
         leases: list[Lease] = []
 
         def prepare() -> bytes:

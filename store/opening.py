@@ -21,6 +21,7 @@ from bigscl.store.snapshots import FOLDER as SNAPSHOTS
 from bigscl.store.snapshots import Check, Snapshot, SnapshotLog
 from bigscl.store.spec import FORMAT, GroupSpec, StoreSpec
 from bigscl.store.versions import Version, version_of, versions_of
+from bigscl.user_error import UserError
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"
@@ -127,7 +128,7 @@ def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
 def spec_for(annotations: Annotations, heatmap_size: int, tracked: int | Collection[int]) -> StoreSpec:
     """The spec of a store for this data; `tracked` is a number of samples, or the samples themselves."""
     if heatmap_size < 1:
-        raise ValueError(f"heatmap_size: {heatmap_size}, expected at least 1")
+        raise UserError(f"heatmap_size: {heatmap_size}, expected at least 1")
     spec = StoreSpec(
         fingerprint=annotations.fingerprint,
         num_classes=annotations.num_classes,

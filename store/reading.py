@@ -134,12 +134,12 @@ class StoreReader:
         return stamps.reshape(-1)
 
     def check_ids(self, ids: NDArray[np.integer[Any]]) -> None:
-        """Raise ValueError if one of the ids is no row of a sample."""
+        """Raise UserError if one of the ids is no row of a sample."""
         sizes = np.asarray(self.spec.shard_sizes)
         known = (ids >= 0) & (ids < self.spec.num_rows)
         known[known] = ids[known] % self.spec.rows_per_shard < sizes[ids[known] // self.spec.rows_per_shard]
         if not known.all():
-            raise ValueError(
+            raise UserError(
                 f"{self.backend.url}: no sample {ids[~known][0]}; "
                 f"there are {self.spec.num_samples} samples in {self.spec.num_shards} shards"
             )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.fields import Fields
+from bigscl.user_error import UserError
 
 FORMAT = 1
 GENERATIONS = 1024
@@ -96,21 +97,19 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
-            raise ValueError(f"layout: {self.layout!r}, expected one of {', '.join(get_args(Layout))}")
+            raise UserError(f"layout: {self.layout!r}, expected one of {', '.join(get_args(Layout))}")
         if self.codec not in get_args(Codec):
-            raise ValueError(f"codec: {self.codec!r}, expected one of {', '.join(get_args(Codec))}")
+            raise UserError(f"codec: {self.codec!r}, expected one of {', '.join(get_args(Codec))}")
         if (self.layout == "topk") != (self.top is not None):
-            raise ValueError(
-                f"top: {self.top!r} with layout {self.layout!r}; set it for topk, and only there"
-            )
+            raise UserError(f"top: {self.top!r} with layout {self.layout!r}; set it for topk, and only there")
         if self.top is not None and self.top < 1:
-            raise ValueError(f"top: {self.top}, expected at least 1")
+            raise UserError(f"top: {self.top}, expected at least 1")
         if self.slots < 2:
             raise ValueError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
         if self.debiased and not self.counts:
             raise ValueError("debiased: true without counts; the debiased EMA needs them")
         if self.generations < 1:
-            raise ValueError(f"generations: {self.generations}, expected at least 1")
+            raise UserError(f"generations: {self.generations}, expected at least 1")
 
     @property
     def num_slots(self) -> int:
@@ -226,7 +225,7 @@ class Rows(_Arrays):
         `places` and `classes` have one axis or more, and are broadcast against each other.
         """
         if self.heatmaps is None:
-            raise ValueError("heatmaps: this store holds scores only so far, no heatmaps")
+            raise UserError("heatmaps: this store holds scores only so far, no heatmaps")
         if self.classes is None:
             return np.asarray(self.heatmaps[places, classes])
         equal = self.classes[places] == np.asarray(classes)[..., None]

@@ -10,6 +10,7 @@ from bigscl.store import HeatmapStore
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
+from bigscl.user_error import UserError
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -35,7 +36,7 @@ def _largest(values: NDArray[np.float32], number: int | None) -> NDArray[np.floa
 def _tracked(store: HeatmapStore, data: Data, count: int, number: int | None) -> NDArray[np.int64]:
     ids = np.array(store.spec.tracked, np.int64)
     if not len(ids):
-        raise ValueError(f"{store.backend.url}: has no tracked samples (store.tracked of its run is 0)")
+        raise UserError(f"{store.backend.url}: has no tracked samples (store.tracked of its run is 0)")
     return ids[_with_class(data, ids, number)][:count]
 
 
@@ -53,7 +54,7 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
     rows = np.searchsorted(data.annotations.offsets, np.flatnonzero(positives), side="right") - 1
     found = np.isin(ids, rows)
     if not found.any():
-        raise ValueError(f"--class: no sample is annotated with {data.index.class_names[number]!r}")
+        raise UserError(f"--class: no sample is annotated with {data.index.class_names[number]!r}")
     return found
 
 
@@ -75,7 +76,7 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
     same = (at.group, at.slots)
     older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
     if not older:
-        raise ValueError(
+        raise UserError(
             f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
             f"change to show. Use another --choose."
         )

@@ -27,6 +27,7 @@ from bigscl.tools.opening import (
 )
 from bigscl.tools.progress import progress
 from bigscl.tools.text import counted, size, tell
+from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def _change(
 ) -> Change:
     there = [one.id for one in store.snapshots()]
     if missing := sorted(set(keep) - set(there)):
-        raise ValueError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
+        raise UserError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
     group = _new_group(store, top, slots, codec)
     stays = {*keep} if group is not None else {*keep, store.snapshot.id}
     return Change(group=group, keep=tuple(sorted(stays)), drop=tuple(n for n in there if n not in stays))
@@ -108,19 +109,19 @@ def _new_group(
         return None
     if top is None and old.layout != "topk":
         what = "--slots" if slots is not None else "--codec"
-        raise ValueError(
+        raise UserError(
             f"{what}: a {old.layout} store can be rewritten only with --top K. "
             f"To drop old snapshots only, remove {what}."
         )
     if top is not None and top > store.spec.num_classes:
-        raise ValueError(
+        raise UserError(
             f"--top: {top}, but there are only {store.spec.num_classes} classes. Expected at most as many."
         )
     new = replace(old, layout="topk", top=top or old.top, slots=slots or old.slots, codec=codec or old.codec)
     if new == old:
-        raise ValueError(f"nothing to rewrite: the store already has --top {old.top} and --slots {old.slots}")
+        raise UserError(f"nothing to rewrite: the store already has --top {old.top} and --slots {old.slots}")
     if old.top is not None and new.top is not None and new.top > old.top:
-        raise ValueError(f"--top: {new.top}, but the store keeps only {old.top} classes per image")
+        raise UserError(f"--top: {new.top}, but the store keeps only {old.top} classes per image")
     return new
 
 

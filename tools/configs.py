@@ -8,6 +8,7 @@ import typer
 from bigscl.command_line import AsJson
 from bigscl.files import atomic_write
 from bigscl.tools.text import counted, table, tell
+from bigscl.user_error import UserError
 
 
 def command(
@@ -46,7 +47,7 @@ def _chosen(names: list[str]) -> dict[str, Path]:
     if unknown := [name for name in names if name.removesuffix(".yaml") not in files and name not in files]:
         near = [name for name in files if unknown[0].lower() in name][:3]
         hint = f"Did you mean {', '.join(near)}?" if near else "`bigscl configs` lists them."
-        raise ValueError(f"{unknown[0]!r}: no such config. {hint}")
+        raise UserError(f"{unknown[0]!r}: no such config. {hint}")
     wanted = [name if name in files else name.removesuffix(".yaml") for name in names]
     return {name: files[name] for name in wanted or files}
 
@@ -67,7 +68,7 @@ def _copy(files: dict[str, Path], folder: Path) -> list[Path]:
     there = {path for path, target in targets.items() if target.exists() or target.is_symlink()}
     other = [str(targets[path]) for path in there if not _same(path, targets[path])]
     if other:
-        raise ValueError(
+        raise UserError(
             f"{sorted(other)[0]}: is there already with other content, and is not replaced. Choose another "
             f"folder, or the names of files that it does not have."
         )

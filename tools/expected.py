@@ -102,7 +102,7 @@ def _counted(store: HeatmapStore) -> NDArray[np.int64]:
     """
     ends = [one for one in store.snapshots() if has_selection(one) and not in_mid_epoch(one)]
     if not ends:
-        raise ValueError(
+        raise UserError(
             f"{store.backend.url}: snapshot {store.snapshot.id} was saved in the middle of epoch "
             f"{store.snapshot.epoch} and does not say how many positives its run expects, and there is no "
             f"snapshot of the end of an epoch to count them in. Run this again after the end of an epoch."

@@ -22,6 +22,7 @@ from bigscl.tools.samples import find_samples
 from bigscl.tools.score_files import write_scores
 from bigscl.tools.tables import Batch, table_writer
 from bigscl.tools.text import size, tell
+from bigscl.user_error import UserError
 
 What = Literal["labels", "scores", "heatmaps", "samples"]
 Which = Literal["mined", "expected", "all"]
@@ -93,11 +94,11 @@ def command(
     Example: bigscl export runs/quickstart labels -o mined.csv
     """
     if sample and what != "heatmaps":
-        raise ValueError(f"--sample: has no effect on {what}, only on heatmaps")
+        raise UserError(f"--sample: has no effect on {what}, only on heatmaps")
     if box_share is not None and what != "labels":
-        raise ValueError(f"--box-share: has no effect on {what}, only on labels")
+        raise UserError(f"--box-share: has no effect on {what}, only on labels")
     if output.exists() and not overwrite:
-        raise ValueError(f"{output}: already exists. Choose another name, or add --overwrite.")
+        raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
     expected: Expected | None = None
@@ -211,7 +212,7 @@ def _labels(
     store: HeatmapStore, data: Data, output: Path, which: Which, expected: Expected, share: float
 ) -> int:
     if not expected.any and which != "all":
-        raise ValueError(
+        raise UserError(
             f"{store.backend.url}: {expected.note}. "
             f"Export a later snapshot, or use --which all for the annotated positives."
         )
@@ -264,7 +265,7 @@ def _samples(data: Data, output: Path) -> int:
     from bigscl.data.sample_list import write_sample_list
 
     if output.suffix != ".json":
-        raise ValueError(f"{output}: the list of samples is written as .json")
+        raise UserError(f"{output}: the list of samples is written as .json")
     write_sample_list(data.index, output)
     return data.index.num_samples
 
@@ -275,12 +276,12 @@ def _samples(data: Data, output: Path) -> int:
 def _heatmaps(store: HeatmapStore, data: Data, output: Path, wanted: list[str]) -> int:
     """Write the heatmaps of some samples; as PNGs, one file per class, 0 is black and 1 white."""
     if not wanted:
-        raise ValueError("heatmaps: which samples? Name them with --sample KEY or --sample ID.")
+        raise UserError("heatmaps: which samples? Name them with --sample KEY or --sample ID.")
     if output.suffix not in ("", ".npz"):
-        raise ValueError(f"{output}: heatmaps are written as .npz, or as PNGs in a folder")
+        raise UserError(f"{output}: heatmaps are written as .npz, or as PNGs in a folder")
     ids = find_samples(wanted, store.spec, data.index)
     if store.group.layout == "scores":
-        raise ValueError(
+        raise UserError(
             f"{store.backend.url}: keeps no heatmaps at snapshot {store.snapshot.id}, only scores"
         )
     if output.suffix == ".npz":

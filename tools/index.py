@@ -15,6 +15,7 @@ from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
 from bigscl.files import parsing
 from bigscl.tools.progress import progress
+from bigscl.user_error import UserError
 
 MOST_PROBLEMS = 100
 
@@ -49,10 +50,10 @@ def command(
     path = output or default_path(urls)
     # Checked before a scan that may take an hour.
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path}: its folder does not exist or is not writable. Choose another --output.")
+        raise UserError(f"{path}: its folder does not exist or is not writable. Choose another --output.")
     names, count = _classes(classes, urls)
     if unlabelled and names is None and count is None:
-        raise ValueError("--unlabelled: the images do not say which classes there are. Give --classes.")
+        raise UserError("--unlabelled: the images do not say which classes there are. Give --classes.")
     before = stored_fingerprint(path)
     try:
         with progress("scanning", len(urls), "shards") as advance:
@@ -80,7 +81,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     if given is not None and given.isdecimal():
         if len(given) > LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
             found = given[:LONGEST_NUMBER]
-            raise ValueError(f"--classes: {found}, expected at least 1 and at most {LARGEST_CLASS}")
+            raise UserError(f"--classes: {found}, expected at least 1 and at most {LARGEST_CLASS}")
         return None, int(given)
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):
@@ -88,7 +89,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     with parsing(path, "a list of class names", "Give a text file with one name per line, or a number."):
         names = path.read_text().splitlines()
     if not names or len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"{path}: expected a different name on each line, found {len(names)} lines")
+        raise UserError(f"{path}: expected a different name on each line, found {len(names)} lines")
     return names, None
 
 

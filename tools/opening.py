@@ -17,6 +17,7 @@ from bigscl.store import (
     Snapshot,
     StorageOptions,
 )
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class DataFlags:
         """Return the data of a store, or raise an error that says what it is needed for."""
         data = self.find(store, fingerprint)
         if data is None:
-            raise ValueError(
+            raise UserError(
                 f"{what}: needs the shards, and no config.yaml next to {locate(store)} names them. "
                 f"Add --shards PATTERN, and --index FILE if their index is not in their folder."
             )
@@ -124,7 +125,7 @@ class DataFlags:
 def locate(store: str) -> str:
     """Return where the store is: the place itself, or that of the run whose folder it is.
 
-    ValueError for the folder of a run that keeps no memory on disk.
+    UserError for the folder of a run that keeps no memory on disk.
     """
     if "://" in store or (Path(store) / "zarr.json").exists():
         return store
@@ -139,9 +140,7 @@ def locate(store: str) -> str:
             "none": "its objective needs none (store.kind: none)",
             "memory": "it was in RAM and ended with the run (store.kind: memory)",
         }[settings.kind]
-        raise ValueError(
-            f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at."
-        )
+        raise UserError(f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at.")
     return settings.url or str(inner)
 
 

@@ -10,6 +10,7 @@ import typer
 from bigscl.command_line import AsJson, Settings
 from bigscl.files import free_bytes
 from bigscl.tools.text import counted, size, table, tell
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -72,7 +73,7 @@ def _data(
     from bigscl.store import StoreSpec
 
     if (samples is None) != (classes is None):
-        raise ValueError("--samples, --classes: give both, or neither to plan for the shards of the config")
+        raise UserError("--samples, --classes: give both, or neither to plan for the shards of the config")
     if samples is not None and classes is not None:
         full, rest = divmod(samples, per_shard)
         sizes = [per_shard] * full + [rest] * (rest > 0)
@@ -81,7 +82,7 @@ def _data(
         try:
             index = load_index(config.data.train, config.data.train_index)
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{str(error).rstrip('.')}. To plan before there are shards, give --samples and --classes "
                 f"(of ImageNet: --samples 1281167 --classes 1000)."
             ) from None
@@ -207,7 +208,7 @@ def _probe(config: "Config", spec: "StoreSpec", facts: dict[str, Any], place: st
 
     phases = _forecast(config, spec, 1).phases
     if not phases:
-        raise ValueError("--probe: has no effect with store.kind: none")
+        raise UserError("--probe: has no effect with store.kind: none")
     heaviest = max(phases, key=lambda phase: phase.image_bytes)
     speed = measure(place, spec, heaviest.group, config.store.io_threads, config.store.options())
     needed = max(phase["bytes_per_second"] for phase in facts["phases"]) / 2

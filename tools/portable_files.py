@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.backbones import create_network, read_state
 from bigscl.training.checkpoint import write_tensors
+from bigscl.user_error import UserError
 
 WEIGHTS, EXPORTED, ONNX = "model.safetensors", "model.pt2", "model.onnx"
 LARGEST_DIFFERENCE = 1e-4
@@ -27,7 +28,7 @@ def write_portable_files(
 ) -> dict[str, float]:
     """Write weights, preprocessing, class names and exported networks; return each network's difference."""
     if onnx and "external_data" not in inspect.signature(torch.onnx.export).parameters:
-        raise ValueError(f"--onnx: needs torch 2.6 or newer, found {torch.__version__}. Add --no-onnx.")
+        raise UserError(f"--onnx: needs torch 2.6 or newer, found {torch.__version__}. Add --no-onnx.")
     trained = build_network(target, len(class_names))
     write_tensors(trained.network.state_dict())(folder / WEIGHTS)
     # The plain network, without the hooks of the score maps, from the file that others will load.
@@ -95,7 +96,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def compare(
     expected: Callable[[Tensor], Tensor], network: Callable[[Tensor], Tensor], side: int, name: str
 ) -> float:
-    """Return the largest difference of the logits of two networks; ValueError if it is too large."""
+    """Return the largest difference of the logits of two networks; UserError if it is too large."""
     largest = 0.0
     for count in BATCHES:
         images = torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(count))
@@ -103,7 +104,7 @@ def compare(
             wanted, found = expected(images), network(images)
         difference = (wanted - found).abs().max().item()
         if not difference <= LARGEST_DIFFERENCE * max(1.0, wanted.abs().max().item()):
-            raise ValueError(
+            raise UserError(
                 f"{name}: its logits differ by {difference:.2g} from those of the run, expected at most "
                 f"{LARGEST_DIFFERENCE:g} of the largest. Nothing was written."
             )
@@ -125,7 +126,7 @@ def _traced(network: nn.Module, side: int) -> torch.export.ExportedProgram:
         traced = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"{type(network).__name__}: torch.export cannot export it ({reason}). Add --weights-only."
         ) from error
     for node in traced.graph.nodes:

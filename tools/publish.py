@@ -9,6 +9,7 @@ import typer
 
 from bigscl.command_line import AsJson
 from bigscl.tools.text import tell
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.evaluation.target import EvaluationTarget
@@ -58,11 +59,11 @@ def command(
     the validation. Local paths are not published.
     """
     if private and push_to_hub is None:
-        raise ValueError("--private: has no effect without --push-to-hub")
+        raise UserError("--private: has no effect without --push-to-hub")
     onnx = onnx and not weights_only
     _check_packages({"onnx": onnx, "hub": push_to_hub is not None})
     if folder.exists():
-        raise ValueError(f"{folder}: exists. Choose a new folder, or remove it.")
+        raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
     from bigscl.evaluation.target import find_target
     from bigscl.tools.model_card import Licences, model_card
     from bigscl.tools.portable_files import write_portable_files
@@ -70,7 +71,7 @@ def command(
     target = find_target(run, None, None)
     assert target.config is not None
     if target.pooling != "logits":
-        raise ValueError(
+        raise UserError(
             f"{run}: model.pooling is {target.pooling}, which no plain network computes. Only runs with "
             f"pooling logits can be published."
         )
@@ -100,7 +101,7 @@ def _check_packages(needed: dict[str, bool]) -> None:
     missing = [package for package, what in PACKAGES.items() if needed[what] and find_spec(package) is None]
     if missing:
         other = ", or leave ONNX out with --no-onnx" if "huggingface_hub" not in missing else ""
-        raise ValueError(
+        raise UserError(
             f"publish: needs {', '.join(missing)}, not installed: pip install 'bigscl[publish]'{other}"
         )
 
@@ -115,7 +116,7 @@ def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
         try:
             return list(load_index(target.config.data.train, target.config.data.train_index).class_names)
         except (ValueError, OSError) as error:
-            raise ValueError(f"class names: {error} Or give --classes FILE.") from None
+            raise UserError(f"class names: {error} Or give --classes FILE.") from None
     with parsing(file, "a list of class names", "Give a text file with one name per line."):
         return file.read_text().splitlines()
 
@@ -128,7 +129,7 @@ def _push(folder: Path, repository: str, private: bool) -> None:
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Published by bigscl")
     except Exception as error:  # of the network, of the service, of credentials
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"--push-to-hub {repository}: {reason}. {folder} is complete: after `hf auth login`, "
             f"`hf upload {repository} {folder}` uploads it."
         ) from error

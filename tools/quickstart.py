@@ -15,6 +15,7 @@ from bigscl.config.packaged import FOLDER
 from bigscl.files import write_text
 from bigscl.tools.running import Runner, launcher
 from bigscl.tools.text import table
+from bigscl.user_error import UserError
 
 DEFAULT_FOLDER = Path("quickstart")
 METHODS = {
@@ -82,7 +83,7 @@ def _chosen(methods: str) -> list[str]:
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     unknown = [name for name in chosen if name not in METHODS]
     if unknown or not chosen:
-        raise ValueError(f"--methods {methods}: expected some of {', '.join(METHODS)}")
+        raise UserError(f"--methods {methods}: expected some of {', '.join(METHODS)}")
     return chosen
 
 

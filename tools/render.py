@@ -25,6 +25,7 @@ from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.samples import find_class, find_samples
 from bigscl.tools.text import tell
+from bigscl.user_error import UserError
 
 MAX_EPOCHS = 8
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
@@ -81,7 +82,7 @@ def command(
     Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
     """
     if output.suffix not in SUFFIXES:
-        raise ValueError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
+        raise UserError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
     fingerprint = open_store(store, snapshot, storage).spec.fingerprint
     data = source.need("render", store, fingerprint)
     opened = open_store(store, snapshot, storage, data)
@@ -94,7 +95,7 @@ def command(
         # By default the picture fits on a screen.
         ids = choose_samples(opened, data, choice, count or (2 if epochs else 8), number, seed)
     if epochs and against is not None:
-        raise ValueError("--epochs: has no effect with --against; draw one picture for each store")
+        raise UserError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
     expected = None if data.index.labels is not None else expected_at(opened)
     images = _Images(opened, data, ids, expected)
@@ -145,7 +146,7 @@ class _Images:
             self.images = read_images(data.index, ids)
             metadata = read_metadata(data.index, ids)
         except Unreadable as error:
-            raise ValueError(f"{error}. Choose other samples, or write the shards again.") from error
+            raise UserError(f"{error}. Choose other samples, or write the shards again.") from error
         self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
         self.names = data.index.class_names
         annotated, present = data.annotated(ids), data.present(ids)
@@ -202,7 +203,7 @@ def _over_epochs(
     for place, sample in enumerate(ids.tolist()):
         history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
         if not history:
-            raise ValueError(
+            raise UserError(
                 f"{data.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
                 f"{', '.join(data.index.key(one) for one in store.spec.tracked[:8])} ..."
             )

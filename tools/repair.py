@@ -31,6 +31,7 @@ from bigscl.tools.opening import (
 )
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, spans, tell
+from bigscl.user_error import UserError
 
 MAX_LINES = 20
 
@@ -93,7 +94,7 @@ def command(
 
 def _run_folder(store: str, run: Path | None) -> Path | None:
     if run is not None and not (run / "checkpoints").is_dir():
-        raise ValueError(f"--run {run}: no folder `checkpoints` there. Give the folder of the store's run.")
+        raise UserError(f"--run {run}: no folder `checkpoints` there. Give the folder of the store's run.")
     return run or run_folder(store)
 
 
@@ -104,7 +105,7 @@ def examine(
     there = {one.id: one for one in snapshots}
     newest = max(checkpoints, key=lambda number: max(checkpoints[number]), default=max(there))
     if newest not in there:
-        raise ValueError(
+        raise UserError(
             f"{locate(store)}: checkpoint {max(checkpoints[newest])} needs snapshot {newest}, but the store "
             f"has {list(there)}. Resume from an older checkpoint, or restore the store from a copy."
         )

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from bigscl.config.packaged import FOLDER
+from bigscl.user_error import UserError
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
@@ -40,7 +41,7 @@ class Runner:
     def run(
         self, words: Sequence[str], *, log: Path | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Run a command, with its output in a file if `log` is given; raise ValueError if it fails."""
+        """Run a command, with its output in a file if `log` is given; raise UserError if it fails."""
         command = [sys.executable, *MODULES.get(words[0], ()), *words[1:]]
         with _opened(log) as output:
             with self._lock:
@@ -62,7 +63,7 @@ class Runner:
             raise KeyboardInterrupt
         if code:
             where = f" Its output is in {log}." if log is not None else ""
-            raise ValueError(
+            raise UserError(
                 f"this command failed: {shlex.join(words)}.{where} Fix the cause and rerun the same command: "
                 f"finished steps are skipped."
             )

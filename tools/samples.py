@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from bigscl.store import StoreSpec
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index
@@ -23,18 +24,16 @@ def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
         rows = _rows_of(name, index)
         if len(rows) > 1:
             names = ", ".join(index.name(row) for row in rows[:3])
-            raise ValueError(
-                f"sample {name!r}: is in several shards: {names}. Give shard and key, or the id."
-            )
+            raise UserError(f"sample {name!r}: is in several shards: {names}. Give shard and key, or the id.")
         if len(rows):
             return int(rows[0])
     if not name.isdecimal():
         where = "add --shards PATTERN to find it by key" if index is None else "there is no such key"
-        raise ValueError(f"sample {name!r}: not an id, and {where}.")
+        raise UserError(f"sample {name!r}: not an id, and {where}.")
     number = int(name)
     shard, position = divmod(number, spec.rows_per_shard)
     if shard >= spec.num_shards or position >= spec.shard_sizes[shard]:
-        raise ValueError(
+        raise UserError(
             f"sample {name}: no such id. There are {spec.num_samples} samples in {spec.num_shards} shards of "
             f"{spec.rows_per_shard} ids each; the last id is {last_id(spec)}."
         )
@@ -87,4 +86,4 @@ def find_class(name: str, index: "Index") -> int:
         if near
         else f"There are {index.num_classes} classes, numbered from 0."
     )
-    raise ValueError(f"class {name!r}: no such class. {hint}")
+    raise UserError(f"class {name!r}: no such class. {hint}")

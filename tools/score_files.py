@@ -15,6 +15,7 @@ from bigscl.parquet import load_pyarrow
 from bigscl.store import HeatmapStore
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import scores_by_shard
+from bigscl.user_error import UserError
 
 Write = Callable[[NDArray[np.int64], NDArray[np.float16]], None]
 """Called with the ids and the scores of each shard, in the order of the ids."""
@@ -28,7 +29,7 @@ def write_scores(store: HeatmapStore, data: Data | None, output: Path) -> int:
     """
     writers = {".npz": _npz, ".parquet": _parquet, ".npy": _npy}
     if output.suffix not in writers:
-        raise ValueError(f"{output}: scores are written as {', '.join(writers)}")
+        raise UserError(f"{output}: scores are written as {', '.join(writers)}")
     with atomic_write(output) as partial, writers[output.suffix](partial, store, data) as write:
         for ids, scores in scores_by_shard("exporting", store):
             write(ids, scores)

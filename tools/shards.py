@@ -10,6 +10,7 @@ import typer
 
 from bigscl.command_line import AsJson, with_options
 from bigscl.tools.progress import progress
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.datasets.multilabel import Protocol
@@ -118,7 +119,7 @@ def folder(
     from bigscl.datasets.folder import folder as read
 
     if synsets is not None and ground_truth is None:
-        raise ValueError(f"--synsets {synsets}: has no effect without --ground-truth")
+        raise UserError(f"--synsets {synsets}: has no effect without --ground-truth")
     flat = FlatLabels(ground_truth=ground_truth, synsets=synsets) if ground_truth is not None else None
     shards = read(
         source,

@@ -80,7 +80,7 @@ def command(
     """
     variants = [*([] if only_varied else [""]), *(vary or [])]
     if not variants:
-        raise ValueError("--only-varied: needs at least one --vary")
+        raise UserError("--only-varied: needs at least one --vary")
     trials = plan_trials(
         out,
         configs,
@@ -155,7 +155,7 @@ class Trial:
         from bigscl.config import changed_settings
 
         if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: was started with other settings ({'; '.join(changed)}). Choose "
                 f"another folder for the study, or delete the folder of the run."
             )
@@ -202,7 +202,7 @@ def plan_trials(
                 trials.append(trial)
     folders = [trial.folder for trial in trials]
     if twice := {str(folder) for folder in folders if folders.count(folder) > 1}:
-        raise ValueError(f"two runs would share a folder: {', '.join(sorted(twice))}")
+        raise UserError(f"two runs would share a folder: {', '.join(sorted(twice))}")
     return trials
 
 
@@ -217,7 +217,7 @@ def _split(variant: str) -> list[str]:
     try:
         return shlex.split(variant)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"--vary {variant!r}: {error}. Expected 'KEY=VALUE ...', quoted as in a shell."
         ) from None
 
@@ -237,7 +237,7 @@ def _observes(config: Path) -> bool:
 def _setting(word: str) -> str:
     key, equals, _ = word.partition("=")
     if not equals or not key:
-        raise ValueError(f"--set, --vary: {word!r}, expected KEY=VALUE, as store.momentum=0.5")
+        raise UserError(f"--set, --vary: {word!r}, expected KEY=VALUE, as store.momentum=0.5")
     return f"--{word}"
 
 
@@ -250,7 +250,7 @@ def _check_data(trials: Sequence[Trial]) -> None:
         data = trial.resolved().data
         index = load_index(data.train, data.train_index)
         if data.observed is not None and index.labels is None:
-            raise ValueError(
+            raise UserError(
                 f"{index.urls[0]}: each seed draws its own observed labels from the full ones, which these "
                 f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
             )
@@ -311,7 +311,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
         try:
             for future in as_completed(waiting):
                 error = future.exception()
-                if isinstance(error, ValueError):
+                if isinstance(error, UserError):
                     failures.append(str(error))
                     typer.echo(str(error), err=True)
                 else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigscl.files import read_json_lines, read_json_object, write_text
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,7 +180,7 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
         float(report["mean_ap"]["present"])
         histograms, heat = report["score_distribution"], report["localization"] or {}
         if not all(isinstance(one, list) for one in histograms) or not isinstance(heat, dict):
-            raise ValueError("score_distribution and localization are not what a report has")
+            raise UserError("score_distribution and localization are not what a report has")
         _number(report["at_threshold"]["overall_f1"])
         return report
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bigscl.files import atomic_write
 from bigscl.parquet import load_pyarrow
+from bigscl.user_error import UserError
 
 Columns = Mapping[str, type]
 """Names and types of the columns: int, float, str or bool."""
@@ -28,7 +29,7 @@ def table_writer(path: Path, columns: Columns) -> Iterator[Write]:
     """Yield `write(batch)`, to call for each batch; the suffix of the path gives the format."""
     writers = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
     if path.suffix not in writers:
-        raise ValueError(f"{path}: tables are written as {', '.join(writers)}")
+        raise UserError(f"{path}: tables are written as {', '.join(writers)}")
     with atomic_write(path) as partial, writers[path.suffix](partial, columns) as write:
         yield write
 

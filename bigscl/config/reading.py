@@ -20,6 +20,7 @@ from bigscl.method.objective import Objective
 from bigscl.method.schedule import Ramp
 from bigscl.store import STORE_SCHEMES
 from bigscl.text import first_few, printable, reason_of
+from bigscl.user_error import UserError
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
 MOST_VALUES = 10_000
@@ -34,7 +35,7 @@ SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be run; the message lists everything that is wrong with it."""
 
 
@@ -89,17 +90,17 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> int:
-    """Count the values in a node, aliases expanded; ValueError if they are too many or nested too deeply."""
+    """Count the values in a node, aliases expanded; UserError if they are too many or nested too deeply."""
     if id(node) in inside:
-        raise ValueError("an alias that contains itself")
+        raise UserError("an alias that contains itself")
     if len(inside) > MOST_LEVELS:
-        raise ValueError(f"more than {MOST_LEVELS} levels")
+        raise UserError(f"more than {MOST_LEVELS} levels")
     if id(node) not in counts:
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
         counts[id(node)] = 1 + sum(_count(one, counts, inside | {id(node)}) for one in inner)
     if counts[id(node)] > MOST_VALUES:
-        raise ValueError(f"more than {MOST_VALUES:,} values")
+        raise UserError(f"more than {MOST_VALUES:,} values")
     return counts[id(node)]
 
 

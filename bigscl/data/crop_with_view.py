@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigscl.user_error import UserError
+
 
 class RandomResizedCropWithView:
     """Torchvision's RandomResizedCrop and RandomHorizontalFlip, which returns (image, view).
@@ -27,7 +29,7 @@ class RandomResizedCropWithView:
         from torchvision.transforms import InterpolationMode
 
         if not 0 <= flip <= 1:
-            raise ValueError(f"flip: found {flip}, expected a share in 0 to 1")
+            raise UserError(f"flip: found {flip}, expected a share in 0 to 1")
         self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
         self.interpolation, self.antialias = InterpolationMode(interpolation), antialias
 

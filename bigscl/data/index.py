@@ -22,6 +22,7 @@ from bigscl.data.sources import scheme
 from bigscl.files import BadFile, atomic_write, parsing
 from bigscl.store import Annotations
 from bigscl.text import first_few, printable
+from bigscl.user_error import UserError
 
 VERSION = 1
 UNKNOWN_BYTES = -1
@@ -146,7 +147,7 @@ class Index:
     def full_labels(self) -> Ragged:
         """Return all positives; raise ValueError if the shards do not have them."""
         if self.labels is None:
-            raise ValueError(
+            raise UserError(
                 "labels: these shards do not carry the full labels of every sample (`labels` in its json). "
                 "Use `observed`."
             )
@@ -176,7 +177,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
     urls = tars.expand(shards)
     path = path or default_path(urls)
     if not path.exists():
-        raise ValueError(f"{path}: no index of these {len(urls)} shards. Create it with `bigscl index`.")
+        raise UserError(f"{path}: no index of these {len(urls)} shards. Create it with `bigscl index`.")
     with _opened(path) as (head, file):
         _check_names(path, head["shard_names"], short_names(urls))
         with parsing(path, WHAT, REMEDY):
@@ -248,15 +249,15 @@ def _check_head(head: Any) -> None:
     texts = {"shard_names": head["shard_names"], "class_names": head["class_names"]}
     for name, values in texts.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise ValueError(f"{name} is no list of names")
+            raise UserError(f"{name} is no list of names")
     if type(head["version"]) is not int or not isinstance(head["fingerprint"], str):
-        raise ValueError("version or fingerprint is of another type")
+        raise UserError("version or fingerprint is of another type")
 
 
 def _numbers(file: Any, name: str) -> NDArray[Any]:
     values: NDArray[Any] = file[name]
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} is {values.dtype} {list(values.shape)}, expected a list of numbers")
+        raise UserError(f"{name} is {values.dtype} {list(values.shape)}, expected a list of numbers")
     return values
 
 
@@ -267,7 +268,7 @@ def _read_rows(file: Any, name: str) -> Ragged | None:
     # Each is bounded first: a sum of lengths beyond 64 bits wraps around.
     bounded = not len(lengths) or (lengths.min() >= 0 and lengths.max() <= len(values))
     if len(lengths) and not (bounded and int(lengths.sum(dtype=np.int64)) == len(values)):
-        raise ValueError(f"{name} has {len(values)} values, not as many as its lengths say")
+        raise UserError(f"{name} has {len(values)} values, not as many as its lengths say")
     return Ragged.from_lengths(lengths, values.astype(np.uint8 if name == "keys" else np.uint32, copy=False))
 
 
@@ -293,7 +294,7 @@ def check_shards(index: Index) -> None:
 def default_path(urls: Sequence[str]) -> Path:
     """Return the default path of an index: in the folder of its shards, named after their common prefix."""
     if any(scheme(url) for url in urls):
-        raise ValueError(f"{urls[0]}: the index of remote shards needs a local path: give one.")
+        raise UserError(f"{urls[0]}: the index of remote shards needs a local path: give one.")
     letters = zip(*(os.path.basename(url) for url in urls), strict=False)
     common = "".join(letter[0] for letter in takewhile(_all_equal, letters))
     common = re.sub(r"([-_.]*\d*)?(\.(tar|tgz).*)?$", "", common)

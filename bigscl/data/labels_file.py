@@ -24,6 +24,7 @@ from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.files import BadFile, parsing
 from bigscl.parquet import load_pyarrow
 from bigscl.text import first_few, printable
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def read_labels(path: Path, index: Index) -> FileLabels:
     if path.suffix == ".json":
         return _read_real(path, index)
     if path.suffix not in READERS:
-        raise ValueError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
+        raise UserError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
     with parsing(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
         rows = list(READERS[path.suffix](path))
     return _matched(path, rows, index)
@@ -121,7 +122,7 @@ def _csv(path: Path) -> Iterator[Row]:
         _check_columns(reader.fieldnames or ())
         for row in reader:
             if None in row or None in row.values():
-                raise ValueError(f"line {reader.line_num} has another number of columns than the first line")
+                raise UserError(f"line {reader.line_num} has another number of columns than the first line")
             yield row
 
 
@@ -133,10 +134,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise ValueError("no object")
+                    raise UserError("no object")
                 _check_columns(row)
             except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from None
+                raise UserError(f"line {number}: {error}") from None
             yield row
 
 
@@ -157,7 +158,7 @@ def _check_columns(found: Iterable[str]) -> None:
     unknown = [name for name in found if name not in COLUMNS]
     if missing or unknown:
         what = f"no {missing[0]!r}" if missing else f"an unknown {unknown[0]!r}"
-        raise ValueError(f"found {what} in {found}, expected {', '.join(COLUMNS)}")
+        raise UserError(f"found {what} in {found}, expected {', '.join(COLUMNS)}")
 
 
 def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:

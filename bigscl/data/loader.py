@@ -25,6 +25,7 @@ from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import Transform, TransformedImage
 from bigscl.data.workers import obey_parent_only, receive
 from bigscl.text import first_few, printable
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error about too many of them.
@@ -32,7 +33,7 @@ MOST_WARNINGS = 100
 MOST_LISTED = 20
 
 
-class TooManyBadSamples(ValueError):
+class TooManyBadSamples(UserError):
     """More samples could not be read than the configuration allows."""
 
 

@@ -16,6 +16,8 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.user_error import UserError
+
 Ids = NDArray[np.int64]
 
 
@@ -200,4 +202,4 @@ def _left(streams: list[Stream], visited: NDArray[np.bool_], batch_size: int) ->
 def _check(**bounds: tuple[int, int]) -> None:
     for name, (value, least) in bounds.items():
         if value < least:
-            raise ValueError(f"{name}: {value}, expected at least {least}")
+            raise UserError(f"{name}: {value}, expected at least {least}")

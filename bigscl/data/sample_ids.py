@@ -7,13 +7,14 @@ from typing import Any
 
 from bigscl.data.index import Index
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 # Shards whose keys are held at a time; a shuffle buffer mixes the samples of a few.
 MOST_SHARDS = 256
 TAR_NAME = re.compile(r"[^/\s:='\"|]+\.(?:tar\.gz|tar|tgz)")
 
 
-class UnknownSample(ValueError):
+class UnknownSample(UserError):
     """A pipeline yields a sample that is not in the index."""
 
 
@@ -34,7 +35,7 @@ class SampleIds:
         """Return the sample with its id."""
         for name in ("__url__", "__key__"):
             if not isinstance(sample.get(name), str):
-                raise ValueError(
+                raise UserError(
                     f"sample: has no {name}, found {sorted(map(str, sample))[:10]}. Put SampleIds before the "
                     f"stages that drop it (to_tuple, rename, batched)."
                 )

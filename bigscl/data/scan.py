@@ -17,6 +17,7 @@ from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member,
 from bigscl.data.sources import Shard, Unreadable, open_shard
 from bigscl.processes.pool import map_in_processes
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")
@@ -39,7 +40,7 @@ class Problem:
         return printable(f"{self.shard}: {self.key + ': ' if self.key else ''}{self.what}")
 
 
-class NoSamples(ValueError):
+class NoSamples(UserError):
     """No shard has a sample with an image and a label."""
 
     def __init__(self, urls: Sequence[str], problems: list[Problem]) -> None:

@@ -14,6 +14,7 @@ from braceexpand import braceexpand
 from bigscl.data.sources import Shard, Unreadable, scheme
 from bigscl.store import STORE_SCHEMES, list_objects
 from bigscl.text import first_few
+from bigscl.user_error import UserError
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512
@@ -55,12 +56,12 @@ def expand(shards: str | Sequence[str]) -> list[str]:
         for url in [pattern] if scheme(pattern) == "pipe" else _expanded(pattern):
             urls += _found(url)
     if not urls:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(patterns) or 'shards'}: no shards there. Expected {', '.join(SUFFIXES)}."
         )
     if len(set(urls)) < len(urls):
         twice = [url for url, count in Counter(urls).items() if count > 1]
-        raise ValueError(
+        raise UserError(
             f"{first_few(twice, len(twice))}: named more than once. Each shard is read once per epoch."
         )
     return urls
@@ -71,7 +72,7 @@ def _expanded(pattern: str) -> Iterator[str]:
     try:
         yield from braceexpand(pattern)
     except ValueError as error:
-        raise ValueError(f"{pattern}: {error}. Expected braces as in train-{{000..012}}.tar.") from None
+        raise UserError(f"{pattern}: {error}. Expected braces as in train-{{000..012}}.tar.") from None
 
 
 def _found(url: str) -> list[str]:

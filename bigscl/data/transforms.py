@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.headers import check_pixels
 from bigscl.data.views import RandomCrop, View, whole
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +106,7 @@ class EvaluationTransform:
 
     def __post_init__(self) -> None:
         if self.resize == "shorter" and self.shorter < self.size:
-            raise ValueError(
+            raise UserError(
                 f"shorter: {self.shorter}, expected at least size {self.size}, which is cropped from it"
             )
 

@@ -17,6 +17,7 @@ from bigscl.datasets.multilabel import (
 from bigscl.datasets.writing import Shards
 from bigscl.files import BadFile, parsing
 from bigscl.text import reason_of
+from bigscl.user_error import UserError
 
 
 def coco(
@@ -50,7 +51,7 @@ def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
         classes, boxes = _class_names(content), _boxes(content)
         names = {str(image["id"]): image["file_name"] for image in content["images"] if image["id"] in boxes}
         if strange := [name for name in names.values() if not _is_inside(name)]:
-            raise ValueError(f"the file name {strange[0]!r} is not that of a file in the folder")
+            raise UserError(f"the file name {strange[0]!r} is not that of a file in the folder")
     except KeyError as error:
         raise BadFile(f"{file}: {error} is used but missing, expected an instances file of COCO") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -66,7 +67,7 @@ def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
 def _class_names(content: dict[str, Any]) -> list[str]:
     names = [category["name"] for category in content["categories"]]
     if wrong := [name for name in names if not isinstance(name, str) or not name.isprintable()]:
-        raise ValueError(f"the category {wrong[0]!r} has no printable name")
+        raise UserError(f"the category {wrong[0]!r} has no printable name")
     return names
 
 
@@ -82,7 +83,7 @@ def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
     for item in content["annotations"]:
         image = item["image_id"]
         if type(image) is not int:
-            raise ValueError(f"the image id {image!r} is not a number")
+            raise UserError(f"the image id {image!r} is not a number")
         (width, height), (left, top, box_width, box_height) = sides[image], item["bbox"]
         boxes[image].append(
             (

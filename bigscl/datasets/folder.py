@@ -12,6 +12,7 @@ from bigscl.datasets.ground_truth import read_ground_truth
 from bigscl.datasets.image_files import SUFFIXES, ImageFile, Resize, key_of
 from bigscl.datasets.multilabel import existing, existing_folder
 from bigscl.datasets.writing import Sample, Shards
+from bigscl.user_error import UserError
 
 SPLITS = ("train", "val", "test")
 # ImageNet's test images have no public labels.
@@ -42,10 +43,10 @@ def folder(
     """
     found = _find_splits(source)
     if unknown := [split for split in splits if split not in found]:
-        raise ValueError(f"{source}: no split {', '.join(unknown)}, found {', '.join(found)}")
+        raise UserError(f"{source}: no split {', '.join(unknown)}, found {', '.join(found)}")
     wanted = {split: path for split, path in found.items() if not splits or split in splits}
     if flat is not None and all(_class_folders(path) for path in wanted.values()):
-        raise ValueError(
+        raise UserError(
             f"ground truth {flat.ground_truth}: every split of {source} has class folders: remove it"
         )
     classes = [child.name for child in _class_folders(found.get("train") or next(iter(found.values())))]
@@ -67,7 +68,7 @@ def _part(
     labelled = _by_class_folder(path) if _class_folders(path) else _by_ground_truth(path, flat)
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted({name for _, _, name in labelled} - numbers.keys()):
-        raise ValueError(
+        raise UserError(
             f"{path}: {len(unknown)} classes are not among the {len(classes)} of the training folder, "
             f"e.g. {unknown[0]!r}"
         )
@@ -89,7 +90,7 @@ def _find_splits(source: Path) -> dict[str, Path]:
     if not any(_class_folders(path) for path in found.values()):
         found = {"train": source}
     if not _class_folders(found.get("train", source)):
-        raise ValueError(f"{found['train']}: no class folders, expected <class>/<image> in it")
+        raise UserError(f"{found['train']}: no class folders, expected <class>/<image> in it")
     return found
 
 
@@ -113,7 +114,7 @@ def _by_class_folder(path: Path) -> list[tuple[str, str, str]]:
     for child in _class_folders(path):
         files = _image_files(child)
         if not files:
-            raise ValueError(f"{child}: no images (.jpg, .png, ...) in this class folder. Fill or remove it.")
+            raise UserError(f"{child}: no images (.jpg, .png, ...) in this class folder. Fill or remove it.")
         found += [(key_of(file.relative_to(child)), str(file), child.name) for file in files]
     if max(Counter(key for key, _, _ in found).values()) > 1:
         found = [(f"{name.replace('.', '_')}_{key}", file, name) for key, file, name in found]
@@ -124,9 +125,9 @@ def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str
     """Return (key, file, class) of every image of a flat folder."""
     files = sorted(_image_files(path))
     if not files:
-        raise ValueError(f"{path}: no images and no class folders")
+        raise UserError(f"{path}: no images and no class folders")
     if flat is None:
-        raise ValueError(
+        raise UserError(
             f"{path}: {len(files)} images without class folders. Give their ground truth file: "
             f"ILSVRC2012_validation_ground_truth.txt, LOC_val_solution.csv, or lines of `image class`. "
             f"{OTHER_SPLITS}"
@@ -137,13 +138,13 @@ def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str
     keys = [key_of(Path(file.name)) for file in files]
     if isinstance(truth, list):
         if len(truth) != len(files):
-            raise ValueError(
+            raise UserError(
                 f"{flat.ground_truth}: {len(truth)} lines for the {len(files)} images of {path}. "
                 f"{OTHER_SPLITS}"
             )
         truth = dict(zip(keys, truth, strict=True))
     if missing := [key for key in keys if key not in truth]:
-        raise ValueError(
+        raise UserError(
             f"{flat.ground_truth}: {len(missing)} images of {path} have no line, e.g. {missing[0]}. "
             f"{OTHER_SPLITS}"
         )

@@ -8,6 +8,7 @@ from typing import Literal
 from PIL import Image
 
 from bigscl.data.headers import check_header, check_pixels
+from bigscl.user_error import UserError
 
 # Formats that training reads from shards, by the first bytes of the file. The name does not tell: one of
 # ImageNet's .JPEG files is a PNG.
@@ -34,7 +35,7 @@ class Resize:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"resize: {self.size}, expected at least 1 pixel")
+            raise UserError(f"resize: {self.size}, expected at least 1 pixel")
 
     def target(self, width: int, height: int) -> tuple[int, int]:
         """Return the new (width, height); `short` never enlarges."""

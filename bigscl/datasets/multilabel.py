@@ -14,6 +14,7 @@ from bigscl.datasets.protocol import observe, split
 from bigscl.datasets.writing import MultiLabel, Sample, Shards
 from bigscl.files import BadFile
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 Box = tuple[int, float, float, float, float]
 
@@ -97,9 +98,9 @@ def label_matrix(labels: Sequence[tuple[int, ...]], num_classes: int) -> NDArray
 
 
 def fraction(position: float, length: float) -> float:
-    """Return a pixel position as a fraction of its side; raise ValueError if they are not pixels."""
+    """Return a pixel position as a fraction of its side; raise UserError if they are not pixels."""
     if not (0 < length < math.inf and math.isfinite(position)):
-        raise ValueError(f"pixel {position} of {length}, expected numbers, the second larger than 0")
+        raise UserError(f"pixel {position} of {length}, expected numbers, the second larger than 0")
     return round(min(max(position / length, 0.0), 1.0), 5)
 
 

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.user_error import UserError
+
 SEED = 1200
 VALIDATION_SHARE = 0.2
 
@@ -15,7 +17,7 @@ def observe(
     A row with fewer labels gives all of them. The positives do not depend on `num_negatives`.
     """
     if num_positives < 1 or num_negatives < 0:
-        raise ValueError(
+        raise UserError(
             f"observed labels: {num_positives} positives and {num_negatives} negatives, "
             f"expected at least 1 and 0"
         )

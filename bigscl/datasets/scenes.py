@@ -16,6 +16,7 @@ from PIL import Image
 from bigscl.datasets.multilabel import Box, fraction, label_matrix
 from bigscl.datasets.protocol import observe
 from bigscl.datasets.writing import MultiLabel, Sample, Shards
+from bigscl.user_error import UserError
 
 # Fractions of the 1,797 source digits: no digit is in two parts.
 SOURCES = {"single": 0.35, "train": 0.3, "val": 0.1, "test": 0.25}
@@ -205,5 +206,5 @@ def _sklearn() -> Any:
     try:
         from sklearn import datasets
     except ImportError:
-        raise ValueError("scenes need scikit-learn's images: pip install 'bigscl[quickstart]'") from None
+        raise UserError("scenes need scikit-learn's images: pip install 'bigscl[quickstart]'") from None
     return datasets

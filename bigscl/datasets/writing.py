@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from bigscl.files import BadFile, atomic_write, parsing, write_text
 from bigscl.processes.pool import map_in_processes
 from bigscl.text import first_few
+from bigscl.user_error import UserError
 
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"
@@ -79,7 +80,7 @@ class Shards:
 
     def __post_init__(self) -> None:
         if self.samples_per_shard < 1:
-            raise ValueError(f"samples_per_shard: {self.samples_per_shard}, expected at least 1")
+            raise UserError(f"samples_per_shard: {self.samples_per_shard}, expected at least 1")
         for part, samples in self.parts.items():
             _check_keys(part, samples)
 
@@ -159,10 +160,10 @@ def _claim(shards: Shards, out: Path) -> None:
     wanted = _manifest(shards)
     found = _read_manifest(path) if path.exists() else None
     if found is None and any(out.glob("*.tar")):
-        raise ValueError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
+        raise UserError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
     if found is not None:
         if differences := _differences(found, wanted):
-            raise ValueError(
+            raise UserError(
                 f"{path}: these shards were written with other settings: {'; '.join(differences)}. "
                 f"Use another folder, or delete this one and rerun the command."
             )
@@ -175,7 +176,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     with parsing(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
         found: dict[str, Any] = json.loads(path.read_text())
         if not all(isinstance(found[name], dict) for name in ("settings", "parts")):
-            raise ValueError("settings or parts are no objects")
+            raise UserError("settings or parts are no objects")
     return found
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
+from bigscl.user_error import UserError
 
 FIGURES = {"map": "mAP", "image_ap": "AP per image", "top1": "top-1", "f1": "F1 at 0.5"}
 COVERAGE = 95
@@ -101,17 +102,17 @@ def align(runs: Sequence[SavedPredictions]) -> list[SavedPredictions]:
     for run in aligned[1:]:
         names = f"{first.about['model']} and {run.about['model']}"
         if run.class_names != first.class_names:
-            raise ValueError(
+            raise UserError(
                 f"{names}: have different classes ({len(first.class_names)}, {len(run.class_names)})"
             )
         if run.keys != first.keys:
             other = sorted(set(run.keys) ^ set(first.keys)) or ["some that occur several times"]
-            raise ValueError(
+            raise UserError(
                 f"{names}: predicted {len(first.keys)} and {len(run.keys)} images that differ in "
                 f"{', '.join(other[:3])}. Only predictions of the same images can be compared."
             )
         if not _same_labels(first, run):
-            raise ValueError(f"{names}: were saved with different labels. Evaluate both on the same shards.")
+            raise UserError(f"{names}: were saved with different labels. Evaluate both on the same shards.")
     return aligned
 
 

@@ -22,6 +22,7 @@ from bigscl.data.batch import Batch, normalize
 from bigscl.models.map_pooling import map_pooled
 from bigscl.models.spatial import Prediction, SpatialClassifier
 from bigscl.store import Transport
+from bigscl.user_error import UserError
 
 NETWORK_BATCH = 32
 MEASURED = "measured."
@@ -148,7 +149,7 @@ def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arra
         return None
     for rank, received in enumerate(payloads):
         if received[:1] == b"-":
-            raise ValueError(f"rank {rank}: {received[1:].decode()}")
+            raise UserError(f"rank {rank}: {received[1:].decode()}")
     return [_unpacked(received[1:]) for received in payloads]
 
 

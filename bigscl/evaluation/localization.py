@@ -21,6 +21,7 @@ from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
 from bigscl.evaluation.metrics import energy_in_boxes, pointing_hits
 from bigscl.method.heatmaps import to_image
 from bigscl.store import HeatmapStore, Rows
+from bigscl.user_error import UserError
 
 STORED = "stored heatmaps of training images"
 NETWORK = "network maps"
@@ -101,7 +102,7 @@ def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
         for box in fields.get("boxes", ())
     ]
     if not rows:
-        raise ValueError(
+        raise UserError(
             f"boxes: none of these {len(ids)} samples has any. Expected `boxes` in the json of the shards: "
             f"[class, x0, y0, x1, y1] each, in 0 to 1."
         )

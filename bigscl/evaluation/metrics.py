@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bigscl.user_error import UserError
+
 
 @torch.no_grad()
 def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ def estimate_k(labels: Tensor) -> float:
     """Return the mean number of positives of fully labelled images: the K of the expected positives."""
     full = labels[(labels >= 0).all(1)]
     if not len(full):
-        raise ValueError(
+        raise UserError(
             f"K: none of {len(labels)} images is fully labelled. Give K in the config, or a validation set "
             f"whose labels have no unknowns."
         )
@@ -212,12 +214,12 @@ def energy_in_boxes(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
 
 def _check(scores: Tensor, targets: Tensor) -> None:
     if scores.shape != targets.shape or scores.dim() != 2:
-        raise ValueError(
+        raise UserError(
             f"scores are {list(scores.shape)}, targets {list(targets.shape)}: expected the same [N, classes]"
         )
     if scores.numel() and not all(bound.isfinite() for bound in scores.aminmax()):
         image = int((~scores.isfinite()).any(1).nonzero()[0])
-        raise ValueError(
+        raise UserError(
             f"scores: image {image} has one that is not finite, expected numbers that can be ranked"
         )
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from bigscl.user_error import UserError
+
 Triple = tuple[float, float, float]
 SEVERAL = ("--shards",)
 """Options that take several values: `--shards val-*.tar`, as the shell expands it."""
@@ -163,4 +165,4 @@ class EvaluationOptions:
             values = value if isinstance(value, tuple) else () if value is None else (value,)
             if not all(least <= one <= most for one in values):
                 option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} {value}: expected {least:g} to {most:g}")
+                raise UserError(f"{option} {value}: expected {least:g} to {most:g}")

@@ -17,6 +17,7 @@ from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.files import BadFile, parsing
 from bigscl.folders import atomic_folder
+from bigscl.user_error import UserError
 
 NUM_RANKED = 10
 NUMPY_FILE = "a numpy file of plain arrays"
@@ -127,9 +128,7 @@ def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | Non
     """
     if path.suffix not in (".npy", ".npz"):
         if keys is not None or labels is not None:
-            raise ValueError(
-                f"{path}: has keys and labels of its own; --keys and --labels are for .npy files"
-            )
+            raise UserError(f"{path}: has keys and labels of its own; --keys and --labels are for .npy files")
         return _load_group(_find_group(path))
     arrays = _arrays(path)
     if keys is not None:
@@ -148,7 +147,7 @@ def _find_group(path: Path) -> Path:
         return usual if usual in found else found[0]
     if found:
         names = ", ".join(str(group.parent) for group in found)
-        raise ValueError(f"{path}: has several evaluations, give one of them: {names}")
+        raise UserError(f"{path}: has several evaluations, give one of them: {names}")
     if (path / "config.yaml").is_file():
         raise FileNotFoundError(f"{path}: this run has no evaluation yet. Make one: bigscl evaluate {path}")
     return path / FILE_NAME
@@ -179,7 +178,7 @@ def _load_group(path: Path) -> SavedPredictions:
 
 
 def _check(saved: SavedPredictions) -> None:
-    """Raise ValueError if the arrays do not fit together."""
+    """Raise UserError if the arrays do not fit together."""
     n, num_classes = len(saved.keys), len(saved.class_names)
     ranks = min(NUM_RANKED, num_classes)
     columns = {"ids": (), "ranked": (ranks,), "map_ranked": (ranks,)}
@@ -196,7 +195,7 @@ def _check(saved: SavedPredictions) -> None:
         if ranked is not None and n and not (ranked.min() >= 0 and ranked.max() < num_classes):
             raise ValueError(f"ranked has class {ranked.max()} of {num_classes}")
     if saved.labels is not None and not np.isin(saved.labels, (-1, 0, 1)).all():
-        raise ValueError("labels are not all 1, 0 or -1")
+        raise UserError("labels are not all 1, 0 or -1")
 
 
 def _arrays(path: Path) -> dict[str, Any]:
@@ -211,7 +210,7 @@ def _load_array(path: Path) -> NDArray[Any]:
     with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
         content = np.load(file, allow_pickle=False)
         if not isinstance(content, np.ndarray):
-            raise ValueError("several arrays, expected one")
+            raise UserError("several arrays, expected one")
         return content
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.files import BadFile, parsing
+from bigscl.user_error import UserError
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 WNID = re.compile(r"n\d{8}")
@@ -52,7 +53,7 @@ def match_real_labels(
     _check_classes(real_labels, class_names)
     numbers = image_numbers(keys)
     if (largest := max(numbers, default=0)) > len(real_labels):
-        raise ValueError(f"{image_name(largest)}: predicted, but ReaL has {len(real_labels)} images only")
+        raise UserError(f"{image_name(largest)}: predicted, but ReaL has {len(real_labels)} images only")
     labels = np.zeros((len(keys), len(class_names)), np.int8)
     for row, number in zip(labels, numbers, strict=True):
         row[list(real_labels[number - 1])] = 1
@@ -67,7 +68,7 @@ def image_numbers(keys: Sequence[str]) -> list[int]:
     found = [NUMBER.search(key) for key in keys]
     strange = [key for key, match in zip(keys, found, strict=True) if match is None]
     if strange:
-        raise ValueError(
+        raise UserError(
             f"{len(strange)} of {len(keys)} keys name no ILSVRC2012_val image, as {strange[0]!r}; expected "
             f"ILSVRC2012_val_ and eight digits somewhere in each: ReaL labels are matched by that number."
         )
@@ -75,7 +76,7 @@ def image_numbers(keys: Sequence[str]) -> list[int]:
     twice = [number for number, count in Counter(numbers).items() if count > 1]
     if twice:
         names = ", ".join(image_name(number) for number in twice[:3])
-        raise ValueError(f"{len(twice)} images were predicted more than once: {names}. Give each image once.")
+        raise UserError(f"{len(twice)} images were predicted more than once: {names}. Give each image once.")
     return numbers
 
 
@@ -87,13 +88,13 @@ def image_name(number: int) -> str:
 def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
     largest = max((label for own in real_labels for label in own), default=-1)
     if largest >= len(class_names):
-        raise ValueError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
+        raise UserError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
     wnids = [name.split()[0] for name in class_names if WNID.match(name)]
     if len(wnids) == len(class_names) and wnids != sorted(wnids):
         place = next(
             n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other
         )
-        raise ValueError(
+        raise UserError(
             f"class {place} is {wnids[place]}; ReaL counts classes by sorted wnid, where it is "
             f"{sorted(wnids)[place]}. Index the shards with the classes in that order."
         )

@@ -30,6 +30,7 @@ from bigscl.evaluation.metrics import (
 )
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.real_labels import match_real_labels
+from bigscl.user_error import UserError
 
 THRESHOLD = 0.5
 AT_K = (1, 3, 5)
@@ -181,7 +182,7 @@ def score(
         rows, targets, missing = (found.labels > 0).any(1), found.labels, found.missing
         num_expected = found.num_images
     if targets is None:
-        raise ValueError(f"{saved.about['model']}: no labels to score against. Give --labels, or --real.")
+        raise UserError(f"{saved.about['model']}: no labels to score against. Give --labels, or --real.")
     if real_labels is None:
         rows = (targets >= 0).any(1)
     logits = torch.from_numpy(saved.logits[rows]).float()

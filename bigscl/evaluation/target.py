@@ -13,6 +13,7 @@ from bigscl.models.backbones import create_network, is_file, load_state, read_st
 from bigscl.models.head import find_head
 from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
 from bigscl.models.spatial import Pooling, SpatialClassifier
+from bigscl.user_error import UserError
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
 CENTRE = EvaluationTransform(size=224, resize="shorter", shorter=256)
@@ -54,12 +55,12 @@ def find_target(model: Path | None, backbone: str | None, weights: str | None) -
     """Return what a command line names: a path, or a backbone with weights."""
     if model is None:
         if backbone is None or weights is None:
-            raise ValueError(
+            raise UserError(
                 "nothing to evaluate. Give a run, a checkpoint, a weights file, or --backbone and --weights."
             )
         return _of_backbone(backbone, weights)
     if weights is not None:
-        raise ValueError(f"--weights: has no effect with {model}. Give one of them.")
+        raise UserError(f"--weights: has no effect with {model}. Give one of them.")
     file = find_weights(model)
     return _of_run(file) if backbone is None else _of_backbone(backbone, str(file))
 
@@ -76,10 +77,10 @@ def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> Eval
             raise ValueError("--trained-pooling: has no effect on a run, which has its own in model.pooling")
         target = replace(target, pooling=options.trained_pooling)
     if options.shorter is not None and changed.resize == "square":
-        raise ValueError("--shorter: has no effect with --resize square")
+        raise UserError("--shorter: has no effect with --resize square")
     if options.args is not None:
         if target.config is not None:
-            raise ValueError("--args: has no effect on a run, which has its own in model.args")
+            raise UserError("--args: has no effect on a run, which has its own in model.args")
         target = replace(target, args=_parse_args(options.args))
     own = _given(options, "size", "resize", "shorter", "interpolation", "mean", "std")
     if own:
@@ -91,7 +92,7 @@ def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> Eval
 def _parse_args(text: str) -> dict[str, Any]:
     args = parse_yaml(text, f"--args {text}")
     if not isinstance(args, dict) or not all(isinstance(name, str) for name in args):
-        raise ValueError(f"--args {text}: expected keyword arguments, as '{{global_pool: avg}}'")
+        raise UserError(f"--args {text}: expected keyword arguments, as '{{global_pool: avg}}'")
     return args
 
 
@@ -130,7 +131,7 @@ def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifi
         state = read_state(target.weights)
         outputs = len(state.get(f"{head.name}.weight", range(num_classes)))
     if outputs != num_classes:
-        raise ValueError(
+        raise UserError(
             f"{target.name}: predicts {outputs} classes, the shards have {num_classes}. Evaluate on shards "
             f"of the same classes; if some do not occur there, run `bigscl index --classes {outputs}`."
         )
@@ -144,7 +145,7 @@ def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifi
 def _of_run(file: Path) -> EvaluationTarget:
     path = find_config(file)
     if path is None:
-        raise ValueError(
+        raise UserError(
             f"{file}: not in the folder of a run (no {CONFIG} above it). Name its network with --backbone."
         )
     # The folder may have been moved since training.

@@ -62,7 +62,7 @@ class Objective:
         return BASES[self.base].needs | CONSISTENCIES[self.consistency].needs
 
     def __call__(self, inputs: LossInputs, *, gamma: float = 1.0) -> Loss:
-        """Return the loss of each sample; ValueError if something that it needs is missing."""
+        """Return the loss of each sample; UserError if something that it needs is missing."""
         base = BASES[self.base].compute(inputs, self)
         consistency = CONSISTENCIES[self.consistency].compute(inputs, self)
         return Loss(base + gamma * consistency, base, consistency)

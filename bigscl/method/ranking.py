@@ -208,22 +208,22 @@ class _Contenders:
         return bits.astype(np.uint16), ids
 
     def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
-        """Return the bits of the scores; raise ValueError if they cannot be ranked."""
+        """Return the bits of the scores; raise UserError if they cannot be ranked."""
         expected = (len(ids), len(self.num_expected))
         if scores.dtype != np.float16 or scores.shape != expected:
-            raise ValueError(
+            raise UserError(
                 f"scores: found {scores.dtype} {list(scores.shape)}, expected float16 {list(expected)}"
             )
         # The key 0 is the floor of a class that has room, so the largest id stays unused.
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.max_id:
-            raise ValueError(f"ids: found {ids.min()} to {ids.max()}, expected 0 to {self.max_id - 1}")
+            raise UserError(f"ids: found {ids.min()} to {ids.max()}, expected 0 to {self.max_id - 1}")
         bits = np.ascontiguousarray(scores).view(np.uint16)
         if bits.max(initial=0) > ONE:
             bits = (scores + np.float16(0)).view(np.uint16)  # makes -0 a 0
         if bits.max(initial=0) > ONE:
             row = int(np.flatnonzero((bits > ONE).any(1))[0])
             value = scores[row][bits[row] > ONE][0]
-            raise ValueError(
+            raise UserError(
                 f"scores: sample {ids[row]} has {value}, expected 0 to 1. The run may have diverged: "
                 f"resume from an earlier checkpoint, with a lower learning rate."
             )

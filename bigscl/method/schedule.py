@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bigscl.bounds import CountOrZero, NonNegative, Positive
+from bigscl.user_error import UserError
 
 
 def learning_rate(
@@ -89,7 +90,7 @@ class Schedule:
     def is_warmup(self, epoch: int) -> bool:
         """Whether an epoch of the run belongs to the warm-up."""
         if not 0 <= epoch < self.epochs:
-            raise ValueError(f"epoch: found {epoch}, expected 0 to {self.epochs - 1}")
+            raise UserError(f"epoch: found {epoch}, expected 0 to {self.epochs - 1}")
         return epoch < self.warmup.epochs
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bigscl.method.ranking import Cuts, rank
 from bigscl.store import Transport
+from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +46,7 @@ class Selection:
         last_id = torch.tensor(cuts["last_id"], dtype=torch.int64)
         counts = torch.tensor(cuts["num_expected"], dtype=torch.int64) if "num_expected" in cuts else None
         if tau.shape != last_id.shape:
-            raise ValueError(
+            raise UserError(
                 f"selection: {len(tau)} values of tau but {len(last_id)} of last_id, expected as many"
             )
         return cls(

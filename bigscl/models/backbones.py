@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bigscl.files import BadFile, parsing
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,11 @@ def create_network(
     `args` are further keyword arguments of the network.
     """
     if num_classes < 1:
-        raise ValueError(f"num_classes: found {num_classes}, expected at least 1")
+        raise UserError(f"num_classes: found {num_classes}, expected at least 1")
     named = weights if weights is not None and not is_file(weights) else None
     args = dict(args or {})
     if reserved := sorted(RESERVED_ARGUMENTS & args.keys()):
-        raise ValueError(
+        raise UserError(
             f"model.args: {', '.join(reserved)}: the data and model.weights decide that. Remove it."
         )
     if backbone.startswith("timm:"):
@@ -67,7 +68,7 @@ def _taking(backbone: str, args: Mapping[str, Any]) -> Iterator[None]:
         unknown = [name for name in args if f"unexpected keyword argument '{name}'" in str(error)]
         if not unknown:
             raise
-        raise ValueError(f"model.args: {backbone} takes no {unknown[0]!r} ({error})") from None
+        raise UserError(f"model.args: {backbone} takes no {unknown[0]!r} ({error})") from None
 
 
 def is_file(weights: str) -> bool:
@@ -79,7 +80,7 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None, args: di
     from torchvision import models
 
     if name not in models.list_models(module=models):
-        raise ValueError(
+        raise UserError(
             f"backbone: torchvision has no classification network {name!r}. Use one of "
             f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
         )
@@ -90,7 +91,7 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None, args: di
     else:
         published = models.get_model_weights(name)
         if weights not in [*published.__members__, "DEFAULT"]:
-            raise ValueError(
+            raise UserError(
                 f"weights: {name} has no weights {weights!r}, only {sorted(published.__members__)}; "
                 f"a file ends in {', '.join(WEIGHT_FILES)}"
             )
@@ -109,13 +110,13 @@ def _from_timm(name: str, num_classes: int, weights: str | None, args: dict[str,
     try:
         import timm
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"backbone: 'timm:{name}' needs timm, which is not installed: pip install timm"
         ) from None
     if not timm.is_model(name):
-        raise ValueError(f"backbone: timm has no network {name!r}; see timm.list_models()")
+        raise UserError(f"backbone: timm has no network {name!r}; see timm.list_models()")
     if weights not in (None, "DEFAULT"):
-        raise ValueError(
+        raise UserError(
             f"weights: found {weights!r} for 'timm:{name}', expected DEFAULT or a file; timm names other "
             f"weights in the backbone, as in 'timm:resnet50.a1_in1k'"
         )
@@ -138,7 +139,7 @@ def _downloading(what: str, source: str, place: str) -> Iterator[None]:
         if not _is_of_a_download(error):
             raise
         reason = printable(" ".join(str(error).split()))[:LONGEST_REASON]
-        raise ValueError(
+        raise UserError(
             f"weights: {what} cannot be downloaded from {source} ({type(error).__name__}: {reason}). "
             f"Download them where there is a network and put them here {place}, or give a file of weights "
             f"({', '.join(WEIGHT_FILES)})."
@@ -153,14 +154,14 @@ def _is_of_a_download(error: Exception) -> bool:
 
 def _from_callable(path: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
     if weights is not None:
-        raise ValueError(
+        raise UserError(
             f"weights: found {weights!r} for {path}, expected a file ending in {', '.join(WEIGHT_FILES)}: "
             f"only torchvision and timm publish weights by name"
         )
     with _taking(path, args):
         network = import_callable(path)(num_classes=num_classes, **args)
     if not isinstance(network, nn.Module):
-        raise ValueError(
+        raise UserError(
             f"backbone: {path} returned {type(network).__name__}, expected a torch.nn.Module that ends in "
             f"average pooling and a linear layer"
         )
@@ -176,12 +177,12 @@ def import_callable(path: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(MOVED.get(module_name, module_name)), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"backbone: cannot import {path!r} ({error}). Expected 'package.module:callable', importable "
             f"from here (installed, or below the current directory or PYTHONPATH)."
         ) from None
     if not callable(found):
-        raise ValueError(f"backbone: {path} is {type(found).__name__}, expected a callable")
+        raise UserError(f"backbone: {path} is {type(found).__name__}, expected a callable")
     return cast(Callable[..., Any], found)
 
 

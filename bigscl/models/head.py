@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigscl.method.precision import at_least_float32
+from bigscl.user_error import UserError
 
 Side = Literal["input", "output"]
 Layout = Literal["channels first", "channels last", "tokens"]
@@ -122,12 +123,12 @@ def grid_of(num_cells: int, images: Tensor) -> tuple[int, int]:
     height, width = images.shape[-2:]
     rows = max(1, round((num_cells * height / width) ** 0.5))
     if num_cells % rows or abs(num_cells / rows**2 - width / height) > width / height / rows:
-        raise ValueError(f"backbone: its {num_cells} tokens are no grid over images of {height} x {width}")
+        raise UserError(f"backbone: its {num_cells} tokens are no grid over images of {height} x {width}")
     return rows, num_cells // rows
 
 
 def find_head(network: nn.Module, backbone: str) -> Head:
-    """Find the head of `network` by running it once on a random image; raise ValueError if it has none.
+    """Find the head of `network` by running it once on a random image; raise UserError if it has none.
 
     The computation decides, not names: the head is a linear layer that returns the output, and before it the
     last tensor whose spatial average is that layer's input.
@@ -135,14 +136,14 @@ def find_head(network: nn.Module, backbone: str) -> Head:
     calls, output, image = _probe(network, backbone)
     last = next((i for i in reversed(range(len(calls))) if calls[i].gives(nn.Linear, output)), None)
     if last is None:
-        raise ValueError(f"backbone: {backbone} does not end in a linear layer. {FITTING}")
+        raise UserError(f"backbone: {backbone} does not end in a linear layer. {FITTING}")
     name, pooled, before = calls[last].name, calls[last].input, calls[:last]
     norm = next((call for call in before if call.gives(nn.LayerNorm, pooled)), None)
     dropout = next((call for call in before if call.gives(nn.Dropout, pooled)), None)
     averaged = norm.input if norm else pooled
     tapped = _find_map(before, averaged, image)
     if tapped is None:
-        raise ValueError(
+        raise UserError(
             f"backbone: {backbone} gives no score maps: what goes into its last layer {name!r} is not the "
             f"average of a feature map{_instead(before, averaged)}, so the layer cannot be applied to every "
             f"cell instead. {FITTING}"
@@ -187,7 +188,7 @@ def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor, Tens
     try:
         return _run_on(network, backbone, side, side)
     except _DoesNotRun as error:
-        raise ValueError(
+        raise UserError(
             f"backbone: {backbone} runs neither on an image of {PROBE_HEIGHT} x {PROBE_WIDTH} ({reason}) nor "
             f"of {side} x {side} ({error}). A network of another fixed size says so in its attribute "
             f"`image_size`."
@@ -234,7 +235,7 @@ def _run_on(network: nn.Module, backbone: str, height: int, width: int) -> tuple
         for handle in handles:
             handle.remove()
     if not isinstance(output, Tensor) or not output.isfinite().all():
-        raise ValueError(f"backbone: {backbone} gave {output!r:.80} for an image, expected finite logits")
+        raise UserError(f"backbone: {backbone} gave {output!r:.80} for an image, expected finite logits")
     return list(calls.values()), output, image
 
 

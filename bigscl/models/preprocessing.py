@@ -7,11 +7,12 @@ from typing import Any
 
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform, Interpolation, Resize
 from bigscl.models.backbones import import_callable, is_file
+from bigscl.user_error import UserError
 
 Color = tuple[float, float, float]
 
 
-class NoPreprocessing(ValueError):
+class NoPreprocessing(UserError):
     """Nobody has published how the images of these weights are prepared."""
 
 

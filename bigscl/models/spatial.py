@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bigscl.method.precision import at_least_float32
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import Head, Tap, find_head
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class SpatialClassifier(nn.Module):
     def __init__(self, network: nn.Module, head: Head, *, pooling: Pooling = "logits") -> None:
         super().__init__()
         if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling: found {pooling!r}, expected one of {get_args(Pooling)}")
+            raise UserError(f"pooling: found {pooling!r}, expected one of {get_args(Pooling)}")
         self.network = network
         self.head = head
         self.pooling = pooling
@@ -113,7 +114,7 @@ class SpatialClassifier(nn.Module):
             with torch.no_grad():
                 self.eval()(image)
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"{setting}: {side}, but the network takes images of {taken} x {taken}, not of that size "
                 f"({error}). Choose {taken}, or another size of the network in model.args (timm: "
                 f"`img_size: {side}`)."
@@ -150,7 +151,7 @@ class SpatialClassifier(nn.Module):
         As for `freeze_backbone`, wrap the model for distributed training after this, not before.
         """
         if not 0 <= count <= len(self.stages):
-            raise ValueError(f"freeze_stages: found {count}, this network has {len(self.stages)} stages")
+            raise UserError(f"freeze_stages: found {count}, this network has {len(self.stages)} stages")
         self._frozen_stages = count
         self._apply_freezing()
 
@@ -160,7 +161,7 @@ class SpatialClassifier(nn.Module):
         The statistics of a pretrained network are better than those of a short training on small batches.
         """
         if frozen and not any(isinstance(module, BATCH_NORMS) for module in self.network.modules()):
-            raise ValueError("freeze_statistics: this network has no batch normalisation")
+            raise UserError("freeze_statistics: this network has no batch normalisation")
         self._statistics_frozen = frozen
         self.train(self.training)
 

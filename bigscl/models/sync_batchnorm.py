@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor, nn
 
+from bigscl.user_error import UserError
+
 TOLERANCE = 1e-5
 
 
 def synchronize_batchnorm(network: nn.Module, size: int) -> None:
     """Replace the batch normalisation layers of a network by SyncBatchNorm, in place.
 
-    Raises ValueError if the network would compute something else then, as happens to layers of its own that
+    Raises UserError if the network would compute something else then, as happens to layers of its own that
     are derived from batch normalisation and do more.
     """
     images = torch.rand(1, 3, size, size, device=next(network.parameters()).device)
@@ -20,7 +22,7 @@ def synchronize_batchnorm(network: nn.Module, size: int) -> None:
             module.register_forward_pre_hook(_in_float32_if_empty)
     after = _evaluated(network, images)
     if not torch.allclose(before, after, rtol=TOLERANCE, atol=TOLERANCE):
-        raise ValueError(
+        raise UserError(
             f"hardware.sync_batchnorm: this network's logits change by up to "
             f"{(before - after).abs().max():.3g} when its layers are replaced by torch's SyncBatchNorm, so "
             f"some of them do more than normalise. Train it with sync_batchnorm: false."

@@ -14,6 +14,7 @@ from PIL import Image
 
 from bigscl.files import atomic_write
 from bigscl.store import Rows
+from bigscl.user_error import UserError
 
 Kind = Literal["annotated", "unannotated", "expected", "negative", "unknown"]
 """What the labels say of a class in an image. Where they are incomplete, others are expected or unknown."""
@@ -193,7 +194,7 @@ def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int 
     from matplotlib.figure import Figure
 
     if not samples or across < 1:
-        raise ValueError(f"picture: {len(samples)} samples, {across} across; expected at least one")
+        raise UserError(f"picture: {len(samples)} samples, {across} across; expected at least one")
     across = min(across, len(samples))
     tiles = 1 + max(len(sample.panels) for sample in samples)
     row_height = TILE + 2 * LINE + GAP
@@ -202,9 +203,7 @@ def figure_of(samples: Sequence[SamplePicture], *, title: str = "", across: int 
     width = across * tiles * (TILE + GAP) + across * GAP
     height = head + -(-len(samples) // across) * row_height + LEGEND
     if max(width, height) * DPI > MAX_PIXELS_PER_SIDE:
-        raise ValueError(
-            f"picture: {len(samples)} samples do not fit on one page; draw fewer, or more across"
-        )
+        raise UserError(f"picture: {len(samples)} samples do not fit on one page; draw fewer, or more across")
     figure = Figure(figsize=(width, height), dpi=DPI)
     # One coordinate system in inches from the top left: hundreds of axes would take minutes.
     axes = figure.add_axes((0, 0, 1, 1), frameon=False)

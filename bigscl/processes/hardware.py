@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from bigscl.user_error import UserError
+
 logger = logging.getLogger(__name__)
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -20,7 +22,7 @@ def usable_precision(wanted: str, device: torch.device) -> str:
     Some CPUs that report bf16 stop the process with an illegal instruction, so another process tries it.
     """
     if wanted == "fp16" and device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             f"hardware.precision: fp16 needs a GPU, this run is on {device.type}. Use bf16 or fp32."
         )
     if wanted == "bf16" and device.type == "cpu" and not _bf16_works():

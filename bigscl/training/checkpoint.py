@@ -13,12 +13,13 @@ from torch import Tensor
 
 from bigscl.files import naming
 from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
+from bigscl.user_error import UserError
 
 PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be resumed from; the message names the file and the reason."""
 
 

@@ -16,6 +16,7 @@ from bigscl.training.committed import committed_state, is_empty
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState
 from bigscl.training.run import Run, RunFolder, check_store, read_store
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 Choice = str
@@ -71,7 +72,7 @@ class CheckpointSearch:
         folder, store = self._run.folder, self._run.config.store
         known, paths = folder.read_id() or "", list_candidates(folder, self._choice)
         if store.kind == "memory" and paths:
-            raise ValueError(
+            raise UserError(
                 f"{folder.path}: its store was in memory (store.kind: memory) and ended with the "
                 f"process, so it cannot be resumed. Start again in another folder, with "
                 f"store.kind: disk if it should be."
@@ -178,7 +179,7 @@ def list_candidates(folder: RunFolder, choice: Choice) -> list[Path]:
     """Return the checkpoints to try, the best first."""
     newest_first = folder.checkpoints.paths()[::-1]
     if choice == "never" and newest_first:
-        raise ValueError(
+        raise UserError(
             f"{folder.path}: has checkpoints up to {newest_first[0].name}, and --resume is never. "
             f"Choose another run folder, or omit --resume to resume."
         )

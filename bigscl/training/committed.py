@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore, Snapshot, StoreError
+from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +60,7 @@ def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
 def find_snapshot(store: HeatmapStore, state: Mapping[str, Any]) -> int:
     """Return the retained snapshot that a state dict names."""
     if not isinstance(state.get("snapshot"), int) or not isinstance(state.get("run"), str):
-        raise ValueError(f"state: found {sorted(map(str, state))}, expected what Memory.state_dict returned")
+        raise UserError(f"state: found {sorted(map(str, state))}, expected what Memory.state_dict returned")
     retained = {snapshot.id: snapshot for snapshot in store.snapshots()}
     number, run = state["snapshot"], state["run"]
     if number not in retained:

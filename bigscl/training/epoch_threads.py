@@ -14,6 +14,7 @@ from bigscl.config import StoreConfig
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from bigscl.training.recalled import CheckedViews
 from bigscl.training.transfer import allocate_pinned, choose_device
+from bigscl.user_error import UserError
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
@@ -62,7 +63,7 @@ class EpochThreads:
 
     def _next(self, pairs: Iterator[Item]) -> Item | None:
         if self._closed:
-            raise ValueError("recall_ahead: the epoch has ended. Call recall_ahead again for the next one.")
+            raise UserError("recall_ahead: the epoch has ended. Call recall_ahead again for the next one.")
         return next(pairs, None)
 
     @property

@@ -13,6 +13,7 @@ from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
 from bigscl.method.losses import BASES
 from bigscl.method.selection import expected_counts
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def check_k(config: Config, val: Index | None) -> None:
     if positives.lengths.max(initial=0) > 1:
         return
     without = ", ".join(name for name, term in BASES.items() if not term.needs.k)
-    raise ValueError(
+    raise UserError(
         f"selection.K: auto is the mean number of positives of the validation images, but none of the "
         f"{val.num_samples:,} images of data.val names more than one class: K would be 1, and no class that "
         f"a label does not name would be expected. Give K as a number (--selection.K 1.5), or data.val with "

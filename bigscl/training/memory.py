@@ -50,6 +50,7 @@ from bigscl.training.recalled import (
 from bigscl.training.score_log import ScoreLog
 from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
+from bigscl.user_error import UserError
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
@@ -285,7 +286,7 @@ class Memory(Closing):
         in the frame of the view. Maps are not needed while only scores are kept.
         """
         if self._threads is None or recalled.source is not self._threads:
-            raise ValueError(
+            raise UserError(
                 "learn: these samples were recalled before the epoch ended or the state was loaded. Recall "
                 "them again."
             )
@@ -330,11 +331,11 @@ class Memory(Closing):
     def _check_prediction(self, recalled: Recalled, logits: Tensor, maps: Tensor | None) -> None:
         size, num_classes = len(recalled), self.store.spec.num_classes
         if logits.shape != (size, num_classes):
-            raise ValueError(f"logits: found {list(logits.shape)}, expected {[size, num_classes]}")
+            raise UserError(f"logits: found {list(logits.shape)}, expected {[size, num_classes]}")
         if maps is None and self.keeps_heatmaps:
-            raise ValueError("maps: missing, and the store keeps heatmaps. Pass the score maps [B,L,G,G].")
+            raise UserError("maps: missing, and the store keeps heatmaps. Pass the score maps [B,L,G,G].")
         if maps is not None and (maps.ndim != 4 or maps.shape[:2] != logits.shape):
-            raise ValueError(f"maps: found {list(maps.shape)}, expected {[size, num_classes, 'G', 'G']}")
+            raise UserError(f"maps: found {list(maps.shape)}, expected {[size, num_classes, 'G', 'G']}")
 
     def _note(self, rows: NDArray[np.int64]) -> None:
         self._visited[rows] = True
@@ -528,19 +529,19 @@ def divide_shards(learnt: Sequence[set[int]], num_shards: int) -> list[list[int]
 def _check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
     if not isinstance(annotations, Annotations):
         found = type(annotations).__name__
-        raise ValueError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
+        raise UserError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
     if not isinstance(settings, StoreConfig):
-        raise ValueError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
+        raise UserError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
     if positives_per_image is not None and not 0 < positives_per_image < math.inf:
-        raise ValueError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
+        raise UserError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
 
 
 def _check_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig:
     settings = checked(settings, "Memory")
     if settings.top is not None and settings.compact_after is None:
-        raise ValueError("compact_after: missing. Say after how many epochs the top classes are chosen.")
+        raise UserError("compact_after: missing. Say after how many epochs the top classes are chosen.")
     if drops_snapshots and settings.slots < 3:
-        raise ValueError(
+        raise UserError(
             f"slots: {settings.slots}, expected at least 3: the newest commit, the one that your checkpoint "
             f"names, and one to write to"
         )

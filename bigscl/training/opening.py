@@ -13,6 +13,7 @@ from bigscl.store import (
     open_backend,
     read_spec,
 )
+from bigscl.user_error import UserError
 
 
 def open_store(
@@ -84,12 +85,12 @@ def _writable_url(settings: StoreConfig, ranks: Transport, run: str) -> str:
     """Return where the store lives: on disk, in this process, or in memory that the ranks share."""
     if settings.kind == "disk":
         if settings.url is None:
-            raise ValueError("store.url: missing. Give the store a path, or choose kind memory.")
+            raise UserError("store.url: missing. Give the store a path, or choose kind memory.")
         return settings.url
     if settings.kind == "none":
-        raise ValueError("store.kind: none, expected disk or memory: a memory needs a store")
+        raise UserError("store.kind: none, expected disk or memory: a memory needs a store")
     if ranks.world_size == 1:
         return f"memory://{run}"
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) != ranks.world_size:
-        raise ValueError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
+        raise UserError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
     return f"/dev/shm/bigscl-{run}"

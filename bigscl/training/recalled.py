@@ -224,7 +224,7 @@ def sample_views_of(batch: Any) -> SampleViews:
         name: batch.get(name) if is_mapping else getattr(batch, name, None) for name in SampleViews._fields
     }
     if found["ids"] is None:
-        raise ValueError(
+        raise UserError(
             f"batch: found {type(batch).__name__} without `ids`. Give batches with `ids` and `views`, or "
             f"pass sample_views=lambda batch: bigscl.SampleViews(ids, views) to say where they are."
         )
@@ -232,7 +232,7 @@ def sample_views_of(batch: Any) -> SampleViews:
 
 
 def check_sample_views(sample_views: SampleViews) -> CheckedViews:
-    """Return ids, views and erased boxes as arrays and tensors; ValueError if they do not fit."""
+    """Return ids, views and erased boxes as arrays and tensors; UserError if they do not fit."""
     rows = as_rows(sample_views.ids)
     if len(np.unique(rows)) < len(rows):
         values, counts = np.unique(rows, return_counts=True)
@@ -244,12 +244,12 @@ def check_sample_views(sample_views: SampleViews) -> CheckedViews:
 
 
 def as_rows(ids: Ids) -> NDArray[np.int64]:
-    """Return sample ids as an array on the host; ValueError if they are none."""
+    """Return sample ids as an array on the host; UserError if they are none."""
     found = np.asarray(ids.cpu() if isinstance(ids, Tensor) else ids)
     if found.size == 0:
         found = found.astype(np.int64)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise ValueError(
+        raise UserError(
             f"ids: found {found.dtype} {list(found.shape)}, expected whole numbers [B]: rows of the index"
         )
     return found.astype(np.int64, copy=False)
@@ -260,11 +260,11 @@ def _as_boxes(name: str, boxes: Boxes, count: int, width: int) -> Tensor:
     if count == 0 and found.numel() == 0:
         return found.reshape(0, width)
     if found.shape != (count, width):
-        raise ValueError(f"{name}: found {list(found.shape)}, expected {[count, width]}, one row per sample")
+        raise UserError(f"{name}: found {list(found.shape)}, expected {[count, width]}, one row per sample")
     # Values on a GPU are not read back: the host would wait for it.
     if found.device.type == "cpu" and (bad := ~_fits(found)).any():
         row = [round(value, 4) for value in found[bad][0].tolist()]
-        raise ValueError(
+        raise UserError(
             f"{name}: found {row}, expected left, top, width, height as fractions in 0 to 1 of the "
             f"{'image, and 1 where mirrored, else 0' if width == 5 else 'view'}"
         )
@@ -280,7 +280,7 @@ def _fits(boxes: Tensor) -> Tensor:
     return fits
 
 
-class RepeatedSample(ValueError):
+class RepeatedSample(UserError):
     """A sample came up a second time in one epoch."""
 
 

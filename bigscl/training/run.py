@@ -59,13 +59,13 @@ def open_data(config: Config) -> Data:
     if val is not None and config.data.val_labels_file is not None:
         val = with_evaluation_labels(val, config.data.val_labels_file)
     if val is not None and val.class_names != train.class_names:
-        raise ValueError(
+        raise UserError(
             f"data.val: its {val.num_classes} classes are not the {train.num_classes} of data.train. "
             f"Both need the same classes.txt."
         )
     annotations = train.annotations(config.data.labels)
     if not len(annotations.classes):
-        raise ValueError(
+        raise UserError(
             "data.train: no image has a positive label. Give data.labels_file, or shards with labels."
         )
     return Data(

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.config import make_config
+from bigscl.config import ConfigError, make_config
 from bigscl.data.index import sample_ids
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.shards import expand
 from bigscl.errors import explain
 from bigscl.models.backbones import create_network
 from bigscl.processes.pool import map_in_processes
+from bigscl.store import StoreError
+from bigscl.user_error import UserError
 
 
 def error_of(call):
@@ -53,10 +55,10 @@ def test_a_mistake_found_in_another_process_is_one_line():
     assert "/nowhere/train-*.tar" in explain(error)
 
 
-@pytest.mark.parametrize(
-    ("package", "is_ours"), [("bigscl", True), ("", False), (None, False), ("bigsclnet", False)]
-)
-def test_a_module_that_python_m_runs_is_ours_by_its_package(package, is_ours):
-    names = {"__name__": "__main__", "__package__": package}
-    exec("def fail():\n    raise ValueError('the loss is nan')", names)
-    assert (explain(error_of(names["fail"])) == "the loss is nan") is is_ours
+def test_errors_of_the_store_are_one_line():
+    assert explain(StoreError("the store is gone")) == "the store is gone"
+
+
+def test_the_users_own_except_clauses_see_a_value_error():
+    assert issubclass(UserError, ValueError)
+    assert issubclass(ConfigError, UserError)
