@@ -16,6 +16,7 @@ from bigscl.store.evidence import StartValues
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
+from bigscl.user_error import UserError
 
 
 class StoreReader:

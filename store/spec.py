@@ -105,9 +105,9 @@ class GroupSpec:
         if self.top is not None and self.top < 1:
             raise UserError(f"top: {self.top}, expected at least 1")
         if self.slots < 2:
-            raise ValueError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
+            raise UserError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
         if self.debiased and not self.counts:
-            raise ValueError("debiased: true without counts; the debiased EMA needs them")
+            raise UserError("debiased: true without counts; the debiased EMA needs them")
         if self.generations < 1:
             raise UserError(f"generations: {self.generations}, expected at least 1")
 

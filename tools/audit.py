@@ -15,6 +15,7 @@ from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import class_name, name_of
 from bigscl.tools.tables import table_writer
 from bigscl.tools.text import counted, table, tell
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.evaluation.audit import Warmth
@@ -66,7 +67,7 @@ def command(
     Example: bigscl audit runs/mine -o suspicious.csv
     """
     if output is not None and output.exists() and not overwrite:
-        raise ValueError(f"{output}: already exists. Choose another name, or add --overwrite.")
+        raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     folder = _run_of(store)
     opened = open_store(store, None, storage)
     data = source.need("audit", store, opened.spec.fingerprint)
@@ -105,7 +106,7 @@ def _run_of(store: str) -> Path:
     own = Path(store)
     folder = own if (own / "config.yaml").is_file() else run_folder(store)
     if folder is None:
-        raise ValueError(
+        raise UserError(
             f"{locate(store)}: in no folder of a run, which an audit needs. Give the run's folder."
         )
     return folder
@@ -117,7 +118,7 @@ def _epochs(folder: Path, store: HeatmapStore, data: Data) -> dict[int, NDArray[
     next_epoch = store.snapshot.attributes.get("next_epoch", store.snapshot.epoch + 1)
     epochs = read_score_log(folder, data.annotations, next_epoch)
     if not epochs:
-        raise ValueError(
+        raise UserError(
             f"{folder}: has no scores of finished epochs in {folder / 'scores'}. Runs keep them with "
             f"log.score_classes above 0 and a store on disk; earlier revisions did not."
         )

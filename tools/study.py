@@ -17,6 +17,7 @@ from bigscl.files import read_json_object
 from bigscl.tools.progress import progress
 from bigscl.tools.running import Runner, launcher
 from bigscl.tools.score import Pooling
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -258,12 +259,12 @@ def _check_data(trials: Sequence[Trial]) -> None:
         if any(fields.get("boxes") for fields in found.values()):
             return
         if drawn := next((by for trial in trials if (by := _drawn_by(trial)) != "uniform"), None):
-            raise ValueError(
+            raise UserError(
                 f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
                 f"data.observed.by {drawn} draws labels. Choose uniform, or shards with boxes."
             )
         if trial.boxes:
-            raise ValueError(
+            raise UserError(
                 f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
                 f"pointing game needs. Add --no-boxes to skip it."
             )

@@ -17,6 +17,7 @@ from bigscl.data.index import Index
 from bigscl.data.observed import Chance, ObservedConfig
 from bigscl.data.reader import read_metadata
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def label_weights(index: Index, by: Chance, *, allow_pipe: bool = False) -> NDAr
     labelled = np.flatnonzero(full.lengths)
     without = np.add.reduceat(weights, full.offsets[labelled]) <= 0
     if without.all():
-        raise ValueError(
+        raise UserError(
             f"data.observed.by: {by}, but none of these {index.num_samples} samples has boxes of its labels. "
             f"Expected `boxes` in the json of the shards: [class, x0, y0, x1, y1] each, in 0 to 1. Choose "
             f"by: uniform, or shards with boxes."
@@ -73,9 +74,9 @@ def _box_weights(boxes: Any, by: Chance, index: Index, sample_id: int) -> list[t
     try:
         table = np.array(boxes, np.float64).reshape(len(boxes), 5)
         if not np.isfinite(table).all():
-            raise ValueError("not finite")
+            raise UserError("not finite")
     except (TypeError, ValueError):
-        raise ValueError(
+        raise UserError(
             f"{index.name(sample_id)}: boxes are {printable(str(boxes)[:80])}, expected a list of "
             f"[class, x0, y0, x1, y1]. Correct its json, and run `bigscl index` again."
         ) from None

@@ -145,7 +145,7 @@ class Index:
         return self.observed if which == "observed" else self.full_labels()
 
     def full_labels(self) -> Ragged:
-        """Return all positives; raise ValueError if the shards do not have them."""
+        """Return all positives; raise UserError if the shards do not have them."""
         if self.labels is None:
             raise UserError(
                 "labels: these shards do not carry the full labels of every sample (`labels` in its json). "

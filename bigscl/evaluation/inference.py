@@ -94,9 +94,7 @@ def predict(
         return None
     whole = concatenate(parts)
     if not whole:
-        raise ValueError(
-            "no image could be read: nothing to predict. See the warnings above for the reasons."
-        )
+        raise UserError("no image could be read: nothing to predict. See the warnings above for the reasons.")
     order = np.argsort(whole["ids"])
     return Predictions(
         ids=whole.pop("ids")[order],

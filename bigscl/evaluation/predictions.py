@@ -72,7 +72,7 @@ class SavedPredictions:
         if pooling == "plain":
             return self
         if self.map_logits is None or self.map_ranked is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.about['model']}: pooling map, but only plain logits were saved (by another tool, or "
                 f"before there was map pooling). Evaluate again, or choose --pooling plain."
             )
@@ -188,12 +188,12 @@ def _check(saved: SavedPredictions) -> None:
             continue
         if values.shape != shape or not np.issubdtype(values.dtype, kind):
             found = f"{values.dtype} {list(values.shape)}"
-            raise ValueError(f"{name} are {found}, expected {kind.__name__} {list(shape)}")
+            raise UserError(f"{name} are {found}, expected {kind.__name__} {list(shape)}")
     if (saved.map_logits is None) != (saved.map_ranked is None):
-        raise ValueError("map_logits and map_ranked: one is missing, expected both or none")
+        raise UserError("map_logits and map_ranked: one is missing, expected both or none")
     for ranked in (saved.ranked, saved.map_ranked):
         if ranked is not None and n and not (ranked.min() >= 0 and ranked.max() < num_classes):
-            raise ValueError(f"ranked has class {ranked.max()} of {num_classes}")
+            raise UserError(f"ranked has class {ranked.max()} of {num_classes}")
     if saved.labels is not None and not np.isin(saved.labels, (-1, 0, 1)).all():
         raise UserError("labels are not all 1, 0 or -1")
 

@@ -74,7 +74,7 @@ def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> Eval
     changed = replace(target.transform, **changes)
     if options.trained_pooling is not None:
         if target.config is not None:
-            raise ValueError("--trained-pooling: has no effect on a run, which has its own in model.pooling")
+            raise UserError("--trained-pooling: has no effect on a run, which has its own in model.pooling")
         target = replace(target, pooling=options.trained_pooling)
     if options.shorter is not None and changed.resize == "square":
         raise UserError("--shorter: has no effect with --resize square")

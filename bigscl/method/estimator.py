@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bigscl.method.sample_rows import SampleRows, check_bytes
 from bigscl.store import Annotations
-from bigscl.user_error import UserError
 
 # As published: observed positives start at 0.995, the rest between 0.4 and 0.6; ten times the network's rate.
 OBSERVED, LOW, HIGH = 0.995, 0.4, 0.6

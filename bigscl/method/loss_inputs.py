@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from bigscl.user_error import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -136,5 +138,5 @@ class LossTerm:
 def needed(name: str, value: Value | None) -> Value:
     """Return the value; ValueError if it is missing."""
     if value is None:
-        raise ValueError(f"{name}: missing, and this objective needs it")
+        raise UserError(f"{name}: missing, and this objective needs it")
     return value

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bigscl.processes.ranks import Ranks
+from bigscl.user_error import UserError
 
 MAX_BYTES = 8 * 2**30
 
@@ -79,7 +80,7 @@ class SampleRows:
 def check_bytes(base: str, needed: int, sum_of: str) -> None:
     """Refuse tables that do not fit into the memory of a process; `sum_of` says how they are made up."""
     if needed > MAX_BYTES:
-        raise ValueError(
+        raise UserError(
             f"objective.base: {base} keeps {sum_of} = {needed / 2**30:.1f} GB in every process, more than "
             f"{MAX_BYTES / 2**30:.0f} GB. Use en, which needs no memory in addition to the store."
         )

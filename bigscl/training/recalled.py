@@ -25,6 +25,7 @@ from bigscl.method.selection import Selection
 from bigscl.method.spatial_ranking import spatial_ranking
 from bigscl.store import MAX_COUNT
 from bigscl.training.annotated import AnnotatedClasses
+from bigscl.user_error import UserError
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -126,7 +127,7 @@ class Recalled:
         is `1 - mu^n`: nothing for a cell that was never seen.
         """
         if self.heatmaps is None or self.counts is None:
-            raise ValueError(
+            raise UserError(
                 "scl_corrected: this store does not count the visits of heatmap cells. It was created by an "
                 "earlier revision, or keeps scores only so far. Use consistency scl, or a new store.url."
             )

@@ -29,6 +29,7 @@ from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
 from bigscl.training.score_log import ScoreLog
+from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

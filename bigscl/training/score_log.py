@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bigscl.files import BadFile, atomic_write, parsing
 from bigscl.store import Annotations, Transport, choose_classes, on_rank_zero
+from bigscl.user_error import UserError
 
 FOLDER = "scores"
 LETTERS = 16
@@ -75,7 +76,7 @@ def _read(file: Path, annotations: Annotations) -> NDArray[Any]:
     with parsing(file, "scores of an epoch", "Delete it; the audit does without that epoch."):
         pairs: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
         if pairs.dtype != pair_type(annotations.num_classes) or pairs.ndim != 2:
-            raise ValueError(f"{pairs.dtype} {list(pairs.shape)}")
+            raise UserError(f"{pairs.dtype} {list(pairs.shape)}")
     if len(pairs) != annotations.num_samples:
         raise BadFile(
             f"{file}: has {len(pairs)} samples, expected {annotations.num_samples}. Delete it; the audit "
