@@ -22,10 +22,12 @@ METHODS = {
     "an": "AN (assume negative)",
     "en": "EN (expected negative)",
     "cl": "EN + CL",
-    "scl": "EN + SCL (the method)",
+    "scl": "EN + SCL (the paper)",
+    "scl_plus": "SCL+ (our recipe)",
     "bce": "oracle (all labels known)",
 }
 EXPLAINED = """\
+SCL+: EN + SCL with the surest mined labels as positives, mined by heatmaps too, and corrected targets.
 over ...: difference from that row with its 95% interval over test images (bigscl compare); one seed only.
 F1: of scores of at least 0.5.
 mined: labels that the memory found beyond the given ones: the share of them that are right (precision), and
@@ -48,7 +50,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Make scenes of digits, pretrain, train five ways from one label per image, and compare them.
+    """Make scenes of digits, pretrain, train six ways from one label per image, and compare them.
 
     Each command is shown before it runs, so that you can repeat it. Run the quickstart again to resume it:
     finished steps are skipped. Example: bigscl quickstart --seed 1 quickstart-1

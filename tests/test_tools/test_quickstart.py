@@ -58,7 +58,7 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
 def test_unknown_methods_are_refused():
     result = CliRunner().invoke(app, ["quickstart", "--methods", "an,magic"])
     assert isinstance(result.exception, ValueError)
-    assert "expected some of an, en, cl, scl, bce" in str(result.exception)
+    assert "expected some of an, en, cl, scl, scl_plus, bce" in str(result.exception)
 
 
 def test_the_table_shows_f1_intervals_and_mined_labels_beside_the_map(tmp_path):
