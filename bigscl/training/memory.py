@@ -5,10 +5,8 @@ The trainer and other people's loops use it in the same way. It knows nothing of
 
 # Shapes: B batch, L classes, G side of the score map.
 
-import json
-import math
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -17,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.config import RankBy, StoreConfig, checked
+from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
 from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
@@ -33,14 +31,13 @@ from bigscl.store import (
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.committed import committed_state, find_empty, find_snapshot, is_empty
 from bigscl.training.epoch_threads import EpochThreads, announced
-from bigscl.training.opening import open_store
+from bigscl.training.epoch_visits import EpochVisits
+from bigscl.training.opening import check_arguments, check_store, checked_settings, open_store
 from bigscl.training.recalled import (
-    ONCE,
     Boxes,
     CheckedViews,
     Ids,
     Recalled,
-    RepeatedSample,
     SampleViews,
     as_rows,
     check_sample_views,
@@ -72,10 +69,6 @@ class Memory(Closing):
     rank in an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`,
     `load_state_dict`, `reset` and `drop_snapshots`.
     """
-
-    # Invariant: `_visited` are the rows that this epoch has learnt or skipped, on this rank or before the
-    # memory was opened. A row is recalled and learnt only while it is not among them, so that what is
-    # recalled is what the epoch before has left, whatever the threads have written meanwhile.
 
     def __init__(
         self,
@@ -109,8 +102,7 @@ class Memory(Closing):
         where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
         `drops_snapshots` each commit drops the snapshots that no state dict needs, see `state_dict`.
         """
-        _check_arguments(annotations, settings, positives_per_image)
-        self._rank_by = rank_by
+        check_arguments(annotations, settings, positives_per_image)
         self._rule = None
         if positives_per_image is not None:
             self._rule = SelectionRule(
@@ -120,7 +112,7 @@ class Memory(Closing):
                 per_class=k_per_class,
                 asserted=asserted,
             )
-        self._settings = _check_settings(settings, drops_snapshots)
+        self._settings = checked_settings(settings, drops_snapshots)
         self._annotations = annotations
         self._device = torch.device(device)
         self._ranks = ranks or process_group()
@@ -138,8 +130,7 @@ class Memory(Closing):
         )
         self._annotated = AnnotatedClasses(annotations, self._device)
         try:
-            self._check_size(heatmap_size)
-            self._check_ranking()
+            check_store(self.store, heatmap_size, rank_by)
             self._start(epoch)
         except BaseException:
             self.store.close()
@@ -151,25 +142,9 @@ class Memory(Closing):
     def _new_name(self) -> str:
         return on_rank_zero(self._ranks, lambda: f"own-loop-{uuid.uuid4().hex[:12]}".encode()).decode()
 
-    def _check_size(self, heatmap_size: int) -> None:
-        if self.store.spec.heatmap_size != heatmap_size:
-            raise StoreError(
-                f"{self.store.backend.url}: has heatmaps of side {self.store.spec.heatmap_size}, found "
-                f"heatmap_size {heatmap_size}. Use another store.url, or the size that it was created with."
-            )
-
-    def _check_ranking(self) -> None:
-        if self.store.group.ranking != (self._rank_by == "spatial"):
-            kept = "spatial" if self.store.group.ranking else "score"
-            raise StoreError(
-                f"{self.store.backend.url}: was created to rank by {kept}, found {self._rank_by}. Use "
-                f"selection.by: {kept}, or another store.url."
-            )
-
     def _start(self, epoch: int | None = None) -> None:
         """Stand where the store's snapshot stands."""
-        snapshot = self.store.snapshot
-        committed = committed_state(snapshot, self.store.spec.num_classes)
+        committed = committed_state(self.store.snapshot, self.store.spec.num_classes)
         self.epoch = committed.next_epoch if epoch is None else epoch
         """The epoch that is being learnt, or comes next."""
         selection = committed.selection if self._rule is None else self._rule.completed(committed.selection)
@@ -177,23 +152,8 @@ class Memory(Closing):
         """The expected positives of this epoch."""
         self.class_ratios = committed.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""
-        within = snapshot.epoch == self.epoch
-        self._visited = np.zeros(self.store.spec.num_rows, bool)
-        if within:
-            self._visited = self._read_visited()
-            self._visited[committed.skipped] = True
-        self._skipped = committed.skipped if within and self._ranks.rank == 0 else []
-        self._shards_learnt: set[int] = set()
+        self._visits = EpochVisits(self.store, self.epoch, committed.skipped, self._ranks)
         self._is_dirty = False
-
-    def _read_visited(self) -> NDArray[np.bool_]:
-        """Return the rows stamped with this epoch; rank 0 reads them, as the stamps are a file per shard."""
-
-        def read() -> bytes:
-            return np.packbits(self.store.visited() == self.epoch).tobytes()
-
-        packed = np.frombuffer(on_rank_zero(self._ranks, read), np.uint8)
-        return np.unpackbits(packed, count=self.store.spec.num_rows).astype(bool)
 
     @property
     def keeps_heatmaps(self) -> bool:
@@ -210,13 +170,13 @@ class Memory(Closing):
     @property
     def visited(self) -> NDArray[np.bool_]:
         """Rows that this epoch has learnt or skipped: on this rank, or before the memory was opened."""
-        return self._visited.copy()
+        return self._visits.rows.copy()
 
     def is_new(self, ids: Ids) -> NDArray[np.bool_]:
         """Return for each sample whether this epoch has not learnt or skipped it yet, as `visited`."""
         rows = as_rows(ids)
         self.store.check_ids(rows)
-        had: NDArray[np.bool_] = self._visited[rows]
+        had: NDArray[np.bool_] = self._visits.rows[rows]
         return ~had
 
     def plan(self, *, batch_size: int, seed: int = 0, workers: int = 0, shuffle_buffer: int = 1000) -> Plan:
@@ -234,7 +194,7 @@ class Memory(Closing):
             world_size=self._ranks.world_size,
             workers=workers,
             shuffle_buffer=shuffle_buffer,
-            visited=self._visited if self._visited.any() else None,
+            visited=self._visits.rows if self._visits.rows.any() else None,
         )
 
     # A step
@@ -245,7 +205,7 @@ class Memory(Closing):
         `views` [B,5] and `erased` [B,4]: see `SampleViews`.
         """
         sample_views = self._checked(SampleViews(ids, views, erased))
-        self._check_new(sample_views.rows)
+        self._visits.check_new(sample_views.rows)
         threads = self._open_threads()
         return self._recalled(threads.read(sample_views.rows), sample_views, threads)
 
@@ -265,7 +225,7 @@ class Memory(Closing):
             if isinstance(found, Exception):
                 raise found
             batch, seen = found
-            self._check_new(seen.rows)
+            self._visits.check_new(seen.rows)
             yield batch, self._recalled(rows, seen, threads)
 
     def _recalled(self, rows: Rows, sample_views: CheckedViews, threads: EpochThreads) -> Recalled:
@@ -290,11 +250,12 @@ class Memory(Closing):
                 "learn: these samples were recalled before the epoch ended or the state was loaded. Recall "
                 "them again."
             )
-        self._check_new(recalled.rows)
+        self._visits.check_new(recalled.rows)
         self._check_prediction(recalled, logits, maps)
         arrays, ready = to_host(updated_averages(recalled, logits, maps, self._settings))
         self._threads.writeback.put(recalled.rows, Update(**arrays), ready=ready)
-        self._note(recalled.rows)
+        self._visits.note(recalled.rows)
+        self._is_dirty = True
 
     def skip(self, ids: Ids) -> None:
         """Let samples keep their rows in this epoch, such as images that cannot be read.
@@ -303,10 +264,10 @@ class Memory(Closing):
         """
         rows = as_rows(ids)
         if len(rows):
-            self._check_new(self._checked(SampleViews(rows)).rows)
+            self._visits.check_new(self._checked(SampleViews(rows)).rows)
             self._open_threads().writeback.skip(rows)
-            self._note(rows)
-            self._skipped += rows.tolist()
+            self._visits.note(rows, skipped=True)
+            self._is_dirty = True
 
     def flush(self) -> None:
         """Return when all that was learnt is written."""
@@ -323,11 +284,6 @@ class Memory(Closing):
         self.store.check_ids(found.rows)
         return found
 
-    def _check_new(self, rows: NDArray[np.int64]) -> None:
-        if self._visited[rows].any():
-            sample = rows[self._visited[rows]][0]
-            raise RepeatedSample(f"sample {sample} comes a second time in epoch {self.epoch}. {ONCE}")
-
     def _check_prediction(self, recalled: Recalled, logits: Tensor, maps: Tensor | None) -> None:
         size, num_classes = len(recalled), self.store.spec.num_classes
         if logits.shape != (size, num_classes):
@@ -336,11 +292,6 @@ class Memory(Closing):
             raise UserError("maps: missing, and the store keeps heatmaps. Pass the score maps [B,L,G,G].")
         if maps is not None and (maps.ndim != 4 or maps.shape[:2] != logits.shape):
             raise UserError(f"maps: found {list(maps.shape)}, expected {[size, num_classes, 'G', 'G']}")
-
-    def _note(self, rows: NDArray[np.int64]) -> None:
-        self._visited[rows] = True
-        self._shards_learnt.update(np.unique(rows // self.store.spec.rows_per_shard).tolist())
-        self._is_dirty = True
 
     def _open_threads(self) -> EpochThreads:
         self._check_start()
@@ -366,7 +317,7 @@ class Memory(Closing):
         self._check_start()
         self.flush()
         self._close_threads()
-        self._select(self._divide_shards(), score_log)
+        self._select(self._visits.divide_shards(), score_log)
         if score_log is not None:
             self.check_lease()
             score_log.write(self.epoch)
@@ -382,7 +333,7 @@ class Memory(Closing):
         """Make what was learnt so far permanent, within the epoch."""
         self._check_start()
         self.flush()
-        self._divide_shards()
+        self._visits.divide_shards()
         self._commit(step, next_epoch=self.epoch)
         self._drop_unneeded()
 
@@ -391,30 +342,13 @@ class Memory(Closing):
         attributes: dict[str, Any] = {
             "selection": self.selection.to_json(),
             "next_epoch": next_epoch,
-            "skipped": [] if ended else self._all_skipped(),
+            "skipped": [] if ended else self._visits.all_skipped(),
             "momentum": self._settings.momentum,
         }
         if self.class_ratios is not None:
             attributes["class_ratios"] = self.class_ratios.tolist()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
-
-    def _all_skipped(self) -> list[int]:
-        """Return the samples that any rank has skipped in this epoch, on rank 0; an empty list elsewhere."""
-        parts = self._ranks.gather(json.dumps(self._skipped).encode()) or []
-        return sorted({sample for part in parts for sample in json.loads(part)})
-
-    def _divide_shards(self) -> list[int]:
-        """Return the shards whose scores this rank reads; refuse a shard that two ranks have learnt."""
-        parts = self._ranks.gather(json.dumps(sorted(self._shards_learnt)).encode())
-
-        def divide() -> bytes:
-            assert parts is not None
-            learnt = [set(json.loads(part)) for part in parts]
-            return json.dumps(divide_shards(learnt, self.store.spec.num_shards)).encode()
-
-        divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
-        return divided[self._ranks.rank]
 
     def _select(self, shards: list[int], score_log: ScoreLog | None) -> None:
         """Select the expected positives of the next epoch, and note the scores of this one on the way."""
@@ -504,45 +438,3 @@ class Memory(Closing):
         if self._threads is not None:
             self._threads.close()
             self._threads = None
-
-
-# Pure parts
-
-
-def divide_shards(learnt: Sequence[set[int]], num_shards: int) -> list[list[int]]:
-    """Return for each rank the shards that it has learnt, and its part of those that no rank has learnt."""
-    owner: dict[int, int] = {}
-    for rank, shards in enumerate(learnt):
-        for shard in sorted(shards):
-            if owner.setdefault(shard, rank) != rank:
-                raise StoreError(
-                    f"shard {shard}: ranks {owner[shard]} and {rank} have learnt samples of it in one epoch, "
-                    f"and one would overwrite the other's. Give each shard to one rank, as "
-                    f"`memory.plan(...)` and `wds.split_by_node` do."
-                )
-    idle = [shard for shard in range(num_shards) if shard not in owner]
-    for place, shard in enumerate(idle):
-        owner[shard] = place % len(learnt)
-    return [sorted(shard for shard, own in owner.items() if own == rank) for rank in range(len(learnt))]
-
-
-def _check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
-    if not isinstance(annotations, Annotations):
-        found = type(annotations).__name__
-        raise UserError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
-    if not isinstance(settings, StoreConfig):
-        raise UserError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
-    if positives_per_image is not None and not 0 < positives_per_image < math.inf:
-        raise UserError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
-
-
-def _check_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig:
-    settings = checked(settings, "Memory")
-    if settings.top is not None and settings.compact_after is None:
-        raise UserError("compact_after: missing. Say after how many epochs the top classes are chosen.")
-    if drops_snapshots and settings.slots < 3:
-        raise UserError(
-            f"slots: {settings.slots}, expected at least 3: the newest commit, the one that your checkpoint "
-            f"names, and one to write to"
-        )
-    return settings

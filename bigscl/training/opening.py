@@ -1,13 +1,15 @@
 """Open the store of a memory for writing, and create it if there is none."""
 
+import math
 import os
 from typing import TypedDict
 
-from bigscl.config import StoreConfig
+from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.store import (
     Annotations,
     HeatmapStore,
     NotAStore,
+    StoreError,
     Transport,
     on_rank_zero,
     open_backend,
@@ -94,3 +96,45 @@ def _writable_url(settings: StoreConfig, ranks: Transport, run: str) -> str:
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) != ranks.world_size:
         raise UserError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
     return f"/dev/shm/bigscl-{run}"
+
+
+# What a memory is given
+
+
+def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None:
+    """Refuse a store that was created for other heatmaps or another ranking."""
+    if store.spec.heatmap_size != heatmap_size:
+        raise StoreError(
+            f"{store.backend.url}: has heatmaps of side {store.spec.heatmap_size}, found "
+            f"heatmap_size {heatmap_size}. Use another store.url, or the size that it was created with."
+        )
+    if store.group.ranking != (rank_by == "spatial"):
+        kept = "spatial" if store.group.ranking else "score"
+        raise StoreError(
+            f"{store.backend.url}: was created to rank by {kept}, found {rank_by}. Use "
+            f"selection.by: {kept}, or another store.url."
+        )
+
+
+def check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
+    """Refuse arguments of other types, which users pass by mistake."""
+    if not isinstance(annotations, Annotations):
+        found = type(annotations).__name__
+        raise UserError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
+    if not isinstance(settings, StoreConfig):
+        raise UserError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
+    if positives_per_image is not None and not 0 < positives_per_image < math.inf:
+        raise UserError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
+
+
+def checked_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig:
+    """Return the settings; UserError if they do not fit a memory that a user opens."""
+    settings = checked(settings, "Memory")
+    if settings.top is not None and settings.compact_after is None:
+        raise UserError("compact_after: missing. Say after how many epochs the top classes are chosen.")
+    if drops_snapshots and settings.slots < 3:
+        raise UserError(
+            f"slots: {settings.slots}, expected at least 3: the newest commit, the one that your checkpoint "
+            f"names, and one to write to"
+        )
+    return settings

@@ -10,7 +10,8 @@ import torch
 from bigscl.config import ConfigError, StoreConfig
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.store.testing import PipeTransport
-from bigscl.training.memory import Memory, divide_shards
+from bigscl.training.epoch_visits import divide_shards
+from bigscl.training.memory import Memory
 from bigscl.training.recalled import RepeatedSample, SampleViews
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations
 
