@@ -2,6 +2,8 @@
 
 # Shapes: N rows, P annotated positives, B batch, L classes.
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,13 @@ class AnnotatedClasses:
         self._classes = torch.cat([classes, classes.new_zeros(1)]).to(device)
         most = int((annotations.offsets[1:] - annotations.offsets[:-1]).max(initial=0))
         self._places = torch.arange(most, device=device)
+
+    def to(self, device: torch.device) -> "AnnotatedClasses":
+        """Return the same on another device."""
+        moved = copy(self)
+        moved._offsets, moved._classes = self._offsets.to(device), self._classes.to(device)
+        moved._places = self._places.to(device)
+        return moved
 
     def of(self, ids: Tensor) -> Tensor:
         """Return the annotated positives of some rows, bool [B,L]; the host does not wait for the device."""

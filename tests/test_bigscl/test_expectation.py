@@ -39,7 +39,7 @@ def test_auto_is_refused_if_validation_images_name_one_class(one_label):
     message = str(refused.value)
     assert "--selection.K 1.5" in message
     assert "full labels" in message
-    assert "(bce, an, an_ls, wan)" in message
+    assert "(bce, an, an_ls, wan, focal, " in message
 
 
 def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_labels):
