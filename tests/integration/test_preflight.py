@@ -65,7 +65,8 @@ def test_rehearsal_measures_every_kind_of_epochs_and_touches_no_run(tmp_path, sh
         assert kind["bound"] == slowest
         assert set(kind["waits"]) == {"data", "heatmaps", "writeback"}
     found = {(one["precision"], one["quantity"]): one for one in facts["differences"]}
-    assert set(found) == {("fp32", name) for name in ("logits", "loss", "gradient", "scores", "heatmaps")}
+    compared = ("logits", "loss", "gradient", "scores", "heatmaps", "counts", "visits")
+    assert set(found) == {("fp32", name) for name in compared}
     assert all(one["found"] <= one["tolerance"] for one in found.values())
     # In single precision something differs: the reference is not the device itself.
     assert found["fp32", "logits"]["found"] > 0
