@@ -53,6 +53,8 @@ class SelectionRule:
         `chunks` are what samples are ranked by: each rank gives those of its own shards. `ratios` are K of
         each class by the selection before; without them every class has K.
         """
+        # A run that was resumed without `per_class` has ratios from before.
+        ratios = ratios if self.per_class else None
         counts = annotations.counts()
         used = np.full(len(counts), self.positives_per_image) if ratios is None else ratios
         num_expected = expected_counts(counts, used)

@@ -136,6 +136,20 @@ def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
     assert_same_rows(rows_at(tmp_path / "parts"), rows_at(tmp_path / "whole"))
 
 
+def test_ratios_of_a_run_that_is_resumed_without_k_per_class_are_forgotten(tmp_path):
+    with open_memory(tmp_path / "store", k_per_class=True) as memory:
+        train_epoch(memory)
+        memory.end_epoch()
+        state = memory.state_dict()
+        assert (memory.class_ratios != K).any()
+    with open_memory(tmp_path / "store", snapshot=state["snapshot"]) as memory:
+        train_epoch(memory)
+        memory.end_epoch()
+        assert memory.class_ratios is None
+        num_expected = memory.selection.num_expected.numpy()
+    np.testing.assert_array_equal(num_expected, np.rint(K * ANNOTATIONS.counts()))
+
+
 def test_a_store_that_ranks_in_another_way_is_refused(tmp_path):
     with open_memory(tmp_path / "store") as memory:
         train_epoch(memory)
