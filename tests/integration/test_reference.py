@@ -14,6 +14,7 @@ from bigscl.config import load_config
 from bigscl.method.selection import Selection
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.reference import Reference
+from tests.integration.reference_plus import ReferencePlus
 from tests.integration.runs import (
     assert_same_runs,
     assert_same_weights,
@@ -108,3 +109,29 @@ def test_two_accumulated_batches_equal_one_of_twice_the_size(tmp_path, plain, sh
     assert_same_halves(found.scores, expected.scores)
     np.testing.assert_array_equal(found.classes, expected.classes)
     assert_same_halves(found.heatmaps, expected.heatmaps)
+
+
+PLUS = {
+    "objective": {"base": "enp", "consistency": "scl_corrected"},
+    "selection": {"K": 1.7, "by": "spatial", "per_class": True},
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_scl_plus_equals_its_equations(tmp_path, shards, processes):
+    """Its ranking is a square root of stored values: a rounding error can move it by more than one step."""
+    config = write_config(tmp_path / "run.yaml", shards, **PLUS)
+    train(config, processes=processes)
+    index = index_of(shards)
+    reference = ReferencePlus(load_config(config), index, processes).train()
+    store = store_of(tmp_path / "run", shards)
+    rows = store.read(index.ids())
+    assert_same_halves(rows.scores, reference.scores)
+    assert_same_halves(spread(rows.heatmaps, rows.classes, index.num_classes), reference.heatmaps)
+    np.testing.assert_array_equal(rows.counts, reference.looks)
+    ranked_by = np.array([reference.ranked_by(row) for row in range(len(rows))])
+    found = rows.ranked_by().copy()
+    found[reference.annotated] = 1
+    np.testing.assert_allclose(found, ranked_by, atol=2e-3)
+    np.testing.assert_allclose(store.snapshot.attributes["class_ratios"], reference.ratios, rtol=1e-9)
+    assert_same_weights(weights_of(tmp_path / "run"), reference.epochs[-1]["weights"], WEIGHTS)
