@@ -21,7 +21,9 @@ def learning_rate(
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
+    rate = final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
+    # A rounding error must not lift the first rate above the peak.
+    return min(max(rate, min(peak, final)), max(peak, final))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bigscl.method.schedule import Phase, Ramp, Schedule, learning_rate
@@ -27,6 +27,7 @@ def test_decay_is_half_a_cosine_down_to_the_final_rate():
 @given(
     total=st.integers(1, 500), warmup=st.integers(0, 100), peak=st.floats(1e-6, 1.0), share=st.floats(0, 1)
 )
+@example(total=1, warmup=0, peak=0.4696438008538541, share=0.3515625)
 def test_rate_rises_then_falls_between_its_bounds(total, warmup, peak, share):
     final = share * peak
     rates = [
