@@ -1,15 +1,16 @@
 """Objects that are closed at the end of a `with` block."""
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """Calls `close` at the end of a `with` block, also after an error."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the object holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
