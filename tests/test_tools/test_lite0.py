@@ -52,3 +52,20 @@ def test_its_early_blocks_can_be_frozen():
         name.startswith(("_blocks.11", "_blocks.12", "_blocks.13", "_blocks.14", "_blocks.15", "_bn1"))
         for name in changed
     )
+
+
+def test_under_autocast_the_trained_depthwise_convolutions_stay_in_float32():
+    model = build_model("bigscl.models.lite0:pretrained", 20)
+    model.freeze_stages(12)
+    model.train()
+    kinds = {}
+    for index, block in enumerate(model.network._blocks):
+        block._depthwise_conv.register_forward_hook(
+            lambda _, inputs, output, index=index: kinds.__setitem__(index, output.dtype)
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images(64)).logits.sum().backward()
+    assert {index for index, kind in kinds.items() if kind == torch.float32} == {11, 12, 13, 14, 15}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(images(64))
+    assert set(kinds.values()) == {torch.bfloat16}
