@@ -7,6 +7,7 @@ from bigscl.store.annotations import Annotations
 from bigscl.store.backends import Backend, LocalBackend, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
+from bigscl.store.evidence import StartValues
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes
 from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes
@@ -59,6 +60,7 @@ __all__ = [
     "SingleProcess",
     "Snapshot",
     "SnapshotLog",
+    "StartValues",
     "StorageOptions",
     "StoreError",
     "StoreSpec",

@@ -31,14 +31,19 @@ def compacted_group(
     if old.top is not None and top > old.top:
         raise UserError(f"top: {top}, but only {old.top} classes per image are there")
     return replace(
-        old,
-        # A number that no other writer chooses, even one that was frozen in a compaction of its own.
-        name=f"arrays-{int(old.name.split('-')[1]) + generation:03d}",
-        generations=GENERATIONS,
+        rewritten_group(old, generation),
         layout="topk",
         top=top,
         slots=slots or old.slots,
         codec=codec or old.codec,
+    )
+
+
+def rewritten_group(old: GroupSpec, generation: int) -> GroupSpec:
+    """The array group in which a writer rewrites all rows of another."""
+    # A number that no other writer chooses, even one that was frozen in a rewriting of its own.
+    return replace(
+        old, name=f"arrays-{int(old.name.split('-')[1]) + generation:03d}", generations=GENERATIONS
     )
 
 

@@ -14,7 +14,7 @@ from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
 from bigscl.store.closing import Closing
-from bigscl.store.compact import check_top, compact_rows, compacted_group
+from bigscl.store.compact import check_top, compact_rows, compacted_group, rewritten_group
 from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.layout import annotated_mask, free_slot
 from bigscl.store.lease import Lease
@@ -41,7 +41,7 @@ from bigscl.store.snapshots import (
     unpack,
     with_versions,
 )
-from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
+from bigscl.store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 from bigscl.store.waiting import POLL_SECONDS, Check, nothing
@@ -405,19 +405,49 @@ class HeatmapStore(StoreReader, Closing):
         self._check_writable()
         assert self.annotations is not None
         check_top(self.annotations, top)
+        group = compacted_group(self._arrays.spec, self._snapshot.generation, top, slots, codec)
+        return self._rewrite(group, self._compacted, self._snapshot.attributes, progress)
+
+    def add_counts(
+        self,
+        counts: Callable[[int, Rows], Array],
+        attributes: Mapping[str, Any],
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> Snapshot:
+        """Add the visits of heatmap cells to a store that did not count them, as one new snapshot.
+
+        `counts` gives those of a shard, whose rows it gets. Until the commit the store is as it was;
+        `drop_snapshots` then deletes the old arrays.
+        """
+        self._check_writable()
+        group = replace(rewritten_group(self._arrays.spec, self._snapshot.generation), counts=True)
+
+        def counted(group: GroupSpec, shard: int, rows: Rows) -> Rows:
+            return replace(rows, counts=counts(shard, rows))
+
+        return self._rewrite(group, counted, attributes, progress)
+
+    def _rewrite(
+        self,
+        group: GroupSpec,
+        change: Callable[[GroupSpec, int, Rows], Rows],
+        attributes: Mapping[str, Any],
+        progress: Callable[[int], None],
+    ) -> Snapshot:
+        """Write `change(group, shard, rows)` of all shards into a new array group, as one new snapshot."""
         if self._pending:
             raise StoreError(
-                f"{self.backend.url}: commit before compacting: {len(self._pending)} shards pending"
+                f"{self.backend.url}: commit before rewriting: {len(self._pending)} shards pending"
             )
-        old = self._arrays
-        new_spec = compacted_group(old.spec, self._snapshot.generation, top, slots, codec)
-        new = self._create_group(new_spec)
+        new = self._create_group(group)
         wanted = [shard for shard, slot in enumerate(self._snapshot.slots) if slot >= 0]
         share = wanted[self._transport.rank :: self._transport.world_size]
         slot = new.spec.slots_of(self._snapshot.generation)[0]
 
         def rewrite(shard: int) -> tuple[int, Written]:
-            return shard, Written(slot, new.write(shard, slot, self._compacted(new, shard)))
+            digests = self._snapshot.digests_of(shard)
+            rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
+            return shard, Written(slot, new.write(shard, slot, change(new.spec, shard, rows)))
 
         try:
             for done, (shard, written) in enumerate(in_order(rewrite, share), 1):
@@ -426,7 +456,7 @@ class HeatmapStore(StoreReader, Closing):
         except Exception as error:
             self._failure = error
         try:
-            return self._commit(new, self._snapshot.epoch, self._snapshot.step, self._snapshot.attributes)
+            return self._commit(new, self._snapshot.epoch, self._snapshot.step, attributes)
         except BaseException:
             self._pending = {}
             self._failure = None
@@ -445,12 +475,10 @@ class HeatmapStore(StoreReader, Closing):
         on_rank_zero(self._transport, make)
         return ArrayGroup.open(self.backend, self.spec, group.name, read_only=False)
 
-    def _compacted(self, new: ArrayGroup, shard: int) -> Rows:
+    def _compacted(self, group: GroupSpec, shard: int, rows: Rows) -> Rows:
         assert self.annotations is not None
-        digests = self._snapshot.digests_of(shard)
-        rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
-        return compact_rows(rows, annotated, self.spec, new.spec)
+        return compact_rows(rows, annotated, self.spec, group)
 
     # Tracked samples
 

@@ -123,6 +123,8 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     check_k(config, val)
     found = positives_per_image(config, val)
     assert found is not None
+    if found == "auto":
+        return {"positives_per_image": found}
     return asdict(expectation(found, train.annotations(data.labels).counts(), train.num_samples))
 
 
@@ -244,9 +246,9 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _expected_line(expected: dict[str, Any]) -> str:
-    from bigscl.training.expectation import Expectation
+    from bigscl.training.expectation import ESTIMATED, Expectation
 
-    return str(Expectation(**expected))
+    return ESTIMATED if expected["positives_per_image"] == "auto" else str(Expectation(**expected))
 
 
 def _store_lines(facts: dict[str, Any]) -> list[str]:

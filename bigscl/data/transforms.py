@@ -74,6 +74,13 @@ class TrainingTransform:
         """Whether boxes may be erased."""
         return self.erase is not None
 
+    def geometry(self, sample_id: int, *, width: int, height: int) -> tuple[tuple[float, ...], Fractions]:
+        """Return the view and the erased box of an image of this size, as in its TransformedImage."""
+        drawn = {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
+        view = self.crop.view(**drawn, width=width, height=height).fractions()
+        box = None if self.erase is None else self.erase.box(self.size, **drawn)
+        return view, (0.0, 0.0, 0.0, 0.0) if box is None else _shares(box, self.size)
+
     def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
         """Return the image in the view and colours of this epoch."""
         height, width = image.shape[1:]

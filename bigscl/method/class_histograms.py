@@ -79,7 +79,12 @@ def lowest_cuts(counts: Counts, share: float) -> NDArray[np.float16]:
 
 
 def class_priors(counts: Counts, delta: float, tau: float) -> NDArray[np.float64]:
-    """Estimate the share of images that have each class, from histograms of predictions [K,L,bins].
+    """Estimate the share of images that have each class, from histograms of predictions [K,L,bins]."""
+    return best_bin_priors(counts.sum(0), counts[POSITIVE], delta, tau)
+
+
+def best_bin_priors(images: Counts, observed: Counts, delta: float, tau: float) -> NDArray[np.float64]:
+    """Estimate the share of images that have each class, from histograms [L,bins] of all and of named images.
 
     CRISP's estimator (Liu et al. 2023, theorem 4.1): of thresholds z, let q(z) be the share of all images at
     or above z and p(z) that of the observed positives. The prior is q(z) / p(z) at the z that minimises an
@@ -87,7 +92,7 @@ def class_priors(counts: Counts, delta: float, tau: float) -> NDArray[np.float64
     the bins, where the paper tries every prediction. The prior is at least the observed share and at most 1;
     it is 0 for a class that was never observed.
     """
-    images, observed = _from_top(counts.sum(0)), _from_top(counts[POSITIVE])
+    images, observed = _from_top(images), _from_top(observed)
     num_images, num_observed = images[:, :1], observed[:, :1]
     slack = np.sqrt(np.log(4 / delta) / (2 * np.maximum(num_images, 1)))
     slack = slack + np.sqrt(np.log(4 / delta) / (2 * np.maximum(num_observed, 1)))

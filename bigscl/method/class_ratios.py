@@ -32,6 +32,18 @@ def class_ratios(
     return ratios
 
 
+def at_level(
+    ratios: NDArray[np.float64], counts: NDArray[np.int64], positives_per_image: float
+) -> NDArray[np.float64]:
+    """Return K_c of each class, in the same proportions as `ratios` but with the mean K over all labels."""
+    extra = (ratios - 1) @ counts
+    if extra <= 0:
+        return np.full(len(counts), float(positives_per_image))
+    level = (positives_per_image - 1) * counts.sum() / extra
+    scaled: NDArray[np.float64] = 1 + level * (ratios - 1)
+    return scaled
+
+
 def count_positives(
     annotations: Annotations, ids: NDArray[np.int64], classes: NDArray[np.int64]
 ) -> NDArray[np.int64]:

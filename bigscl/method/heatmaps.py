@@ -71,6 +71,12 @@ def blend(
 
 
 @torch.no_grad()
+def covered(views: Tensor, size: int, erased: Tensor) -> Tensor:
+    """Return the cells [B,size,size] that `blend` updates with these views and erased boxes."""
+    return _within(_centres(size, views), views) & ~_hidden(views, erased, size)
+
+
+@torch.no_grad()
 def blend_scores(scores: Tensor, pooled: Tensor, momentum: float, visits: Tensor | None = None) -> Tensor:
     """Return scores [B,L] after a visit: `momentum * scores + (1 - momentum) * pooled`, in their dtype.
 

@@ -12,6 +12,7 @@ fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,10 @@ Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
 """Ids [n], and what they are ranked by for each class [n,L]."""
 
 
-def counted(chunks: Iterable[Chunk], show: Callable[[int], None]) -> Iterator[Chunk]:
+Item = TypeVar("Item")
+
+
+def counted(chunks: Iterable[Item], show: Callable[[int], None]) -> Iterator[Item]:
     """Yield the chunks; show how many are done when the next one is asked for."""
     for done, chunk in enumerate(chunks):
         show(done)

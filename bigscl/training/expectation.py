@@ -13,6 +13,7 @@ from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
 from bigscl.method.losses import BASES
 from bigscl.method.selection import expected_counts
+from bigscl.training.selecting import Level
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -49,29 +50,44 @@ def expectation(k: float, counts: NDArray[np.int64], num_samples: int) -> Expect
     )
 
 
-def positives_per_image(config: Config, val: Index | None) -> float | None:
-    """Return K: that of the config, or the mean over the validation set; None if the objective needs none."""
+ESTIMATED = (
+    "K is estimated from the memory at the end of each epoch, since no image of data.val has more than one "
+    "label. Early it is far too large, and at the end of trainings K - 1 was wrong by 24 to 45% "
+    "(configs/RESULTS.md): better count the classes in 50 images and give their mean as --selection.K"
+)
+"""What a run says that has neither K nor full labels."""
+
+
+def positives_per_image(config: Config, val: Index | None) -> Level | None:
+    """Return K: that of the config, or the mean over the validation set; None if the objective needs none.
+
+    Without full labels in the validation set it is `auto`: the memory estimates it.
+    """
     if not config.objective.needs.k:
         return None
     if config.selection.K != "auto":
         return float(config.selection.K)
-    assert val is not None
+    if val is None or not has_full_labels(val):
+        return "auto"
     k = estimate_k(torch.from_numpy(true_labels(val, val.ids())[0]))
     logger.info("K = %.3f positives per image, from the %d validation images", k, val.num_samples)
     return k
 
 
-def check_k(config: Config, val: Index | None) -> None:
-    """Refuse `auto` if no validation image names two classes: K would be 1, and nothing would be found."""
-    if not config.objective.needs.k or config.selection.K != "auto" or val is None:
-        return
+def has_full_labels(val: Index) -> bool:
+    """Return whether an image names two classes: where none does, K would be 1, and nothing be found."""
     positives = val.observed if val.labels is None else val.labels
-    if positives.lengths.max(initial=0) > 1:
+    return bool(positives.lengths.max(initial=0) > 1)
+
+
+def check_k(config: Config, val: Index | None) -> None:
+    """Refuse `auto` without full labels for a loss that counts positives itself: nothing estimates its K."""
+    if not config.objective.needs.positives_per_image or positives_per_image(config, val) != "auto":
         return
-    without = ", ".join(name for name, term in BASES.items() if not term.needs.k)
+    without = ", ".join(name for name, term in BASES.items() if not term.needs.positives_per_image)
     raise UserError(
         f"selection.K: auto is the mean number of positives of the validation images, but none of the "
-        f"{val.num_samples:,} images of data.val names more than one class: K would be 1, and no class that "
-        f"a label does not name would be expected. Give K as a number (--selection.K 1.5), or data.val with "
-        f"the full labels of each image, or choose an objective.base that needs no K ({without})."
+        f"{0 if val is None else val.num_samples:,} images of data.val names more than one class: K would be "
+        f"1. Give K as a number (--selection.K 1.5), or data.val with the full labels of each image, or "
+        f"choose an objective.base that needs no K or whose K is estimated ({without})."
     )

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
+from bigscl.method.level import estimate_level
 from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
     Annotations,
     Closing,
     Rows,
+    StartValues,
     StoreError,
     Transport,
     Update,
@@ -45,7 +47,7 @@ from bigscl.training.recalled import (
     updated_averages,
 )
 from bigscl.training.score_log import ScoreLog
-from bigscl.training.selecting import SelectionRule
+from bigscl.training.selecting import Level, SelectionRule
 from bigscl.training.transfer import to_device, to_host
 from bigscl.user_error import UserError
 
@@ -76,7 +78,7 @@ class Memory(Closing):
         settings: StoreConfig,
         *,
         heatmap_size: int,
-        positives_per_image: float | None = None,
+        positives_per_image: Level | None = None,
         selection_start: int = 1,
         rank_by: RankBy = "score",
         k_per_class: bool = False,
@@ -93,6 +95,7 @@ class Memory(Closing):
 
         `heatmap_size` is W, twice the side of the network's score maps. `positives_per_image` is K: expected
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
+        With "auto" K is estimated from the memory before each selection: see `bigscl.method.level`.
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
         `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K.
         `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
@@ -152,6 +155,8 @@ class Memory(Closing):
         """The expected positives of this epoch."""
         self.class_ratios = committed.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""
+        self.level = committed.level
+        """K of the newest selection, if it was estimated from the memory."""
         self._visits = EpochVisits(self.store, self.epoch, committed.skipped, self._ranks)
         self._is_dirty = False
 
@@ -347,6 +352,8 @@ class Memory(Closing):
         }
         if self.class_ratios is not None:
             attributes["class_ratios"] = self.class_ratios.tolist()
+        if self.level is not None:
+            attributes["level"] = self.level
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
 
@@ -357,6 +364,7 @@ class Memory(Closing):
             return
         note = None if score_log is None else score_log.note
         what = "keeping the highest scores" if rule is None else "selecting the expected positives"
+        level = 1.0 if rule is None else self._level(rule, shards)
         with self._show_work(what, len(shards)) as show:
             # Before they are committed, a rank sees the rows of its own shards, and only of those.
             chunks = counted(self.store.ranked_by_shard(shards, note), show)
@@ -365,9 +373,27 @@ class Memory(Closing):
                     pass
                 return
             selection, self.class_ratios = rule.select(
-                chunks, self._annotations, self.class_ratios, self._ranks
+                chunks, self._annotations, self.class_ratios, self._ranks, level=level
             )
         self.selection = selection.to(self._device)
+
+    def _level(self, rule: SelectionRule, shards: list[int]) -> float:
+        """Return K of the next selection; note it if it is estimated."""
+        if rule.positives_per_image != "auto":
+            self.level = None
+            return rule.positives_per_image
+        start = StartValues(
+            annotations=self._annotations,
+            momentum=self._settings.momentum,
+            debiased=self.store.group.debiased,
+        )
+        with self._show_work("estimating K", len(shards)) as show:
+            chunks = (
+                (ids, scores, start.remaining(visits))
+                for ids, scores, visits in counted(self.store.visits_by_shard(shards), show)
+            )
+            self.level = estimate_level(chunks, self._annotations, self._ranks)
+        return self.level
 
     def _compact(self) -> None:
         """From now on keep only the heatmaps of each image's top classes."""

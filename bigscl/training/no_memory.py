@@ -16,6 +16,7 @@ class NoMemory:
 
     store = None
     snapshot = None
+    level = None
     keeps_heatmaps = False
 
     def __init__(self) -> None:

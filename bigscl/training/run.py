@@ -29,6 +29,7 @@ from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
 from bigscl.training.score_log import ScoreLog
+from bigscl.training.selecting import Level
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Data:
     val: Index | None
     annotations: Annotations
     """The positives that training may see."""
-    positives_per_image: float | None
+    positives_per_image: Level | None
     """K, if the objective needs it."""
 
 

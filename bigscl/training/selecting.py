@@ -4,23 +4,26 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.config import RankBy
 from bigscl.method import ranking
-from bigscl.method.class_ratios import class_ratios
+from bigscl.method.class_ratios import at_level, class_ratios
 from bigscl.method.selection import Selection, expected_counts, selection_of, surest_counts
 from bigscl.store import Annotations, Transport
+
+Level = float | Literal["auto"]
+"""K, the expected positives for each label; auto: estimated from the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRule:
     """How expected positives are selected."""
 
-    positives_per_image: float
-    """K."""
+    positives_per_image: Level
     start_epoch: int = 1
     """First epoch that has expected positives."""
     rank_by: RankBy = "score"
@@ -47,16 +50,20 @@ class SelectionRule:
         annotations: Annotations,
         ratios: NDArray[np.float64] | None,
         ranks: Transport,
+        *,
+        level: float,
     ) -> tuple[Selection, NDArray[np.float64] | None]:
         """Return the selection over the chunks of all ranks, and K of each class for the next one.
 
         `chunks` are what samples are ranked by: each rank gives those of its own shards. `ratios` are K of
-        each class by the selection before; without them every class has K.
+        each class by the selection before; without them every class has K, which is `level`.
         """
         # A run that was resumed without `per_class` has ratios from before.
         ratios = ratios if self.per_class else None
         counts = annotations.counts()
-        used = np.full(len(counts), self.positives_per_image) if ratios is None else ratios
+        used = np.full(len(counts), level) if ratios is None else ratios
+        if self.positives_per_image == "auto":
+            used = at_level(used, counts, level)
         num_expected = expected_counts(counts, used)
         surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)
         if self.named_first:
@@ -64,5 +71,5 @@ class SelectionRule:
         named = annotations if self.per_class else None
         cuts = ranking.rank(chunks, num_expected, ranks, num_surest=surest, annotations=named)
         if cuts.positives is not None:
-            ratios = class_ratios(self.positives_per_image, counts, cuts.positives)
+            ratios = class_ratios(level, counts, cuts.positives)
         return selection_of(cuts, named_first=self.named_first), ratios

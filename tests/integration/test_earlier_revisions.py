@@ -14,6 +14,7 @@ import pytest
 from bigscl.store.verification import verify
 from tests.faults.training import Training
 from tests.integration.runs import losses_of, memory_of, store_of, weights_of
+from tests.test_tools.conftest import bigscl
 
 ARCHIVES = sorted((Path(__file__).parent / "fixtures").glob("run-*.tar.xz"))
 
@@ -53,3 +54,19 @@ def test_run_of_an_earlier_revision_resumes_and_ends_as_if_begun_now(config, tra
         np.testing.assert_allclose(
             memory[name].astype(float), begun_now[name].astype(float), atol=5e-3, err_msg=name
         )
+
+
+def test_looks_of_an_earlier_revision_are_those_that_a_run_of_today_counts(config, trainer_server):
+    folder, shards = config.with_suffix(""), config.parent / "shards"
+    saved = folder / "config.yaml"
+    saved.write_text(config.read_text())
+    assert store_of(folder, shards).load_shard(0).counts is None
+    answer = bigscl("repair", folder, "--looks", "--apply")
+    assert answer.code == 0, answer.err
+    run = Training(trainer_server, config)
+    run.run_to_the_end()
+    counts = memory_of(folder, shards).counts
+    assert counts.max() == 3
+    shutil.rmtree(folder)
+    run.run_to_the_end()
+    np.testing.assert_array_equal(counts, memory_of(folder, shards).counts)

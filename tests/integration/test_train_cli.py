@@ -97,6 +97,7 @@ OPTIONS = {
     "accumulation": {"optimizer.accumulate": 3},
     "sgd": {"optimizer.name": "sgd"},
     "K from validation": {"selection.K": "auto"},
+    "K from the memory": {"selection.K": "auto", "data.val": None},
     "pictures": {"log.pictures_every": 2, "log.trackers": ["tensorboard"]},
 }
 
@@ -116,7 +117,7 @@ RESUMED = [
     "debiased",
     "average of weights",
 ]
-RESUMED += ["erasing", "accumulation", "sgd"]
+RESUMED += ["erasing", "accumulation", "sgd", "K from the memory"]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,7 @@ def mistakes(tmp_path_factory, base, ended, small):
     other.save(folder / "other.npz")
     plain, _ = scan(write_shards(folder, [6], num_classes=10), class_names=index_of(small).class_names)
     plain.save(folder / "bigscl-index-train.npz")
-    one_label = str(folder / "train-*.tar")
+    one_label = {"data.val": str(folder / "train-*.tar"), "selection.K": "auto", "objective.base": "epr"}
     wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
     conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
     diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
@@ -270,7 +271,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "store of a run": [base, *another, "--store.url", finished / "store"],
             "store of other data": [base, "--run", copied, *dotted(**{"data.observed": {"seed": 1}})],
             "store of other maps": [base, *another, "--store.url", finished / "store", "--data.size", 64],
-            "one label": [base, *another, *dotted(**{"data.val": one_label, "selection.K": "auto"})],
+            "one label": [base, *another, *dotted(**one_label)],
             "memory": memory,
             "memory again": memory,
             "fp16": [base, *another, *dotted(**{"hardware.precision": "fp16"})],

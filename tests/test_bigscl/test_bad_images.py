@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from bigscl.data import decode as decoding
-from bigscl.data.decode import decode
+from bigscl.data.decode import decode, image_size
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.datasets.image_files import ImageFile, Resize
@@ -180,3 +180,18 @@ def test_other_kinds_become_png(tmp_path, kind):
     assert extension == "png"
     if kind != "GIF":
         assert np.array_equal(np.array(Image.open(io.BytesIO(content))), np.array(picture(1)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_size_in_the_header_is_that_of_the_decoded_image(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = bytearray(encoded(picture(1).resize((30, 20)), kind, exif=exif))
+    width, height = image_size(content)
+    assert decode(content).shape == (3, height, width)
+
+
+def test_a_size_that_cannot_be_read_is_an_error():
+    with pytest.raises(Unreadable, match="its header cannot be read"):
+        image_size(bytearray(b"no image"))

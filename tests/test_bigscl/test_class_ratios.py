@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.method.class_ratios import class_ratios, count_positives
+from bigscl.method.class_ratios import at_level, class_ratios, count_positives
 from bigscl.method.ranking import named_first, rank
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
@@ -41,6 +41,13 @@ def test_ratios_are_proportional_to_the_company_of_a_class_and_have_the_mean_k()
     np.testing.assert_allclose((ratios - 1)[1:3] / [0.5, 1.0], 0.8)
     np.testing.assert_allclose((ratios * counts).sum() / counts.sum(), 1.5)
     assert np.isfinite(ratios).all()
+
+
+def test_ratios_of_another_level_keep_their_proportions():
+    counts, positives = np.array([10, 10, 20, 0]), np.array([10, 15, 40, 0])
+    moved = at_level(class_ratios(1.5, counts, positives), counts, 2.2)
+    np.testing.assert_allclose(moved, class_ratios(2.2, counts, positives))
+    np.testing.assert_array_equal(at_level(np.ones(4), counts, 1.7), np.full(4, 1.7))
 
 
 def test_without_expected_positives_every_class_has_k():
@@ -80,8 +87,11 @@ LABELS = load_labels(Path(__file__).parents[3] / "shared" / "data")
 def test_on_real_labels_k_of_each_class_is_closer_than_one_k_for_all(name):
     """With a memory that separates well: the statistics of the labels are real, the scores are simulated."""
     labels = LABELS[name][:8000]
-    one, precision, recall = measure(labels, 0, 4.0, per_class=False, epochs=4)
-    error, better_precision, better_recall = measure(labels, 0, 4.0, per_class=True, epochs=4)
+    one, precision, recall, _ = measure(labels, 0, 4.0, per_class=False, epochs=4)
+    error, better_precision, better_recall, k = measure(labels, 0, 4.0, per_class=True, epochs=4)
     assert error < 0.5 * one
     assert better_precision > precision
     assert better_recall > recall
+    error, _, _, estimated = measure(labels, 0, 4.0, per_class=True, epochs=4, estimated=True)
+    assert abs(estimated - k) < 0.5 * (k - 1)
+    assert error < one

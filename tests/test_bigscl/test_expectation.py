@@ -33,13 +33,19 @@ def all_labels(tmp_path_factory):
     return index
 
 
-def test_auto_is_refused_if_validation_images_name_one_class(one_label):
+def test_auto_is_refused_if_a_loss_needs_k_itself_and_validation_images_name_one_class(one_label):
     with pytest.raises(ValueError, match=r"none of the 7 images of data\.val") as refused:
-        check_k(config(), one_label)
+        check_k(config(objective={"base": "epr"}), one_label)
     message = str(refused.value)
     assert "--selection.K 1.5" in message
     assert "full labels" in message
-    assert "(bce, an, an_ls, wan, focal, " in message
+    assert "(bce, an, an_ls, wan, en, ep, enp, focal, " in message
+
+
+def test_without_full_labels_k_is_estimated_never_1(one_label):
+    check_k(config(), one_label)
+    assert positives_per_image(config(), one_label) == "auto"
+    assert positives_per_image(config(), None) == "auto"
 
 
 def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_labels):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.method.class_ratios import class_ratios
+from bigscl.method.class_ratios import at_level, class_ratios
+from bigscl.method.level import estimate_level
 from bigscl.method.spatial_ranking import spatial_ranking
-from bigscl.store import HeatmapStore, StoreError
+from bigscl.store import HeatmapStore, SingleProcess, StoreError
 from bigscl.training.recalled import SampleViews
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,
@@ -30,6 +31,8 @@ RULES = {
     "per class": {"k_per_class": True},
     "both": {"rank_by": "spatial", "k_per_class": True},
     "asserted": {"rank_by": "spatial", "asserted": 0.5},
+    "estimated": {"positives_per_image": "auto"},
+    "estimated per class": {"positives_per_image": "auto", "k_per_class": True},
 }
 
 
@@ -122,7 +125,7 @@ def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
         for _ in range(4):
             train_epoch(memory)
             memory.end_epoch()
-        whole = memory.selection.to_json(), memory.class_ratios
+        whole = memory.selection.to_json(), memory.class_ratios, memory.level
     state = None
     for _ in range(4):
         with open_memory(tmp_path / "parts", **rule) as memory:
@@ -133,6 +136,7 @@ def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
             state = memory.state_dict()
     assert memory.selection.to_json() == whole[0]
     np.testing.assert_array_equal(memory.class_ratios, whole[1])
+    assert memory.level == whole[2]
     assert_same_rows(rows_at(tmp_path / "parts"), rows_at(tmp_path / "whole"))
 
 
@@ -148,6 +152,30 @@ def test_ratios_of_a_run_that_is_resumed_without_k_per_class_are_forgotten(tmp_p
         assert memory.class_ratios is None
         num_expected = memory.selection.num_expected.numpy()
     np.testing.assert_array_equal(num_expected, np.rint(K * ANNOTATIONS.counts()))
+
+
+@pytest.mark.parametrize("k_per_class", [False, True])
+def test_k_is_estimated_from_what_was_seen_before_each_selection(tmp_path, k_per_class):
+    counts = ANNOTATIONS.counts()
+    with open_memory(tmp_path / "store", positives_per_image="auto", k_per_class=k_per_class) as memory:
+        assert memory.level is None
+        ratios = np.ones(7)
+        for _ in range(4):
+            train_epoch(memory)
+            memory.end_epoch()
+            rows = rows_at(tmp_path / "store")
+            remaining = (0.8**rows.visits).astype(np.float32)
+            level = estimate_level([(IDS, rows.scores, remaining)], ANNOTATIONS, SingleProcess())
+            assert memory.level == memory.store.snapshot.attributes["level"] == level
+            used = at_level(ratios, counts, level) if k_per_class else level
+            np.testing.assert_array_equal(memory.selection.num_expected, np.rint(used * counts))
+            ratios = memory.class_ratios
+        assert level > 1
+    with open_memory(tmp_path / "store", snapshot=memory.store.snapshot.id) as memory:
+        train_epoch(memory)
+        memory.end_epoch()
+        assert memory.level is None, "K is given now"
+        assert "level" not in memory.store.snapshot.attributes
 
 
 def test_a_store_that_ranks_in_another_way_is_refused(tmp_path):
