@@ -41,6 +41,12 @@ class GlooRanks:
         # None is the default group, which has a timeout of its own.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._group = cast(dist.ProcessGroup | None, group)
+        # Destroy the group while this object is alive: torch before 2.8 frees a group under Python's
+        # lock, for which a thread of the group may wait to free the last tensor: both hang. A backend that is
+        # held here is freed after its group, without the lock.
+        used = self._group or dist.group.WORLD
+        assert used is not None
+        self._backend = used._get_backend(torch.device("cpu"))
         self.wait_seconds = 0.0
 
     def gather(self, payload: bytes) -> list[bytes] | None:
