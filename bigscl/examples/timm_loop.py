@@ -27,7 +27,7 @@ def logit_maps(network: Any, images: Tensor) -> Tensor:
     return logits.movedim(-1, 1)
 
 
-def train(folder: Path, name: str = "test_resnet", epochs: int = 2) -> None:
+def train(folder: Path, name: str = "resnet10t", epochs: int = 2) -> None:
     """Train a network of timm with EN + SCL on scenes of digits, and save its weights."""
     index = scene_shards(folder / "shards")
     torch.manual_seed(SEED)
@@ -64,6 +64,6 @@ def train(folder: Path, name: str = "test_resnet", epochs: int = 2) -> None:
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/timm_loop"))
-    parser.add_argument("--name", default="test_resnet")
+    parser.add_argument("--name", default="resnet10t")
     parser.add_argument("--epochs", type=int, default=2)
     train(**vars(parser.parse_args()))

@@ -32,6 +32,10 @@ PendingSum = Callable[[], list[float]]
 """Waits for a sum that was started, and returns it."""
 
 
+# In torch 2.4 the threads of a group, which are outside of inference mode, may not change tensors made in it.
+normal_tensors = torch.inference_mode(False)
+
+
 class GlooRanks:
     """All ranks of the initialised process group, over a gloo group: nothing touches the GPU."""
 
@@ -41,14 +45,22 @@ class GlooRanks:
         # None is the default group, which has a timeout of its own.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._group = cast(dist.ProcessGroup | None, group)
+        # Destroy the group while this object is alive: torch before 2.8 frees a group under Python's
+        # lock, for which a thread of the group may wait to free the last tensor: both hang. A backend that is
+        # held here is freed after its group, without the lock.
+        used = self._group or dist.group.WORLD
+        assert used is not None
+        self._backend = used._get_backend(torch.device("cpu"))
         self.wait_seconds = 0.0
 
+    @normal_tensors
     def gather(self, payload: bytes) -> list[bytes] | None:
         """Return the payloads of all ranks in rank order on rank 0, None elsewhere."""
         payloads: list[bytes] | None = [b""] * self.world_size if self.rank == 0 else None
         dist.gather_object(payload, payloads, dst=0, group=self._group)
         return payloads
 
+    @normal_tensors
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return rank 0's payload, on every rank."""
         box = [payload]
@@ -60,6 +72,7 @@ class GlooRanks:
         """Return each number summed over the ranks, on every rank."""
         return self.start_sum(values)()
 
+    @normal_tensors
     def start_sum(self, values: Sequence[float]) -> PendingSum:
         """Start to sum each number over the ranks, while this rank does something else."""
         # float64 holds every count exactly.

@@ -1,5 +1,6 @@
 """Checkpoints: atomic folders, each of which names its run and a snapshot of its store."""
 
+import _codecs
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from bigscl.files import naming
 from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
 from bigscl.user_error import UserError
 
+# Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
+torch.serialization.add_safe_globals([_codecs.encode])
 PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, strict=True)]
 

@@ -155,7 +155,7 @@ def test_timm_loop_ends_in_the_numbers_of_the_trainer(folder):
     shutil.copytree(folder / "shards", place / "shards")
     run_example("timm_loop", place)
     store = {"top": None, "compact_after": None}
-    train(trainer_config(folder / "timm-run.yaml", place / "shards", "timm:test_resnet", 2, store=store))
+    train(trainer_config(folder / "timm-run.yaml", place / "shards", "timm:resnet10t", 2, store=store))
     weights = torch.load(place / "weights.pt", weights_only=True)
     assert_same_end(place, weights, folder / "timm-run", place / "shards")
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from bigscl.store import StorageOptions, open_backend
-from tests.forks import trainer_server
+from tests.forks import free_port, trainer_server
 from tests.integration.runs import copy_run, index_of, write_config
 from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
 
@@ -172,7 +172,7 @@ def test_objective_without_memory_has_no_storage_to_measure(tmp_path, shards):
 def test_report_under_the_real_launcher_ends_with_the_problems(tmp_path, shards):
     config = write_config(tmp_path / "run.yaml", shards)
     launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", free_port()]
     job = ["-m", "bigscl", "preflight", config, "--steps", 3]
     done = trainer_server().run_module("accelerate.commands.launch", *launcher, *job)
     assert done.returncode == 1

@@ -9,6 +9,7 @@ from bigscl.store import SingleProcess
 from bigscl.store.testing import run_ranks
 from bigscl.tools import doctor
 from bigscl.tools.reachable import probe_place
+from tests.forks import free_port
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.lookers import look
 
@@ -105,7 +106,7 @@ def test_a_bucket_is_probed_like_a_folder(s3_options):
 
 def test_processes_of_the_real_launcher_report_together(tmp_path, trainer_server):
     launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", 0]
+    launcher += ["--dynamo_backend", "no", "--main_process_port", free_port()]
     job = ["-m", "bigscl.tools.cli", "doctor", tmp_path / "store", "--json"]
     done = trainer_server.run_module("accelerate.commands.launch", *launcher, *job)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,234 @@
+"""Labels and boxes in the formats of other tools: COCO, Label Studio, FiftyOne. Written image by image."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+from urllib.parse import quote
+from xml.sax.saxutils import quoteattr
+
+from bigscl.files import atomic_write
+from bigscl.text import printable
+from bigscl.user_error import UserError
+
+LabelFormat = Literal["coco", "label-studio", "fiftyone"]
+FILES: dict[LabelFormat, tuple[str, ...]] = {
+    "coco": (),
+    "label-studio": ("tasks.json", "config.xml"),
+    "fiftyone": ("labels.json", "boxes.json"),
+}
+"""Files of the folder that is written; COCO is a single file."""
+DIGITS = 4
+"""Of pixels and percents: enough to return to fractions of the image with as many digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A class of an image."""
+
+    number: int
+    """Of the class."""
+    score: float
+    box: tuple[float, float, float, float] | None = None
+    """x0, y0, x1, y1 as fractions of the upright image; None if it is not known where the class is."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More to say of it, as JSON: whether it is annotated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledImage:
+    """An image file and its labels."""
+
+    id: int
+    file: str
+    """Its path below the folder of all images."""
+    width: int
+    height: int
+    labels: Sequence[Label]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More to say of it, as JSON: its shard and key, by which others find it again."""
+
+
+Write = Callable[[LabelledImage], None]
+
+
+@contextmanager
+def label_writer(
+    form: LabelFormat, output: Path, class_names: Sequence[str], *, made_by: str, images: str = ""
+) -> Iterator[Write]:
+    """Yield `write(image)`; the files appear whole at the end, or not at all.
+
+    `made_by` says where the labels come from. `images` is put before the name of each image: a folder, or an
+    address as Label Studio needs it. FiftyOne is told where the images are when it imports.
+    """
+    if form == "coco":
+        if output.suffix != ".json":
+            raise UserError(f"{output}: COCO annotations are written as .json")
+        with atomic_write(output) as partial, partial.open("w") as file:
+            with _coco(file, class_names, made_by, images) as write:
+                yield write
+        return
+    if output.suffix or output.is_file():
+        raise UserError(f"{output}: {form} is written as a folder with {' and '.join(FILES[form])}")
+    first, second = (atomic_write(output / name) for name in FILES[form])
+    with first as one, second as other, one.open("w") as file:
+        if form == "label-studio":
+            other.write_text(label_studio_config(class_names), encoding="utf-8")
+            with _label_studio(file, class_names, made_by, images) as write:
+                yield write
+        else:
+            with other.open("w") as boxes, _fiftyone(file, boxes, class_names) as write:
+                yield write
+
+
+def _json(value: Any) -> str:
+    """Return JSON in ASCII, whatever letters a name has; never NaN, which is none."""
+    return json.dumps(value, allow_nan=False)
+
+
+def _item_writer(file: TextIO) -> Callable[[str], None]:
+    """Return a function that writes the items of a list or an object, one per line."""
+    separator = "\n"
+
+    def write(item: str) -> None:
+        nonlocal separator
+        file.write(separator + item)
+        separator = ",\n"
+
+    return write
+
+
+def _corner_and_size(
+    box: tuple[float, float, float, float], width: float, height: float
+) -> tuple[float, float, float, float]:
+    """Return x, y, width, height of a box in an image of this size."""
+    x, y, right, bottom = box[0] * width, box[1] * height, box[2] * width, box[3] * height
+    return round(x, DIGITS), round(y, DIGITS), round(right - x, DIGITS), round(bottom - y, DIGITS)
+
+
+# COCO
+
+
+@contextmanager
+def _coco(file: TextIO, class_names: Sequence[str], made_by: str, images: str) -> Iterator[Write]:
+    """Write images with all of their labels, and an annotation for each label with a box."""
+    # Detectors take 0 for the background, and COCO's evaluation takes annotation 0 for none.
+    categories = [{"id": number + 1, "name": name} for number, name in enumerate(class_names)]
+    head = {"info": {"description": made_by}, "licenses": [], "categories": categories}
+    file.write(f'{_json(head)[:-1]}, "images": [')
+    # Annotations follow the images, and are as many: not in memory.
+    with tempfile.TemporaryFile("w+", dir=Path(file.name).parent) as annotations:
+        write_image, write_annotation, count = _item_writer(file), _item_writer(annotations), 0
+
+        def write(image: LabelledImage) -> None:
+            nonlocal count
+            size = {"width": image.width, "height": image.height}
+            entry = {"id": image.id, "file_name": images + image.file, **size, **image.facts}
+            labels = [
+                {"category_id": one.number + 1, "score": one.score, **one.facts} for one in image.labels
+            ]
+            write_image(_json(entry | {"labels": labels}))
+            for label, values in zip(image.labels, labels, strict=True):
+                if label.box is not None:
+                    count += 1
+                    box = _corner_and_size(label.box, image.width, image.height)
+                    place = {"bbox": box, "area": round(box[2] * box[3], DIGITS), "iscrowd": 0}
+                    write_annotation(_json({"id": count, "image_id": image.id, **values, **place}))
+
+        yield write
+        file.write('\n], "annotations": [')
+        annotations.seek(0)
+        shutil.copyfileobj(annotations, file)
+        file.write("\n]}\n")
+
+
+# Label Studio
+
+IMAGE, CHOICES, BOXES = "image", "labels", "boxes"
+"""Names of the parts of the labelling interface, which predictions refer to."""
+
+
+def label_studio_config(class_names: Sequence[str]) -> str:
+    """Return the labelling interface for these tasks: several choices, and boxes."""
+    values = [quoteattr(printable(name)) for name in class_names]
+    choices = "".join(f"    <Choice value={value}/>\n" for value in values)
+    labels = "".join(f"    <Label value={value}/>\n" for value in values)
+    return (
+        f'<View>\n  <Image name="{IMAGE}" value="${IMAGE}"/>\n'
+        f'  <Choices name="{CHOICES}" toName="{IMAGE}" choice="multiple">\n{choices}  </Choices>\n'
+        f'  <RectangleLabels name="{BOXES}" toName="{IMAGE}">\n{labels}  </RectangleLabels>\n</View>\n'
+    )
+
+
+@contextmanager
+def _label_studio(file: TextIO, class_names: Sequence[str], made_by: str, images: str) -> Iterator[Write]:
+    # As in the labelling interface, which is XML and so has no control characters.
+    names = [printable(name) for name in class_names]
+    file.write("[")
+    write_task = _item_writer(file)
+
+    def write(image: LabelledImage) -> None:
+        labels = [{"name": names[one.number], "score": one.score, **one.facts} for one in image.labels]
+        data = {IMAGE: image_address(images, image.file), "id": image.id, **image.facts, "labels": labels}
+        write_task(_json({"data": data, "predictions": _predictions(image, names, made_by)}))
+
+    yield write
+    file.write("\n]\n")
+
+
+def _predictions(image: LabelledImage, names: Sequence[str], made_by: str) -> list[dict[str, Any]]:
+    if not image.labels:
+        return []
+    common = {"to_name": IMAGE, "original_width": image.width, "original_height": image.height}
+    chosen = [names[one.number] for one in image.labels]
+    result: list[dict[str, Any]] = [
+        {"id": "labels", "type": "choices", "from_name": CHOICES, **common, "value": {"choices": chosen}}
+    ]
+    for one in image.labels:
+        if one.box is not None:
+            place = dict(zip(("x", "y", "width", "height"), _corner_and_size(one.box, 100, 100), strict=True))
+            value = {**place, "rotation": 0, "rectanglelabels": [names[one.number]]}
+            kind = {"id": f"box-{one.number}", "type": "rectanglelabels", "from_name": BOXES}
+            result.append({**kind, **common, "value": value, "score": one.score})
+    mean = round(sum(one.score for one in image.labels) / len(image.labels), DIGITS)
+    return [{"model_version": made_by, "score": mean, "result": result}]
+
+
+def image_address(images: str, file: str) -> str:
+    """Return where Label Studio finds an image: escaped, except in a bucket, where names are plain."""
+    scheme, separator, _ = images.partition("://")
+    return images + (file if separator and scheme not in ("http", "https") else quote(file))
+
+
+# FiftyOne
+
+
+@contextmanager
+def _fiftyone(labels: TextIO, boxes: TextIO, class_names: Sequence[str]) -> Iterator[Write]:
+    """Write a FiftyOneImageClassificationDataset and a FiftyOneImageDetectionDataset of the same images."""
+    for file in (labels, boxes):
+        file.write(f'{{"classes": {_json(list(class_names))}, "labels": {{')
+    write_labels, write_boxes = _item_writer(labels), _item_writer(boxes)
+
+    def write(image: LabelledImage) -> None:
+        # FiftyOne finds images by their names without extension.
+        name = _json(os.path.splitext(image.file)[0])
+        targets = [
+            {"label": one.number, "confidence": one.score, "attributes": one.facts} for one in image.labels
+        ]
+        placed = [
+            {**target, "bounding_box": _corner_and_size(one.box, 1, 1)}
+            for one, target in zip(image.labels, targets, strict=True)
+            if one.box is not None
+        ]
+        write_labels(f"{name}: {_json(targets)}")
+        write_boxes(f"{name}: {_json(placed)}")
+
+    yield write
+    for file in (labels, boxes):
+        file.write("\n}}\n")
