@@ -285,6 +285,7 @@ class Trainer:
             labels=data.labels,
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
+            decoder=data.decoder,
         )
 
     # Saving and stopping
