@@ -294,6 +294,7 @@ class Trainer:
             labels=data.labels,
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
+            decoder=data.decoder,
         )
 
     # Saving and stopping

@@ -15,6 +15,7 @@ from bigscl.data.observed import ObservedConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,
+    DecoderName,
     EvaluationTransform,
     Interpolation,
     Resize,
@@ -61,6 +62,8 @@ class DataConfig:
     """Images per process and step."""
     workers: CountOrZero = 4
     """Loader processes per training process."""
+    decoder: DecoderName = "torchvision"
+    """What decodes images; `nvimgcodec` (extra `fast-input`) decodes only the part of a JPEG that is seen."""
     shuffle_buffer: Count = 2000
     """Undecoded samples among which each loader process shuffles."""
     crop: RandomCrop = field(default_factory=RandomCrop)

@@ -1,6 +1,10 @@
-"""Read the size in an image file's header without a decoder, to refuse decompression bombs unopened."""
+"""Read an image file's header without a decoder: its size, to refuse decompression bombs unopened."""
 
 import struct
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bigscl.data.sources import Unreadable
 
@@ -10,7 +14,14 @@ MAX_PIXELS = 89_478_485
 MAX_SCANS = 100
 # Start of frame, except for the three markers in that range which are tables.
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
+# Those with Huffman codes, not lossless: baseline, extended and progressive.
+USUAL_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
+START_OF_SCAN, END_OF_IMAGE, APP1 = 0xDA, 0xD9, 0xE1
+ORIENTATION, SHORT = 0x0112, 3
+PROGRESSIVE = 0xC2
+# What may follow 0xFF in the data of a scan: 0, and restarts; of a progressive JPEG further scans and tables.
+IN_SCAN = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8)])
+IN_SCANS = IN_SCAN | np.isin(np.arange(256), [START_OF_SCAN, 0xC4])
 # TEM, RST0 to RST7 and SOI: markers without a length field.
 BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 
@@ -21,9 +32,8 @@ def check_header(data: bytes | bytearray) -> bool:
     For other formats, and for headers that cannot be read, the decoder must check the size.
     """
     if data[:2] == b"\xff\xd8":
-        if (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-            raise Unreadable(f"{scans} scans, more than the {MAX_SCANS} that are decoded")
-        size = _jpeg_size(data)
+        _check_scans(data)
+        size = _largest_frame(data, list(_segments(data)))
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         size = _webp_size(data)
     else:
@@ -39,27 +49,90 @@ def check_pixels(width: int, height: int) -> None:
         raise Unreadable(f"{width} x {height} pixels, more than the {MAX_PIXELS} that are decoded")
 
 
-def _jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
-    """Return (width, height) of the largest frame header before the first scan; None if there is none.
+def plain_jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
+    """Return (width, height) of a JPEG whose boxes can be decoded alone; None for all other files.
+
+    Such a file has one usual frame of 8 bits, gray or of three colours, is stored upright, and ends as it
+    should: one that is cut off is unreadable wherever the box is. Raises Unreadable like `check_header`.
+    """
+    if data[:3] != b"\xff\xd8\xff" or data[-2:] != b"\xff\xd9":
+        return None
+    octets, positions = _check_scans(data)
+    segments = list(_segments(data))
+    size = _largest_frame(data, segments)
+    frames = [(marker, start) for marker, start in segments if marker in FRAMES]
+    if size is None or len(frames) != 1 or segments[-1][0] != START_OF_SCAN:
+        return None
+    check_pixels(*size)
+    marker, start = frames[0]
+    # Any other marker may be an error to one decoder and nothing to another, and the last one ends the image.
+    within = octets[positions[np.searchsorted(positions, segments[-1][1]) : -1] + 1]
+    if not (IN_SCANS if marker == PROGRESSIVE else IN_SCAN)[within].all():
+        return None
+    kind = bytes(data[start + 2 : start + 3] + data[start + 7 : start + 8])
+    usual = marker in USUAL_FRAMES and kind in (b"\x08\x01", b"\x08\x03") and min(size) > 0
+    upright = all(_is_upright(data, start) for marker, start in segments if marker == APP1)
+    return size if usual and upright else None
+
+
+def _check_scans(data: bytes | bytearray) -> tuple[NDArray[np.uint8], NDArray[np.intp]]:
+    """Return a JPEG's bytes and where they are 0xFF; raise Unreadable for too many scans."""
+    octets = np.frombuffer(data, np.uint8)
+    # `data.count` takes several times as long, 7% of the time of decoding.
+    positions = np.flatnonzero(octets[:-1] == 0xFF)
+    scans = int(np.count_nonzero(octets[positions + 1] == START_OF_SCAN))
+    if scans > MAX_SCANS:
+        raise Unreadable(f"{scans} scans, more than the {MAX_SCANS} that are decoded")
+    return octets, positions
+
+
+def _segments(data: bytes | bytearray) -> Iterator[tuple[int, int]]:
+    """Yield (marker, start of its length field) of a JPEG's segments up to the header of the first scan.
 
     Markers are found as libjpeg finds them: any number of bytes before a marker are skipped.
     """
-    sizes = []
     position = data.find(b"\xff", 2)
     while position >= 0 and position + 9 <= len(data):
         marker = data[position + 1]
-        if marker in (START_OF_SCAN, END_OF_IMAGE):
-            break
-        if marker in FRAMES:
-            height, width = struct.unpack_from(">HH", data, position + 5)
-            sizes.append((width, height))
+        if marker == END_OF_IMAGE:
+            return
         # 0xFF: padding before the marker. 0x00: not a marker.
         if marker == 0xFF:
             position += 1
             continue
-        length = 0 if marker == 0 or marker in BARE else struct.unpack_from(">H", data, position + 2)[0]
+        length = 0
+        if marker and marker not in BARE:
+            yield marker, position + 2
+            if marker == START_OF_SCAN:
+                return
+            length = struct.unpack_from(">H", data, position + 2)[0]
         position = data.find(b"\xff", position + 2 + length)
+
+
+def _largest_frame(data: bytes | bytearray, segments: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return (width, height) of the largest frame header; None if there is none."""
+    sizes = [
+        struct.unpack_from(">HH", data, start + 3)[::-1] for marker, start in segments if marker in FRAMES
+    ]
     return max(sizes, key=lambda size: size[0] * size[1], default=None)
+
+
+def _is_upright(data: bytes | bytearray, start: int) -> bool:
+    """Return whether a segment APP1 surely turns no image: it has no orientation, or says upright."""
+    length = struct.unpack_from(">H", data, start)[0]
+    tiff = data[start + 8 : start + length]
+    if data[start + 2 : start + 6] != b"Exif":
+        return True
+    order = {b"II": "<", b"MM": ">"}.get(bytes(tiff[:2]))
+    if order is None:
+        return False
+    try:
+        (first,) = struct.unpack_from(f"{order}4xI", tiff)
+        (count,) = struct.unpack_from(f"{order}H", tiff, first)
+        entries = [struct.unpack_from(f"{order}HHIH", tiff, first + 2 + 12 * n) for n in range(count)]
+    except struct.error:
+        return False
+    return all(entry[1:] in ((SHORT, 1, 0), (SHORT, 1, 1)) for entry in entries if entry[0] == ORIENTATION)
 
 
 def _webp_size(data: bytes | bytearray) -> tuple[int, int] | None:

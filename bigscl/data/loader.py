@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
-from bigscl.data.decode import decode, jpeg_decoder
+from bigscl.data.decoders import find_decoder
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import Transform, TransformedImage
+from bigscl.data.transforms import DecoderName, Transform, TransformedImage
 from bigscl.data.workers import obey_parent_only, receive
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
@@ -95,6 +95,7 @@ class Loader:
         prefetch_batches: int = 2,
         pin_memory: bool = False,
         allow_pipe: bool = False,
+        decoder: DecoderName = "torchvision",
         workers: "LoaderWorkers | None" = None,
     ) -> None:
         """Load with `workers` that live on after the epoch, or with new ones that end with it."""
@@ -112,6 +113,7 @@ class Loader:
             prefetch_batches=prefetch_batches,
             pin_memory=pin_memory,
             allow_pipe=allow_pipe,
+            decoder=decoder,
             persistent=False,
         )
 
@@ -155,13 +157,14 @@ class LoaderWorkers:
         prefetch_batches: int = 2,
         pin_memory: bool = False,
         allow_pipe: bool = False,
+        decoder: DecoderName = "torchvision",
         persistent: bool = True,
     ) -> None:
         """With no workers, this process does the work of the only stream."""
         check_shards(index)
-        jpeg_decoder()  # here, once: forked workers inherit the import
+        find_decoder(decoder)  # here, once: forked workers inherit the import
         self._num_workers, self._persistent = num_workers, persistent
-        self._batches = Batches(index, labels, allow_pipe)
+        self._batches = Batches(index, labels, allow_pipe, decoder)
         self._outboxes: list[Connection] = []
         self._loader: DataLoader[Batch] = DataLoader(
             self._batches,
@@ -199,8 +202,11 @@ class LoaderWorkers:
 class Batches(IterableDataset[Batch]):
     """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
 
-    def __init__(self, index: Index, labels: Labels, allow_pipe: bool) -> None:
+    def __init__(
+        self, index: Index, labels: Labels, allow_pipe: bool, decoder: DecoderName = "torchvision"
+    ) -> None:
         self._index, self._labels, self._allow_pipe = index, labels, allow_pipe
+        self._decode = find_decoder(decoder)
         self.work: Work | None = None
         self.inboxes: list[Connection] = []
 
@@ -222,7 +228,9 @@ class Batches(IterableDataset[Batch]):
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
             try:
-                transformed[sample_id] = _transformed(transform, sample_id, content)
+                if isinstance(content, Unreadable):
+                    raise content
+                transformed[sample_id] = transform(self._decode(content), sample_id)
                 images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
@@ -238,9 +246,3 @@ class Batches(IterableDataset[Batch]):
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )
-
-
-def _transformed(transform: Transform, sample_id: int, content: Encoded) -> TransformedImage:
-    if isinstance(content, Unreadable):
-        raise content
-    return transform(decode(content), sample_id)

@@ -8,7 +8,7 @@ The config makes them, so importing this module imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.headers import check_pixels
@@ -26,6 +26,20 @@ USUAL_SHORTER, USUAL_SIZE = 256, 224
 Fractions = tuple[float, float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
 Resize = Literal["square", "shorter"]
+DecoderName = Literal["torchvision", "nvimgcodec"]
+
+
+class Image(Protocol):
+    """An image: a tensor uint8 [3,H,W], or a file of which only what is indexed is decoded."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(3, H, W)."""
+        ...
+
+    def __getitem__(self, box: Any, /) -> Tensor:
+        """Return uint8 [3,h,w] of `[:, top:bottom, left:right]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +66,7 @@ class Transform(Protocol):
         """Whether boxes may be erased."""
         ...
 
-    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
+    def __call__(self, image: Image, sample_id: int) -> TransformedImage:
         """Return the transformed image, uint8 [3,S,S], of an image uint8 [3,H,W]."""
         ...
 
@@ -81,7 +95,7 @@ class TrainingTransform:
         box = None if self.erase is None else self.erase.box(self.size, **drawn)
         return view, (0.0, 0.0, 0.0, 0.0) if box is None else _shares(box, self.size)
 
-    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
+    def __call__(self, image: Image, sample_id: int) -> TransformedImage:
         """Return the image in the view and colours of this epoch."""
         height, width = image.shape[1:]
         drawn = {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
@@ -117,7 +131,7 @@ class EvaluationTransform:
                 f"shorter: {self.shorter}, expected at least size {self.size}, which is cropped from it"
             )
 
-    def __call__(self, image: Tensor, sample_id: int) -> TransformedImage:
+    def __call__(self, image: Image, sample_id: int) -> TransformedImage:
         """Return the transformed image, in the same way for every sample."""
         height, width = image.shape[1:]
         if self.resize == "square":
@@ -129,7 +143,7 @@ class EvaluationTransform:
         # A line of pixels would become a huge square.
         check_pixels(width, height)
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
-        resized = resize(image, height, width, self.interpolation)
+        resized = resize(image[:, :, :], height, width, self.interpolation)
         resized = resized[:, top : top + self.size, left : left + self.size]
         return TransformedImage(
             resized, (left / width, top / height, self.size / width, self.size / height, 0.0)
@@ -141,9 +155,7 @@ def shorter_side(size: int) -> int:
     return -(-size * USUAL_SHORTER // USUAL_SIZE)
 
 
-def crop_and_resize(
-    image: Tensor, view: View, size: int, interpolation: Interpolation = "bilinear"
-) -> Tensor:
+def crop_and_resize(image: Image, view: View, size: int, interpolation: Interpolation = "bilinear") -> Tensor:
     """Return the pixels of a view: cropped, resized to `size` x `size`, then mirrored if the view is."""
     box = image[:, view.top : view.top + view.height, view.left : view.left + view.width]
     pixels = resize(box, size, size, interpolation)

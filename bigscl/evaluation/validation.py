@@ -38,7 +38,12 @@ def validate(
         workers=config.data.workers,
     )
     loader = Loader(
-        index, plan, ranks.rank, config.data.evaluation_transform(), allow_pipe=config.data.allow_pipe
+        index,
+        plan,
+        ranks.rank,
+        config.data.evaluation_transform(),
+        allow_pipe=config.data.allow_pipe,
+        decoder=config.data.decoder,
     )
     was_training = model.training
     model.eval()

@@ -43,6 +43,8 @@ class Progress:
     """The id of the run; empty in checkpoints of earlier versions."""
     ends_epoch: bool = True
     """Whether it was saved at the end of an epoch, not within one; earlier versions did not save it."""
+    decoder: str = "torchvision"
+    """What decoded the images of its epoch; earlier versions had no other."""
 
 
 # Files of a checkpoint

@@ -5,6 +5,7 @@ back or removed, checkpoints whose snapshot is gone are set aside, and snapshots
 dropped.
 """
 
+import logging
 from pathlib import Path
 
 from bigscl.folders import repair_folder
@@ -16,6 +17,8 @@ from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.log import MetricsLog
 from bigscl.training.model_state import ModelState
 from bigscl.training.run import AnyMemory, Run, open_memory
+
+logger = logging.getLogger(__name__)
 
 
 def resume(
@@ -37,6 +40,7 @@ def resume(
     saved = search.read_best(candidates)
     run.folder.id = (saved.run_id if saved is not None else "") or candidates.new_id
     restore(run, state, progress, saved)
+    name_decoder(run, progress, saved)
     check_unchanged(run, candidates, choice)
     checkpoint = None if saved is None else saved.checkpoint
     # Opening takes the store's lease: from here on this run may change the disk.
@@ -69,6 +73,21 @@ def restore(run: Run, state: ModelState, progress: EpochProgress, saved: Saved |
     for action in (load, enter_phase):
         if reason := failure_on_any(run.ranks, action):
             raise CheckpointError(reason)
+
+
+def name_decoder(run: Run, progress: EpochProgress, saved: Saved | None) -> None:
+    """Let checkpoints name the run's decoder; warn if the one that was read names another."""
+    before, now = progress.current.decoder, run.config.data.decoder
+    if saved is not None and before != now and run.ranks.rank == 0:
+        logger.warning(
+            "data.decoder: %s, but %s was trained with %s. Pixels may differ in their last bits from here "
+            "on, and so will the run. Set data.decoder: %s to resume it exactly",
+            now,
+            saved.checkpoint.path,
+            before,
+            before,
+        )
+    progress.advance(decoder=now)
 
 
 def check_unchanged(run: Run, candidates: Candidates, choice: Choice) -> None:

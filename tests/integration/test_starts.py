@@ -14,6 +14,7 @@ import pytest
 
 from bigscl.evaluation.target import find_weights
 from bigscl.store import HeatmapStore
+from tests.decoders import needs_nvimgcodec
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
 
@@ -377,3 +378,39 @@ def test_files_of_a_run_have_the_mode_that_the_user_asks_for(whole):
     os.umask(mask)
     modes = {path.name: path.stat().st_mode & 0o777 for path in whole.rglob("*") if path.is_file()}
     assert {name: oct(mode) for name, mode in modes.items() if mode != 0o666 & ~mask} == {}
+
+
+# Another decoder
+
+
+def decoders_of(folder):
+    return [
+        json.loads(path.read_text()).get("decoder")
+        for path in sorted(folder.glob("checkpoints/step-*/progress.json"))
+    ]
+
+
+@pytest.mark.parametrize("saved", ["torchvision", None, "nvimgcodec"])
+def test_checkpoints_name_their_decoder_and_a_resume_with_another_is_said_loudly(
+    config, train, again, whole, shards, saved
+):
+    for path in again.glob("checkpoints/step-*/progress.json"):
+        progress = json.loads(path.read_text())
+        assert progress.pop("decoder") == "torchvision"
+        path.write_text(json.dumps(progress if saved is None else {**progress, "decoder": saved}))
+    code, output = train(config, "--run", again)
+    assert_resumed((code, output), again, whole, shards)
+    warning = f"data.decoder: torchvision, but {again}/checkpoints/step-00000006 was trained with nvimgcodec"
+    assert (warning in output.replace("\n", "")) == (saved == "nvimgcodec"), output
+    assert decoders_of(again)[-1] == "torchvision"
+
+
+@needs_nvimgcodec
+def test_a_run_that_resumes_with_another_decoder_says_so_once_and_names_it(config, train, again):
+    code, output = train(config, "--run", again, "--data.decoder", "nvimgcodec")
+    assert code == 0, output
+    assert "was trained with torchvision" in output
+    assert decoders_of(again)[-1] == "nvimgcodec"
+    code, output = train(config, "--run", again, "--data.decoder", "nvimgcodec")
+    assert code == 0, output
+    assert "was trained with" not in output

@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 
 from bigscl.data import decode as decoding
+from bigscl.data import jpeg_regions
 from bigscl.data.decode import decode, image_size
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.datasets.image_files import ImageFile, Resize
+from tests.decoders import decoded, every_decoder
 from tests.tars import encoded, jpeg, picture
 
 FRAME = b"\xff\xc0"
@@ -87,27 +89,31 @@ def no_large_allocation(monkeypatch):
         raise AssertionError("the decoder was reached")
 
     monkeypatch.setattr(decoding, "jpeg_decoder", lambda: refuse)
+    monkeypatch.setattr(jpeg_regions, "_decode_box", refuse)
     monkeypatch.setattr(Image.core, "new", refuse)
     monkeypatch.setattr(Image.core, "fill", refuse)
 
 
+@every_decoder
 @pytest.mark.parametrize("name", BOMBS)
-def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(name, no_large_allocation):
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(name, decoder, no_large_allocation):
     with pytest.raises(Unreadable):
-        decode(bytearray(BOMBS[name]))
+        decoded(decoder, BOMBS[name])
 
 
+@every_decoder
 @pytest.mark.parametrize("name", BOMBS)
-def test_the_reason_is_the_size(name, no_large_allocation):
+def test_the_reason_is_the_size(name, decoder, no_large_allocation):
     with pytest.raises(Unreadable, match=r"\d+ x \d+ pixels, more than the 89478485|\d+ pixels\) exceeds"):
-        decode(bytearray(BOMBS[name]))
+        decoded(decoder, BOMBS[name])
 
 
+@every_decoder
 @pytest.mark.parametrize(
     "put", [b"\0", b"\0junk", b"\xff" * 5, b"\xff\xe1\x00\x06abcd", b"\xff\xfe\x00\x02", b"\xff\xd0"]
 )
-def test_small_images_with_odd_headers_are_still_decoded(put):
-    assert torch.equal(decode(bytearray(before_frame(PLAIN, put))), decode(bytearray(PLAIN)))
+def test_small_images_with_odd_headers_are_still_decoded(put, decoder):
+    assert torch.equal(decoded(decoder, before_frame(PLAIN, put)), decoded(decoder, PLAIN))
 
 
 def scans(count: int) -> bytes:
@@ -116,19 +122,22 @@ def scans(count: int) -> bytes:
     return PROGRESSIVE[:last] + PROGRESSIVE[last:-2] * count + b"\xff\xd9"
 
 
-def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(no_large_allocation):
+@every_decoder
+def test_a_jpeg_of_thousands_of_scans_is_refused_before_it_is_decoded(decoder, no_large_allocation):
     with pytest.raises(Unreadable, match="5009 scans, more than the 100"):
-        decode(bytearray(scans(5000)))
+        decoded(decoder, scans(5000))
 
 
-def test_a_jpeg_of_many_scans_is_decoded():
-    assert decode(bytearray(PROGRESSIVE)).shape == (3, 30, 40)
+@every_decoder
+def test_a_jpeg_of_many_scans_is_decoded(decoder):
+    assert decoded(decoder, PROGRESSIVE).shape == (3, 30, 40)
 
 
+@every_decoder
 @pytest.mark.parametrize("cut", range(2, 200, 7))
-def test_a_truncated_header_is_unreadable(cut):
+def test_a_truncated_header_is_unreadable(cut, decoder):
     with pytest.raises(Unreadable):
-        decode(bytearray(PLAIN[:cut]))
+        decoded(decoder, PLAIN[:cut])
 
 
 @pytest.mark.parametrize("size", [(65_000, 1), (1, 65_000)])

@@ -189,6 +189,7 @@ def test_damaged_progress_is_an_error_that_names_the_file(tmp_path, content):
 def test_progress_of_other_versions_is_read(tmp_path):
     (tmp_path / "progress.json").write_text('{"epoch": 1, "step": 9, "snapshot": 3, "later": [1]}')
     assert Checkpoint(tmp_path).progress == Progress(epoch=1, step=9, snapshot=3)
+    assert Checkpoint(tmp_path).progress.decoder == "torchvision"
 
 
 STATE = {

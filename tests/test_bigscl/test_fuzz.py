@@ -36,6 +36,7 @@ from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.files import BadFile
 from bigscl.models.backbones import load_state, read_state
+from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 from tests.tars import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
@@ -60,11 +61,12 @@ IMAGES = (
 )
 
 
+@every_decoder
 @fuzzed(50)
-@given(mutated(*IMAGES))
-def test_damaged_images_decode_or_are_unreadable(content):
+@given(content=mutated(*IMAGES))
+def test_damaged_images_decode_or_are_unreadable(decoder, content):
     try:
-        image = decode(bytearray(content))
+        image = decoded(decoder, content)
     except Unreadable:
         return
     assert image.dtype == torch.uint8
