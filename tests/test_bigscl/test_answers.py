@@ -1,0 +1,240 @@
+"""The file of answers: nothing is lost, twice is once, the later stands, and bad lines are named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bigscl.data.answers import Answer, append_answers, now, read_answers, standing_answers
+from bigscl.user_error import UserError
+
+HOSTILE = [
+    'a"b',
+    "line\nfeed",
+    "\r\n\t\0",
+    "} ] , :",
+    "back\\slash\\u12",
+    "\u2028\u202e katze \U0001f408",
+    "\ud800",
+    "",
+    "k" * 10_000,
+    "<script>alert(1)</script>",
+    "true",
+]
+
+
+def answer(key="a", class_name="cat", yes=True, who="ann", second=0, snapshot="7"):
+    return Answer(key, class_name, yes, who, f"2025-01-31T12:00:{second:02d}.000000+00:00", snapshot)
+
+
+def test_answers_come_back_whatever_their_texts(tmp_path):
+    given = [answer(key=one, class_name=two, who=one, second=3) for one in HOSTILE for two in HOSTILE]
+    append_answers(tmp_path / "new" / "answers.jsonl", given)
+    found = read_answers(tmp_path / "new" / "answers.jsonl")
+    assert sorted(found.standing.values(), key=repr) == sorted(given, key=repr)
+    assert not found.conflicts
+    assert not found.torn
+
+
+def test_a_file_that_is_not_there_has_no_answers(tmp_path):
+    assert not read_answers(tmp_path / "none.jsonl").standing
+
+
+def test_the_same_answer_again_leaves_the_file_as_it_is(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first, second = answer(), answer(yes=False, second=1)
+    assert append_answers(path, [first, second, first]) == 2
+    before = path.read_bytes()
+    assert append_answers(path, [first]) == 0
+    assert path.read_bytes() == before
+    assert read_answers(path).standing == {("a", "cat"): second}
+
+
+def slow_standing(answers):
+    """What stands, by trying every moment for every pair."""
+    found = {}
+    for pair in {one.pair for one in answers}:
+        own = [one for one in answers if one.pair == pair]
+        last = [max((one for one in own if one.who == who), key=order) for who in {one.who for one in own}]
+        said = [one for one in last if one.yes is not None]
+        if said:
+            found[pair] = max(said, key=order)
+    return found
+
+
+def order(one):
+    return one.when, one.to_line()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.builds(
+            answer,
+            key=st.sampled_from("ab"),
+            class_name=st.sampled_from(["cat", "dog"]),
+            yes=st.sampled_from([True, False, None]),
+            who=st.sampled_from(["ann", "bob"]),
+            second=st.integers(0, 5),
+        ),
+        max_size=8,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_latest_answer_of_each_person_and_then_of_all_stands_in_any_order(answers, random):
+    shuffled = answers + answers[:2]
+    random.shuffle(shuffled)
+    found = standing_answers(shuffled)
+    assert found.standing == slow_standing(answers)
+    assert found.asked == {one.pair for one in answers}
+    for lost, stands in found.conflicts:
+        assert lost.yes != stands.yes
+        assert lost.who != stands.who
+        assert found.standing[lost.pair] == stands
+
+
+def test_people_who_disagree_are_reported_and_a_change_of_mind_is_not():
+    ann, bob = answer(second=1), answer(yes=False, who="bob", second=2)
+    for both in permutations([ann, bob]):
+        assert standing_answers(both).conflicts == [(ann, bob)]
+    assert not standing_answers([ann, answer(yes=False, second=2)]).conflicts
+
+
+def test_a_withdrawn_answer_makes_way_for_what_others_said():
+    ann, bob, undo = (
+        answer(second=1),
+        answer(yes=False, who="bob", second=2),
+        answer(yes=None, who="bob", second=3),
+    )
+    assert standing_answers([ann, bob, undo]).standing == {("a", "cat"): ann}
+    alone = standing_answers([bob, undo])
+    assert alone.standing == {}
+    assert alone.asked == {("a", "cat")}
+
+
+def test_moments_are_compared_as_moments_not_as_texts():
+    early = replace(answer(), when="2025-01-31T12:30:00+02:00")
+    late = replace(answer(yes=False), when="2025-01-31T11:00:00Z")
+    assert standing_answers([late, early]).standing[("a", "cat")] == late
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if len(text) < 100])
+def test_a_line_cut_anywhere_is_skipped(tmp_path, text):
+    path = tmp_path / "answers.jsonl"
+    line = answer(key=text, class_name=text, who=text).to_line().encode()
+    lines = [line[:length] + zeros for length in range(1, len(line)) for zeros in (b"", b"\0\0")]
+    path.write_bytes(b"\n".join([*lines, line, lines[-1]]))
+    found = read_answers(path)
+    assert len(found.standing) == 1
+    assert list(found.torn) == [*range(1, len(lines) + 1), len(lines) + 2]
+
+
+@pytest.mark.parametrize("length", [1, 20, -1])
+def test_an_answer_after_a_torn_one_is_kept(tmp_path, length):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(answer("x").to_line() + "\n" + answer("torn").to_line()[:length])
+    append_answers(path, [answer("y")])
+    found = read_answers(path)
+    assert [key for key, _ in found.standing] == ["x", "y"]
+    assert found.torn == (2,)
+
+
+def test_a_last_line_without_its_end_of_line_counts(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(answer("x").to_line())
+    append_answers(path, [answer("y")])
+    assert len(read_answers(path).standing) == 2
+
+
+GOOD = json.loads(answer().to_line())
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hello", "'hello'"),
+        ("[1]", "[1]"),
+        ('{"key": "a", "class": cat}', "expected an answer"),
+        ('{"key": "a" "class": "cat"}', "expected an answer"),
+        (json.dumps({"key": "a"}), "no 'class'"),
+        (json.dumps(GOOD | {"yes": 1}), "yes is '1'"),
+        (json.dumps(GOOD | {"yes": "yes"}), "yes is 'yes'"),
+        (json.dumps(GOOD | {"key": 5}), "key is '5'"),
+        (json.dumps(GOOD | {"klass": "a\n"}), "an unknown 'klass'"),
+        (json.dumps(GOOD | {"when": "yesterday"}), "when is 'yesterday'"),
+        (json.dumps(GOOD | {"when": "2025-01-31T12:00:00"}), "with a zone"),
+        ("[" * 100_000, "expected an answer"),
+        (b"\xff\xfe", "UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, said):
+    path = tmp_path / "answers.jsonl"
+    data = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(answer().to_line().encode() + b"\n\n" + data + b"\n")
+    with pytest.raises(UserError, match="line 3: ") as raised:
+        read_answers(path)
+    assert str(path) in str(raised.value)
+    assert said in str(raised.value)
+    assert len(str(raised.value)) < 600 + len(str(path))
+
+
+def test_an_answer_that_could_not_be_read_again_is_not_written(tmp_path):
+    with pytest.raises(UserError, match="when is ''"):
+        append_answers(tmp_path / "a.jsonl", [replace(answer(), when="")])
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_now_is_a_moment_that_answers_accept(tmp_path):
+    append_answers(tmp_path / "a.jsonl", [replace(answer(), when=now())])
+    assert len(read_answers(tmp_path / "a.jsonl").standing) == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from bigscl.data.answers import Answer, append_answers, now
+path, who, count, length = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+for number in range(count):
+    append_answers(path, [Answer(f"{number}" + "k" * length, "cat", True, who, now(), "")])
+    print(number, flush=True)
+"""
+
+
+def start_writer(path, who, count, length):
+    command = [sys.executable, "-c", WRITER, str(path), who, str(count), str(length)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    writers = [start_writer(path, who, 40, 50) for who in ("ann", "bob")]
+    assert [(len(one.communicate()[0].split()), one.returncode) for one in writers] == [(40, 0)] * 2
+    lines = path.read_text().splitlines()
+    assert len(lines) == 80
+    assert all(json.loads(line) for line in lines)
+    assert not read_answers(path).torn
+
+
+def test_killed_writers_lose_nothing_that_they_were_told_is_saved(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    saved = 0
+    for delay in (0.0, 0.01, 0.03):
+        writer = start_writer(path, f"{delay}", 10_000, 300_000)
+        writer.stdout.readline()
+        time.sleep(delay)
+        os.kill(writer.pid, signal.SIGKILL)
+        saved += 1 + len(writer.communicate()[0].split())
+        append_answers(path, [answer(f"after {delay}")])
+        saved += 1
+    lines = path.read_bytes().split(b"\n")
+    found = read_answers(path)
+    assert saved <= len(lines) - 1 - len(found.torn) <= saved + 3
+    assert len([key for key, _ in found.standing if key.startswith("after")]) == 3
