@@ -71,7 +71,10 @@ def _serve(runs: "list[OpenRun]", host: str, port: int) -> None:
 
     api = Api(runs)
     try:
-        server = Server(host, port, secrets.token_urlsafe(24), dict.fromkeys(api.get, api.answer), {})
+        token = secrets.token_urlsafe(24)
+        server = Server(
+            host, port, token, dict.fromkeys(api.get, api.answer), dict.fromkeys(api.post, api.write)
+        )
     except (OSError, UnicodeError, ValueError) as error:
         raise UserError(f"--host {host} --port {port}: cannot listen there: {error}") from error
     # A training on this machine comes first.

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.curves import curves_of
 from bigscl.tools.viewer.listing import Order, Query, listed
 from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.questions import Questions
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
 from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
 from bigscl.user_error import UserError
@@ -50,6 +52,7 @@ class Api:
         self._listings: OrderedDict[Any, Array] = OrderedDict()
         self._lock = threading.Lock()
         self._busy = threading.BoundedSemaphore(BUSY)
+        self._questions = [Questions(run) for run in runs]
         self._same = [[mine.same_samples(its) for its in runs] for mine in runs]
         self.get: dict[str, Callable[[Parameters], Reply]] = {
             "/api/runs": self._runs,
@@ -63,14 +66,34 @@ class Api:
             "/api/class": self._class,
             "/api/curves": self._curves,
             "/api/store": self._store,
+            "/api/questions": self._questions_of,
         }
         """The functions by address."""
+        self.post: dict[str, Callable[[dict[str, Any]], None]] = {
+            "/api/answers": self._take_answer,
+            "/api/skip": self._skip,
+        }
+        """Those that write something."""
 
     def answer(self, path: str, query: str) -> Reply:
         """Return the answer to a request."""
+        return self._guarded(lambda: self.get[path](Parameters(query)))
+
+    def write(self, path: str, value: Any) -> Reply:
+        """Keep what was sent."""
+
+        def kept() -> Reply:
+            if not isinstance(value, dict):
+                raise UserError(f"found {type(value).__name__}, expected an object")
+            self.post[path](value)
+            return as_json({})
+
+        return self._guarded(kept)
+
+    def _guarded(self, work: Callable[[], Reply]) -> Reply:
         try:
             with self._busy:
-                return self.get[path](Parameters(query))
+                return work()
         except UserError as error:
             return as_json({"error": printable(str(error))}, 400)
         except (Unreadable, StoreError, OSError) as error:
@@ -254,6 +277,36 @@ class Api:
         return as_json(
             {"found_with": _most(together, 0, 1, number), "named_with": _most(together, 1, 0, number)}
         )
+
+    # Questions
+
+    def _questions_of(self, parameters: Parameters) -> Reply:
+        number = parameters.integer("run", 0, len(self.runs) - 1, 0)
+        pairs, told = self._questions[number].next(parameters.integer("count", 1, 50, 5))
+        items = self._items(self.runs[number], pairs) if len(pairs) else []
+        # Whoever is asked does not see the answer.
+        return as_json({**told, "items": [{**one, "present": None, "known": None} for one in items]})
+
+    def _take_answer(self, value: dict[str, Any]) -> None:
+        questions, row, number = self._asked(value)
+        yes, who = value.get("yes"), value.get("who")
+        if not (yes is None or isinstance(yes, bool)) or not isinstance(who, str):
+            raise UserError("answer: expected yes: true, false or null, and who: a name")
+        questions.answer(row, number, yes, who)
+
+    def _skip(self, value: dict[str, Any]) -> None:
+        questions, row, number = self._asked(value)
+        questions.skip(row, number, again=value.get("again") is True)
+
+    def _asked(self, value: dict[str, Any]) -> tuple[Questions, int, int]:
+        """Return the queue, the row and the class that something sent is about."""
+        found = [value.get(name) for name in ("run", "row", "class")]
+        if not all(type(one) is int for one in found):
+            raise UserError("answer: expected numbers as run, row and class")
+        given = Parameters(urlencode(dict(zip(("run", "row", "class"), found, strict=True))))
+        run = self._run(given)
+        number = given.integer("class", 0, run.store.spec.num_classes - 1)
+        return self._questions[self.runs.index(run)], self._row(given, run), number
 
     # The run as a whole
 

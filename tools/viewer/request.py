@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from bigscl.user_error import UserError
 
@@ -46,6 +46,10 @@ class Parameters:
             self._values = dict(parse_qsl(query, max_num_fields=MAX_FIELDS, errors="surrogateescape"))
         except ValueError:
             raise UserError(f"parameters: more than {MAX_FIELDS}") from None
+
+    def without(self, name: str) -> str:
+        """Return the query without one of its parameters."""
+        return urlencode({key: value for key, value in self._values.items() if key != name}, errors="replace")
 
     def text(self, name: str) -> str:
         """Return a short text; empty if it is not given."""

@@ -12,8 +12,8 @@ import json
 import os
 import re
 import shutil
-import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -446,20 +446,27 @@ def _in_parts(file: BinaryIO, num_pairs: int) -> Iterator[Array]:
 @contextmanager
 def _new_folder(folder: Path, name: str) -> Iterator[Path]:
     """Yield a folder of a private name; it gets its own name, synced, if the block succeeds."""
-    unfinished = folder / f".{name}.{socket.gethostname()}-{os.getpid()}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder / f".{name}.{uuid.uuid4().hex}"
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         for file in unfinished.iterdir():
             sync(file)
-        # Another process may have made the same index meanwhile.
-        if not (folder / name / "index.json").exists():
-            shutil.rmtree(folder / name, ignore_errors=True)
-            unfinished.rename(folder / name)
-            sync(folder)
+        _rename(unfinished, folder / name)
+        sync(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _rename(unfinished: Path, whole: Path) -> None:
+    """Give a folder its name, unless another process has made the same index meanwhile."""
+    if not (whole / "index.json").exists():
+        shutil.rmtree(whole, ignore_errors=True)
+        try:
+            unfinished.rename(whole)
+        except OSError:
+            if not (whole / "index.json").exists():
+                raise
 
 
 def _remove_old(folder: Path, keep: str) -> None:

@@ -204,7 +204,8 @@ class Handler(BaseHTTPRequestHandler):
         if self._offers_token():
             # The token leaves the address: as a cookie that may read, and for the page after the #.
             cookie = f"{self._cookie_name}={self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"
-            headers = {"Location": f"/#{self.server.token}", "Set-Cookie": cookie}
+            rest = self._parameters(parts.query).without("token")
+            headers = {"Location": f"/?{rest}#{self.server.token}", "Set-Cookie": cookie}
             return Reply(body=b"", status=303, headers=headers)
         if parts.path in FILES:
             name, kind = FILES[parts.path]

@@ -74,6 +74,15 @@ export function url(path, parameters) {
 
 export const thumbnail = (run, row, side, data) => url("thumbnail", { run, row, side, data });
 
+// A large picture is as high as its room allows, and keeps its proportion, with whatever lies over it.
+export function large(source, name, ...over) {
+  const picture = el("div", { className: "picture large" },
+    el("img", { src: source, alt: name, onload: (event) => {
+      picture.style.setProperty("--ratio", event.target.naturalWidth / event.target.naturalHeight);
+    } }), ...over);
+  return picture;
+}
+
 export function notice(text) {
   const place = document.getElementById("notice");
   place.textContent = text;

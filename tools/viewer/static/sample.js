@@ -1,6 +1,6 @@
 // One sample: heatmaps over the image, scores as bars, boxes, views, and how it came about over the epochs.
 
-import { address, ask, badges, change, el, go, kind, state, url } from "./dom.js";
+import { address, ask, badges, change, el, go, kind, large, state, url } from "./dom.js";
 import { bytes, hottest, paint } from "./heat.js";
 import { FILTERS, query } from "./samples.js";
 
@@ -63,11 +63,11 @@ function controls(values, found) {
 
 function sideOf(side, several) {
   const { sample, run } = side;
-  const image = el("img", { src: url("image", { run: side.number, row: sample.row, data: run.data }), alt: sample.key });
+  const source = url("image", { run: side.number, row: sample.row, data: run.data });
   const over = el("svg", { class: "over", viewBox: "0 0 1 1", preserveAspectRatio: "none" });
   const picture = sample.unreadable
     ? el("p", { className: "failure" }, sample.unreadable)
-    : el("div", { className: "picture" }, image, el("canvas"), over);
+    : large(source, sample.key, el("canvas"), over);
   return el("article", { className: "side" },
     several ? el("h2", {}, run.name) : null,
     el("div", { className: "both" }, el("div", { className: "frame" }, picture, el("p", { className: "told" })), el("ol", { className: "bars" })));
@@ -122,8 +122,7 @@ function drawOver(over, sample, heat, run, values) {
   }
   if (values.views === "yes") {
     sample.views.forEach(({ epoch, box, flip }, place) => {
-      drawn.push(frame(...box, VIEW_COLORS[place], { class: "view", "stroke-dasharray": flip ? "6 4" : null }),
-        );
+      drawn.push(frame(...box, VIEW_COLORS[place], { class: "view", "stroke-dasharray": flip ? "6 4" : null }));
       drawn.at(-1).append(el("title", {}, `epoch ${epoch}${flip ? ", mirrored" : ""}`));
     });
   }
@@ -134,7 +133,7 @@ function bar(one, side, then) {
   const score = then === null ? one.score : then.scores[one.class] ?? null;
   const kept = side.sample.maps?.classes.includes(one.class);
   return el("li", {
-    className: `${kind(one)} ${one.class === focus ? "focus" : ""} ${kept ? "" : "cold"}`, dataset: undefined, tabIndex: 0,
+    className: `${kind(one)} ${one.class === focus ? "focus" : ""} ${kept ? "" : "cold"}`, tabIndex: 0,
     onclick: () => look(one.class), onkeydown: (event) => { if (event.key === "Enter") look(one.class); },
   },
   badges(one), el("span", { className: "name" }, side.run.classes[one.class]),
