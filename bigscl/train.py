@@ -71,7 +71,7 @@ class Trainer:
         self.ranks = process_group(config.hardware.timeout_minutes)
         start_logging(self.ranks.rank)
         self.folder = RunFolder(config)
-        self.data = open_data(config)
+        self.data = open_data(config, self.ranks)
         check_k(config, self.data.val)
         self.schedule = config.schedule
         self.state = ModelState(config, self.data, self.accelerator, self.ranks)

@@ -4,6 +4,8 @@ These names are the public surface of the store. Modules outside this folder imp
 """
 
 from bigscl.store.annotations import Annotations
+from bigscl.store.answered import ATTRIBUTE as ANSWERS
+from bigscl.store.answered import Answered, with_answers
 from bigscl.store.backends import Backend, LocalBackend, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
@@ -32,6 +34,7 @@ from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_
 from bigscl.store.writeback import Writeback
 
 __all__ = [
+    "ANSWERS",
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
     "MAX_COUNT",
@@ -39,6 +42,7 @@ __all__ = [
     "SCHEMES",
     "STORE_SCHEMES",
     "Annotations",
+    "Answered",
     "Array",
     "Backend",
     "BadFile",
@@ -86,4 +90,5 @@ __all__ = [
     "update",
     "verify",
     "versions_of",
+    "with_answers",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
+from bigscl.store.answered import ATTRIBUTE, Answered, answered_rows, with_answers
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
 from bigscl.store.closing import Closing
@@ -451,6 +452,44 @@ class HeatmapStore(StoreReader, Closing):
         rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
         return compact_rows(rows, annotated, self.spec, new.spec)
+
+    # Answers
+
+    def answer(self, answered: Answered) -> Answered:
+        """Write answers that the rows do not know of yet into them, as one new snapshot; collective.
+
+        Ranks share the shards; rows that no new answer is about stay as they are. Until the commit the store
+        is as it was, and afterwards the same answers change nothing. Return the answers with what `late`
+        says of them now: later commits carry them in the attribute ATTRIBUTE.
+        """
+        self._check_writable()
+        assert self._given is not None
+        if lost := (known := Answered.at(self._snapshot)).lost(answered):
+            raise StoreError(
+                f"{self.backend.url}: its rows know {len(lost)} answers that are not given now, first about "
+                f"class {lost[0][1]} of sample {lost[0][0]}. Give all answers that were given before."
+            )
+        annotations = with_answers(self._given, answered)
+        if self.group.top is not None:
+            check_top(annotations, self.group.top)
+        answered, changes = answered.since(known)
+        shards = answered.rows // self.spec.rows_per_shard
+        changes &= np.asarray(self._snapshot.slots)[shards] >= 0
+        if not changes.any():
+            return answered
+        answered = replace(answered, late=answered.late | (changes & (self.group.layout != "scores")))
+        wanted = np.unique(shards[changes]).tolist()
+        try:
+            for shard in wanted[self._transport.rank :: self._transport.world_size]:
+                rows, own = self.load_shard(shard), answered.take(changes & (shards == shard))
+                annotated = annotated_mask(rows.scores.shape, *annotations.of_shard(shard))
+                positions = own.rows % self.spec.rows_per_shard
+                self.save_shard(shard, answered_rows(rows, positions, own, annotated))
+        except Exception as error:
+            self._failure = error  # the commit tells the other ranks
+        attributes = {**self._snapshot.attributes, ATTRIBUTE: answered.to_json()}
+        self.commit(epoch=self._snapshot.epoch, step=self._snapshot.step, attributes=attributes)
+        return answered
 
     # Tracked samples
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
+from bigscl.store.answered import ATTRIBUTE, Answered, with_answers
 from bigscl.store.arrays import ArrayGroup
 from bigscl.store.backends import Backend
 from bigscl.store.errors import BadFile, StoreError
@@ -31,7 +32,8 @@ class StoreReader:
     ) -> None:
         self.spec = spec
         self.backend = backend
-        self.annotations = annotations
+        self._given = annotations
+        self._answered: tuple[object, Annotations] | None = None
         self._log = SnapshotLog(backend)
         self._lock = threading.Lock()
         self._go_to(snapshot)
@@ -50,6 +52,16 @@ class StoreReader:
     def snapshot(self) -> Snapshot:
         """The committed state this store is at."""
         return self._snapshot
+
+    @property
+    def annotations(self) -> Annotations | None:
+        """The annotated positives that the store was opened with, after the answers that its rows know of."""
+        found = self._snapshot.attributes.get(ATTRIBUTE)
+        if self._given is None or found is None:
+            return self._given
+        if self._answered is None or self._answered[0] is not found:
+            self._answered = (found, with_answers(self._given, Answered.at(self._snapshot)))
+        return self._answered[1]
 
     @property
     def group(self) -> GroupSpec:
@@ -185,11 +197,12 @@ class StoreReader:
         Snapshots of earlier revisions do not have the momentum; for annotations, open the store with them.
         """
         momentum = self._snapshot.attributes.get("momentum")
-        if self.annotations is None or not isinstance(momentum, float | int):
+        if self._given is None or not isinstance(momentum, float | int):
             return None
-        return StartValues(
-            annotations=self.annotations, momentum=float(momentum), debiased=self.group.debiased
-        )
+        started = self._given
+        if len(answered := Answered.at(self._snapshot)):
+            started = with_answers(started, answered, from_start=True)
+        return StartValues(annotations=started, momentum=float(momentum), debiased=self.group.debiased)
 
     def read_evidence(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
         """As `read`, with heatmaps without what is left of their initial values, where that is known."""

@@ -59,6 +59,7 @@ class Data:
     labels: "Labels"
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
+    """What the store was created for, without answers of people; its snapshots say which they know of."""
 
     def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return `[n,L]`: which classes are annotated positives."""
@@ -104,7 +105,8 @@ class DataFlags:
         for candidate, labels in _labellings(index, None if settings is None else settings.observed):
             annotations = candidate.annotations(labels)
             if annotations.fingerprint == fingerprint:
-                return Data(index=candidate, labels=labels, annotations=annotations)
+                shown = candidate if settings is None else _answered(candidate, settings.answers)
+                return Data(index=shown, labels=labels, annotations=annotations)
         raise IndexMismatch(
             f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the observed nor "
             f"the full labels of {patterns}. Give the shards that this store was created from; if its "
@@ -191,6 +193,16 @@ def _labellings(index: "Index", drawn: "ObservedConfig | None") -> "list[tuple[I
         if drawn:
             found.append((with_drawn_labels(index, drawn), "observed"))
     return found
+
+
+def _answered(index: "Index", answers: Path | None) -> "Index":
+    """Return the labels of an index with the answers that people have given so far."""
+    if answers is None:
+        return index
+    from bigscl.data.answered import match_answers, with_answered
+    from bigscl.data.answers import read_answers
+
+    return with_answered(index, match_answers(index, read_answers(answers), answers))
 
 
 def _data_settings(store: str) -> "DataConfig | None":

@@ -240,6 +240,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.val_labels_file", "has no effect without data.val"
     if config.data.labels == "labels" and config.data.observed is not None:
         yield "data.observed", "has no effect with data.labels: labels"
+    if config.data.labels == "labels" and config.data.answers is not None:
+        yield "data.answers", "has no effect with data.labels: labels"
     try:
         config.data.evaluation_transform()
     except ValueError as error:

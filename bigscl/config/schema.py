@@ -43,6 +43,8 @@ class DataConfig:
     """Index of the validation shards. Default: the one in their folder."""
     labels_file: Path | None = None
     """Labels of training images in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json."""
+    answers: Path | None = None
+    """Answers of people (`bigscl ask`), which may become more: yes is observed, no a known negative."""
     val_labels_file: Path | None = None
     """Full labels of the validation images; images that it lacks are not evaluated."""
     labels: Literal["observed", "labels"] = "observed"

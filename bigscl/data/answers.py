@@ -112,7 +112,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 def read_answers(path: Path) -> Answers:
     """Return what the file says, nothing if it does not exist; BadFile names a line that is no answer."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return parse_answers(path.read_bytes() if path.exists() else b"", path)
+
+
+def parse_answers(data: bytes, path: Path) -> Answers:
+    """Return what the bytes of a file say; `path` is its name in messages."""
+    lines = data.split(b"\n")
     found: list[Answer] = []
     torn: list[int] = []
     for number, line in enumerate(lines, 1):
@@ -132,7 +137,7 @@ def read_answers(path: Path) -> Answers:
 def standing_answers(answers: Iterable[Answer], torn: Sequence[int] = ()) -> Answers:
     """Return which of these answers count."""
     latest: dict[tuple[Pair, str], Answer] = {}
-    for answer in sorted(answers, key=lambda one: (_moment(one.when), one.to_line())):
+    for answer in sorted(answers, key=lambda one: (moment(one.when), one.to_line())):
         latest.pop((answer.pair, answer.who), None)  # the place of a later answer is later
         latest[answer.pair, answer.who] = answer
     standing: dict[Pair, Answer] = {}
@@ -203,13 +208,13 @@ def _fault(value: Any) -> str | None:
         elif not isinstance(one, str):
             return f"{name} is {printable(str(one)[:60])!r}, not a text"
     try:
-        _moment(value["when"])
+        moment(value["when"])
     except UserError as error:
         return str(error)
     return None
 
 
-def _moment(when: str) -> datetime:
+def moment(when: str) -> datetime:
     """Return the moment of an answer; UserError for a text that is none."""
     try:
         moment = datetime.fromisoformat(when)

@@ -53,11 +53,11 @@ def with_training_labels(index: Index, path: Path) -> Index:
     ids = index.ids()
     kept = len(ids) - len(found.positives)
     logger.info("%s: labels of %d of %d training images%s", path, len(found.positives), len(ids), _rest(kept))
-    observed = _replaced(index.observed, found.positives)
+    observed = replaced_rows(index.observed, found.positives)
     labelled = replace(
         index,
         observed=observed,
-        negatives=_replaced(index.negatives, found.negatives),
+        negatives=replaced_rows(index.negatives, found.negatives),
         labels=observed if len(found.complete) == len(ids) else index.labels,
     )
     return with_fingerprint(labelled)
@@ -83,7 +83,7 @@ def with_evaluation_labels(index: Index, path: Path) -> Index:
         index.num_samples,
     )
     empty = Ragged.from_lengths(np.zeros(len(index.keys), np.int64), np.empty(0, np.uint32))
-    return with_fingerprint(replace(index, labels=_replaced(empty, found.positives), unknown=unknown))
+    return with_fingerprint(replace(index, labels=replaced_rows(empty, found.positives), unknown=unknown))
 
 
 def read_labels(path: Path, index: Index) -> FileLabels:
@@ -162,7 +162,7 @@ def _check_columns(found: Iterable[str]) -> None:
 
 
 def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
-    ids, classes = _ids_by_key(index), _Classes(index.class_names)
+    ids, classes = ids_by_key(index), _Classes(index.class_names)
     positives: dict[int, list[int]] = {}
     negatives: dict[int, list[int]] = {}
     complete: set[int] = set()
@@ -203,7 +203,7 @@ def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
 SEVERAL = -1
 
 
-def _ids_by_key(index: Index) -> dict[str, int]:
+def ids_by_key(index: Index) -> dict[str, int]:
     """Return the id of each key and of each `shard/key`; SEVERAL for a key of several samples."""
     keys = [(int(sample_id), index.key(int(sample_id))) for sample_id in index.ids()]
     counts = Counter(key for _, key in keys)
@@ -257,7 +257,7 @@ class _Classes:
 # Into the index
 
 
-def _replaced(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
+def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
     """Return the rows with some of them replaced."""
     ids: NDArray[np.int64] = np.array(sorted(changed), np.int64)
     lengths = rows.lengths.copy()

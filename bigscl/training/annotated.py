@@ -13,7 +13,11 @@ from bigscl.store import Annotations
 class AnnotatedClasses:
     """The annotated positives of all rows, on one device."""
 
-    def __init__(self, annotations: Annotations, device: torch.device) -> None:
+    def __init__(
+        self, annotations: Annotations, device: torch.device, started: Annotations | None = None
+    ) -> None:
+        """`started` are those whose heatmaps started at 1, if these are others."""
+        self._started = None if started is None else AnnotatedClasses(started, device)
         self._num_classes = annotations.num_classes
         self._offsets = torch.from_numpy(annotations.offsets).to(device)
         # One entry more, which rows past the last positive may read.
@@ -27,6 +31,7 @@ class AnnotatedClasses:
         moved = copy(self)
         moved._offsets, moved._classes = self._offsets.to(device), self._classes.to(device)
         moved._places = self._places.to(device)
+        moved._started = None if self._started is None else self._started.to(device)
         return moved
 
     def of(self, ids: Tensor) -> Tensor:
@@ -38,3 +43,7 @@ class AnnotatedClasses:
         mask = torch.zeros(len(ids), self._num_classes + 1, dtype=torch.bool, device=ids.device)
         mask.scatter_(1, torch.where(places < end[:, None], found, self._num_classes), True)
         return mask[:, :-1]
+
+    def started(self, ids: Tensor) -> Tensor:
+        """Return those whose heatmaps started at 1, bool [B,L]."""
+        return (self._started or self).of(ids)

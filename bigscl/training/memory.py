@@ -20,13 +20,16 @@ from bigscl.data.plan import Plan, training_plan
 from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
+    ANSWERS,
     Annotations,
+    Answered,
     Closing,
     Rows,
     StoreError,
     Transport,
     Update,
     on_rank_zero,
+    with_answers,
 )
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.committed import committed_state, find_empty, find_snapshot, is_empty
@@ -81,6 +84,7 @@ class Memory(Closing):
         rank_by: RankBy = "score",
         k_per_class: bool = False,
         asserted: float | None = None,
+        answered: Answered | None = None,
         device: torch.device | str = "cpu",
         ranks: Transport | None = None,
         run: str | None = None,
@@ -96,7 +100,9 @@ class Memory(Closing):
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
         `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K.
         `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
-        The ranks are those of torch.distributed unless given.
+        `answered` are the answers of people that the annotations contain: rows that were learnt before an
+        answer came are changed when the memory starts, see `HeatmapStore.answer`. The ranks are those of
+        torch.distributed unless given.
 
         A store with learnt rows is opened at `snapshot`; without it, `load_state_dict` or `reset` must say
         where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
@@ -129,18 +135,29 @@ class Memory(Closing):
             ranking=rank_by == "spatial",
         )
         self._annotated = AnnotatedClasses(annotations, self._device)
+        self._answered = Answered.of() if answered is None else answered
+        self._start_is_known = snapshot is not None or is_empty(self.store.snapshot)
+        # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
+        self._named = self.store.snapshot.id
         try:
             check_store(self.store, heatmap_size, rank_by)
+            if self._start_is_known:
+                self._answer()
             self._start(epoch)
         except BaseException:
             self.store.close()
             raise
-        self._start_is_known = snapshot is not None or is_empty(self.store.snapshot)
-        # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
-        self._named = self.store.snapshot.id
 
     def _new_name(self) -> str:
         return on_rank_zero(self._ranks, lambda: f"own-loop-{uuid.uuid4().hex[:12]}".encode()).decode()
+
+    def _answer(self) -> None:
+        """Let the rows know of all answers."""
+        self._answered = self.store.answer(self._answered)
+        started = None
+        if self._answered.late.any():
+            started = with_answers(self._annotations, self._answered, from_start=True)
+        self._annotated = AnnotatedClasses(self._annotations, self._device, started)
 
     def _start(self, epoch: int | None = None) -> None:
         """Stand where the store's snapshot stands."""
@@ -347,6 +364,8 @@ class Memory(Closing):
         }
         if self.class_ratios is not None:
             attributes["class_ratios"] = self.class_ratios.tolist()
+        if len(self._answered):
+            attributes[ANSWERS] = self._answered.to_json()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
 
@@ -407,6 +426,7 @@ class Memory(Closing):
         number = int(on_rank_zero(self._ranks, lambda: str(find()).encode()))
         self._close_threads()
         self.store.rollback(number)
+        self._answer()
         self._start()
         self._start_is_known = True
         self._named = number

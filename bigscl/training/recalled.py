@@ -136,8 +136,9 @@ class Recalled:
         return to_view(target.clamp(max=1), self.views, side), to_view(seen, self.views, side)
 
     def _evidence(self, heatmaps: Tensor, counts: Tensor, *, debiased: bool = False) -> Tensor:
-        annotated = self.annotated if self.classes is None else self.annotated.gather(1, self.classes)
-        return evidence(heatmaps, annotated, remaining_start(counts, self.momentum, debiased=debiased))
+        started = self.annotations.started(self.ids)
+        started = started if self.classes is None else started.gather(1, self.classes)
+        return evidence(heatmaps, started, remaining_start(counts, self.momentum, debiased=debiased))
 
     def ranking_of(self, scores: Tensor, heatmaps: Tensor, counts: Tensor, *, debiased: bool) -> Tensor:
         """Return what expected positives are ranked by, from these scores, heatmaps and visits."""

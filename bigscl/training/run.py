@@ -3,26 +3,34 @@
 import json
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data import sample_list
 from bigscl.data.annotator import with_drawn_labels
+from bigscl.data.answered import match_answers, with_answered
+from bigscl.data.answers import Answers, parse_answers
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
 from bigscl.store import (
     Annotations,
+    Answered,
     HeatmapStore,
     IndexMismatch,
     NotAStore,
+    SingleProcess,
     Snapshot,
     SnapshotLog,
     StoreError,
+    Transport,
+    on_rank_zero,
     open_backend,
 )
+from bigscl.text import first_few
 from bigscl.training.checkpoint import Checkpoints
 from bigscl.training.expectation import positives_per_image
 from bigscl.training.log import environment
@@ -45,17 +53,26 @@ class Data:
     val: Index | None
     annotations: Annotations
     """The positives that training may see."""
+    answered: Answered | None
+    """Answers of people that are among them."""
     positives_per_image: float | None
     """K, if the objective needs it."""
 
 
-def open_data(config: Config) -> Data:
-    """Read the indexes of the run's shards, and choose the labels that training may see."""
+def open_data(config: Config, ranks: Transport | None = None) -> Data:
+    """Read the indexes of the run's shards, and choose the labels that training may see.
+
+    If all `ranks` call it together, they have the same answers, even while people give more.
+    """
     train = load_index(config.data.train, config.data.train_index)
     if config.data.labels_file is not None:
         train = with_training_labels(train, config.data.labels_file)
     if config.data.observed is not None:
         train = with_drawn_labels(train, config.data.observed, allow_pipe=config.data.allow_pipe)
+    answered = None
+    if config.data.answers is not None:
+        answered = match_answers(train, _read_answers(config.data.answers, ranks), config.data.answers)
+        train = with_answered(train, answered)
     val = None if config.data.val is None else load_index(config.data.val, config.data.val_index)
     if val is not None and config.data.val_labels_file is not None:
         val = with_evaluation_labels(val, config.data.val_labels_file)
@@ -73,8 +90,22 @@ def open_data(config: Config) -> Data:
         train=train,
         val=val,
         annotations=annotations,
+        answered=answered,
         positives_per_image=positives_per_image(config, val),
     )
+
+
+def _read_answers(path: Path, ranks: Transport | None) -> Answers:
+    """Return the answers that rank 0 finds in the file; a file that is not there yet has none."""
+    read = on_rank_zero(ranks or SingleProcess(), lambda: path.read_bytes() if path.exists() else b"")
+    answers = parse_answers(read, path)
+    yes = sum(bool(one.yes) for one in answers.standing.values())
+    logger.info("%s: %d answers, %d of them yes", path, len(answers.standing), yes)
+    if answers.conflicts:
+        told = [f"{lost.key}, {lost.class_name}" for lost, _ in answers.conflicts]
+        what = first_few(told, len(told), most=3, join="; ")
+        logger.warning("%s: people disagree about %d pairs, the later counts: %s", path, len(told), what)
+    return answers
 
 
 class RunFolder:
@@ -160,6 +191,7 @@ def open_memory(
         rank_by=config.selection.by,
         k_per_class=config.selection.per_class,
         asserted=config.selection.asserted if config.objective.needs.asserted else None,
+        answered=run.data.answered,
         device=device,
         ranks=run.ranks,
         run=run.folder.id,
@@ -212,7 +244,24 @@ def check_store(run: Run) -> list[Snapshot]:
             f"data.size {run.config.data.size} needs {run.heatmap_size}. Use another store.url."
             f"{_hint_if_empty(run.config)}"
         )
-    return store.snapshots()
+    snapshots = store.snapshots()
+    _check_answers(run, snapshots)
+    return snapshots
+
+
+def _check_answers(run: Run, snapshots: list[Snapshot]) -> None:
+    """Refuse to resume without answers that the memory has learnt from."""
+    answered = run.data.answered or Answered.of()
+    for snapshot in snapshots:
+        if lost := Answered.at(snapshot).lost(answered):
+            row, number = lost[0]
+            index, given = run.data.train, run.config.data.answers
+            raise UserError(
+                f"data.answers: {given or 'no file'}, but the memory of this run has learnt from "
+                f"{len(lost)} answers that are not there, first about {index.class_names[number]!r} of "
+                f"{index.name(row)}. Give the file of answers that the run was trained with. To take an "
+                f"answer back, withdraw it there (`bigscl ask`, u)."
+            )
 
 
 def _hint_if_empty(config: Config) -> str:

@@ -1,0 +1,178 @@
+"""Which pairs of image and class a person should be asked about: the queue.
+
+The value of a question is the chance that its answer corrects the labels: that an image shows a class which
+no label names, or that a label names a class which its image does not show. `chances` estimates it from the
+memory and from the answers so far, and `rank` spreads the questions over images. Both are pure, and fast
+enough to be repeated after each answer, so that the queue follows what it hears. A `Shortlist` collects the
+pairs that can come up, from any number of images in one pass.
+"""
+
+# Shapes: n images of a shard, L classes, p pairs.
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+By = Literal["queue", "score", "uncertainty", "random"]
+"""An order of questions: by value, or what it is compared with."""
+Floats = NDArray[np.float32]
+TRUST = 2.0
+"""How many answers about a class weigh as much as the score's own word."""
+WRONG_LABEL = 0.05
+"""The share of labels that are taken to be wrong before anybody was asked about one."""
+AGAIN = 0.9
+"""What a further question about the same image is worth, in questions about another."""
+EDGE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pairs:
+    """Pairs of image and class, one entry each."""
+
+    ids: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    scores: Floats
+    """What the memory holds of the class, in 0 to 1."""
+    warmth: Floats
+    """The mean of the score and the hottest cell of the heatmap, without its initial value."""
+    named: NDArray[np.bool_]
+    """Whether a label names the class: then the question is whether it is wrong."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, places: NDArray[np.int64] | NDArray[np.bool_]) -> "Pairs":
+        """Return some of the pairs."""
+        return Pairs(**{field.name: getattr(self, field.name)[places] for field in fields(self)})
+
+    @staticmethod
+    def concatenate(parts: Iterable["Pairs"]) -> "Pairs":
+        """Return the pairs of all parts, one after the other."""
+        parts = [Pairs.none(), *parts]
+        names = [field.name for field in fields(Pairs)]
+        return Pairs(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    @staticmethod
+    def none() -> "Pairs":
+        """Return no pairs."""
+        return Pairs(
+            ids=np.empty(0, np.int64),
+            classes=np.empty(0, np.int64),
+            scores=np.empty(0, np.float32),
+            warmth=np.empty(0, np.float32),
+            named=np.empty(0, bool),
+        )
+
+
+def pairs_of(
+    ids: NDArray[np.int64], scores: NDArray[np.floating], peaks: Floats | None, known: NDArray[np.int8]
+) -> Pairs:
+    """Return every pair of some images, in their order; those known to be absent are left out.
+
+    `scores` and `peaks`, the hottest cells of the heatmaps, are [n,L]; `known` [n,L] is 1 where a label names
+    the class, 0 where it is known to be absent, and -1 elsewhere. Without heatmaps the scores must do.
+    """
+    rows, classes = np.nonzero(known)
+    found = scores[rows, classes].astype(np.float32)
+    warmth = found if peaks is None else (found + peaks[rows, classes]) / 2
+    return Pairs(ids=ids[rows], classes=classes, scores=found, warmth=warmth, named=known[rows, classes] == 1)
+
+
+def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [p]: how likely the answer to each pair corrects the labels.
+
+    The log odds are those of the warmth (of its absence, for a class that a label names: a label whose class
+    never warms is perhaps wrong) plus a number for each class and kind. That is 0 for classes that no label
+    names and the log odds of WRONG_LABEL for the others, until answers move it: it is the most likely value
+    for the `answered` pairs, whose answers are `yes`, and a prior that weighs TRUST answers.
+    """
+    odds, told = _log_odds(pairs), _log_odds(answered)
+    groups, start = _groups(pairs, answered)
+    own = groups[len(pairs) :]
+    shift = start.copy()
+    corrects = yes != answered.named
+    for _ in range(20):  # Newton's steps; the curve is strictly concave
+        likely = _sigmoid(told + shift[own])
+        slope = np.bincount(own, corrects - likely, len(shift)) - TRUST * (shift - start) / 4
+        curve = np.bincount(own, likely * (1 - likely), len(shift)) + TRUST / 4
+        shift += np.clip(slope / curve, -1, 1)
+    return _sigmoid(odds + shift[groups[: len(pairs)]])
+
+
+def _groups(pairs: Pairs, answered: Pairs) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the group of each pair and answered pair, and what is added to the log odds of each group."""
+    both = Pairs.concatenate([pairs, answered])
+    groups = 2 * both.classes + both.named
+    start = np.zeros(int(groups.max(initial=0)) + 2)
+    start[1::2] = np.log(WRONG_LABEL / (1 - WRONG_LABEL))
+    return groups, start
+
+
+def _log_odds(pairs: Pairs) -> NDArray[np.float64]:
+    likely = np.where(pairs.named, 1 - pairs.warmth, pairs.warmth).astype(np.float64).clip(EDGE, 1 - EDGE)
+    return np.log(likely / (1 - likely))
+
+
+def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 1 / (1 + np.exp(-values))
+
+
+def rank(values: NDArray[np.float64], ids: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places of all pairs, the most valuable first.
+
+    Of an image that was or will be asked about k times before, a value counts AGAIN^k times; `asked` has the
+    images of the questions that were asked. Ties have the order of the pairs.
+    """
+    places = np.argsort(-values, kind="stable")
+    images, first = np.unique(ids[places], return_inverse=True)
+    before = np.bincount(np.searchsorted(images, asked[np.isin(asked, images)]), minlength=len(images))
+    # Within an image the order of its pairs is that of their values, so their turns are known beforehand.
+    by_image = np.argsort(first, kind="stable")
+    starts = np.flatnonzero(np.diff(first[by_image], prepend=-1))
+    turns = np.empty(len(places), np.int64)
+    turns[by_image] = np.arange(len(places)) - np.repeat(starts, np.diff(starts, append=len(places)))
+    counted = values[places] * AGAIN ** (turns + before[first])
+    return places[np.argsort(-counted, kind="stable")]
+
+
+class Shortlist:
+    """The pairs of highest value of each class, unnamed and named apart, from any number of images."""
+
+    def __init__(self, per_class: int) -> None:
+        self._per_class = per_class
+        self._pairs, self._values = Pairs.none(), np.empty(0)
+
+    def add(self, pairs: Pairs, values: NDArray[np.float64]) -> None:
+        """Consider more pairs; ties are kept in the order in which they come."""
+        merged = Pairs.concatenate([self._pairs, pairs])
+        values = np.concatenate([self._values, values])
+        groups = 2 * merged.classes + merged.named
+        order = np.lexsort((-values, groups))
+        starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+        turns = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+        kept = np.sort(order[turns < self._per_class])
+        self._pairs, self._values = merged.take(kept), values[kept]
+
+    @property
+    def pairs(self) -> Pairs:
+        """The pairs that are kept."""
+        return self._pairs
+
+
+def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:
+    """Return [p]: what pairs are ranked by before any answer, in one of the orders.
+
+    Pairs that a label names come last in all orders but the queue, which are about missing labels.
+    """
+    if by == "queue":
+        return chances(pairs, Pairs.none(), np.empty(0, bool))
+    values = pairs.scores.astype(np.float64)
+    if by == "uncertainty":
+        values = 1 - abs(values - 0.5)
+    elif by == "random":
+        key = np.array([seed, int(pairs.ids[0]) if len(pairs) else 0], np.uint64)
+        values = np.random.Generator(np.random.Philox(key=key)).random(len(pairs))
+    return np.where(pairs.named, values - 2, values)

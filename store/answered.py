@@ -1,0 +1,176 @@
+"""What people said of single classes after the labels were made, and how that changes rows that are stored.
+
+A class that is said to be present is an annotated positive from then on. Its score becomes 1; its heatmap
+stays what was learnt. If the row keeps the heatmaps of some classes only, and not of this one, it takes the
+place of the class of lowest score that is not annotated (of several the last), with a heatmap that is flat at
+its score before. A class that is said to be absent gets score 0 and an empty heatmap. An answer that was
+withdrawn leaves the row as it is, unless the label names the class: that is as present again. Rows that were
+never stored have the initial values of their annotated positives.
+"""
+
+# Shapes: n answers, R rows, L classes, k kept classes, W side of a heatmap.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.store.annotations import Annotations
+from bigscl.store.errors import StoreError
+from bigscl.store.snapshots import Snapshot
+from bigscl.store.spec import Array, Rows
+
+ATTRIBUTE = "answers"
+"""The attribute of a snapshot that has the answers its rows know of."""
+WITHDRAWN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answered:
+    """Answers about single classes of rows, no pair twice, in the order of rows and classes."""
+
+    rows: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    says: NDArray[np.int8]
+    """1 present, 0 absent, -1 withdrawn."""
+    named: NDArray[np.bool_]
+    """Whether the labels without answers name the class; not saved."""
+    late: NDArray[np.bool_]
+    """Whether the row was stored when the answer came: its heatmap did not start at 1."""
+
+    @classmethod
+    def of(
+        cls, rows: Any = (), classes: Any = (), says: Any = (), *, named: Any = None, late: Any = None
+    ) -> "Answered":
+        """Return answers from lists of the same length, sorted."""
+        rows, classes = np.asarray(rows, np.int64), np.asarray(classes, np.int64)
+        order = np.lexsort((classes, rows))
+        flags = [np.zeros(len(rows), bool) if one is None else np.asarray(one, bool) for one in (named, late)]
+        return cls(
+            rows=rows[order],
+            classes=classes[order],
+            says=np.asarray(says, np.int8)[order],
+            named=flags[0][order],
+            late=flags[1][order],
+        )
+
+    @classmethod
+    def at(cls, snapshot: Snapshot) -> "Answered":
+        """Return the answers that the rows of a snapshot know of."""
+        found = snapshot.attributes.get(ATTRIBUTE, {})
+        try:
+            answered = cls.of(found.get("rows", ()), found.get("classes", ()), found.get("says", ()))
+            late = np.zeros(len(answered.rows), bool)
+            late[np.asarray(found.get("late", ()), np.int64)] = True
+            return replace(answered, late=late)
+        except (AttributeError, TypeError, ValueError, IndexError) as error:
+            raise StoreError(f"snapshot {snapshot.id}: its answers cannot be read ({error!r})") from None
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return the attribute of a snapshot."""
+        lists = {
+            "rows": self.rows,
+            "classes": self.classes,
+            "says": self.says,
+            "late": np.flatnonzero(self.late),
+        }
+        return {name: values.tolist() for name, values in lists.items()}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _keys(self) -> set[tuple[int, int]]:
+        return set(zip(self.rows.tolist(), self.classes.tolist(), strict=True))
+
+    def lost(self, later: "Answered") -> list[tuple[int, int]]:
+        """Return the (row, class) of answers of which the later ones do not know any more."""
+        return sorted(self._keys() - later._keys())
+
+    def since(self, earlier: "Answered") -> tuple["Answered", NDArray[np.bool_]]:
+        """Return these answers with the `late` of the earlier ones, and which of them change a label."""
+        known = zip(earlier.rows.tolist(), earlier.classes.tolist(), strict=True)
+        places = {pair: place for place, pair in enumerate(known)}
+        now = np.where(self.says == WITHDRAWN, np.where(self.named, 1, WITHDRAWN), self.says)
+        before, late = np.where(self.named, 1, WITHDRAWN), self.late.copy()
+        for place, pair in enumerate(zip(self.rows.tolist(), self.classes.tolist(), strict=True)):
+            if pair in places:
+                late[place] = earlier.late[places[pair]]
+                if earlier.says[places[pair]] != WITHDRAWN:
+                    before[place] = earlier.says[places[pair]]
+        return replace(self, late=late), (now != before) & (now != WITHDRAWN)
+
+    def take(self, places: Array) -> "Answered":
+        """Return some of the answers."""
+        names = ("rows", "classes", "says", "named", "late")
+        return Answered(**{name: getattr(self, name)[places] for name in names})
+
+
+def with_answers(annotations: Annotations, answered: Answered, *, from_start: bool = False) -> Annotations:
+    """Return the positives of all rows after the answers.
+
+    With `from_start` only those whose heatmaps started at 1: no class of a late answer is among them.
+    """
+    keys = np.repeat(np.arange(len(annotations.offsets) - 1), np.diff(annotations.offsets))
+    keys = keys * annotations.num_classes + annotations.classes
+    said = answered.rows * annotations.num_classes + answered.classes
+    absent = (answered.says == 0) | (answered.late if from_start else False)
+    present = (answered.says == 1) & ~absent
+    keys = np.union1d(np.setdiff1d(keys, said[absent]), said[present])
+    rows, classes = np.divmod(keys, annotations.num_classes)
+    offsets = np.searchsorted(rows, np.arange(len(annotations.offsets)))
+    return replace(annotations, offsets=offsets, classes=classes)
+
+
+def answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
+    """Return the rows of a shard after the answers about those at `positions`, by the rule of this module.
+
+    `annotated` [R,L] are the positives after the answers. Rows at other positions stay bit for bit.
+    """
+    arrays = {name: array.copy() for name, array in rows.arrays()}
+    changed = Rows(**arrays)
+    for row, number, present in zip(positions, answered.classes, _present(answered), strict=True):
+        place = int(number)
+        if changed.classes is not None:
+            place = _place(changed, int(row), int(number), present, annotated[row])
+        changed.scores[row, number] = 1 if present else 0
+        if place >= 0:
+            if changed.ranking is not None:
+                changed.ranking[row, place] = 1 if present else 0
+            if changed.heatmaps is not None and not present:
+                changed.heatmaps[row, place] = 0
+    if changed.classes is not None:
+        _sort_classes(changed, np.unique(positions))
+    return changed
+
+
+def _present(answered: Answered) -> list[bool]:
+    return ((answered.says == 1) | ((answered.says == WITHDRAWN) & answered.named)).tolist()
+
+
+def _place(rows: Rows, row: int, number: int, present: bool, annotated: NDArray[np.bool_]) -> int:
+    """Return where the heatmap of a class is in its row, after it got a place if it needs one; else -1."""
+    assert rows.classes is not None
+    kept = rows.classes[row].astype(np.int64)
+    found = np.flatnonzero(kept == number)
+    if len(found):
+        return int(found[0])
+    if not present:
+        return -1
+    scores = np.where(annotated[kept], np.inf, rows.scores[row, kept].astype(np.float32))
+    place = len(kept) - 1 - int(scores[::-1].argmin())
+    rows.classes[row, place] = number
+    if rows.heatmaps is not None:
+        rows.heatmaps[row, place] = rows.scores[row, number]
+    return place
+
+
+def _sort_classes(rows: Rows, positions: Array) -> None:
+    """Bring the kept classes of some rows into ascending order, with what belongs to them."""
+    assert rows.classes is not None
+    order = np.argsort(rows.classes[positions], axis=1, kind="stable")
+    for array in (rows.classes, rows.heatmaps, rows.ranking):
+        if array is not None:
+            places = order.reshape(order.shape + (1,) * (array.ndim - 2))
+            array[positions] = np.take_along_axis(array[positions], places, 1)
