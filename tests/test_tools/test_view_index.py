@@ -1,4 +1,4 @@
-"""The index of scores behind the grid, against slow loops over the store; and single rows against whole shards."""
+"""The index of scores behind the grid against slow loops over the store; single rows against whole shards."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def test_each_order_has_every_sample_once_with_its_strongest_class(made):
     ],
 )
 def test_filters_keep_what_a_loop_keeps(made, number, order, asked):
-    store, data, index = made
+    _, data, index = made
     query = Query(order=order, number=number, **asked)
     flags = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT}
 
