@@ -116,6 +116,34 @@ class StoreReader:
             return self.load_shard(0).take(slice(0, 0))
         return Rows(**gathered)
 
+    def peek(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
+        """As `read_evidence`, in milliseconds: for screens. Reads only these rows where that is possible.
+
+        That is so unless chunks are compressed. What is read so is not compared with its checksum.
+        """
+        wanted = np.asarray(ids, dtype=np.int64)
+        if self.group.codec != "none" or not len(wanted):
+            return self.read_evidence(wanted)
+        self.check_ids(wanted)
+        shards, positions = np.divmod(wanted, self.spec.rows_per_shard)
+        slots = np.array([self._version(int(shard)).slot for shard in shards])
+        there, parts = slots >= 0, {}
+        if there.any():
+            places = np.stack([shards, slots, positions], axis=1)[there]
+            parts = self.arrays.peek([(int(a), int(b), int(c)) for a, b, c in places])
+            self._check_still_retained()
+        gathered: dict[str, Array] = {}
+        for mask, rows in ((there, parts), (~there, self._initial(wanted[~there]))):
+            for name, array in rows.items():
+                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
+                out[mask] = array
+        found, start = Rows(**gathered), self.start_values
+        return found if start is None else start.evidence(found, wanted)
+
+    def _initial(self, ids: NDArray[np.int64]) -> dict[str, Array]:
+        """The arrays of samples whose shards were never saved."""
+        return dict(self.read(ids).arrays()) if len(ids) else {}
+
     def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
         """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
         for shard in shards:

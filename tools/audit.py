@@ -103,8 +103,7 @@ def _kinds() -> tuple[Kind, ...]:
 
 def _run_of(store: str) -> Path:
     """Return the folder of the run, which has the scores of its epochs."""
-    own = Path(store)
-    folder = own if (own / "config.yaml").is_file() else run_folder(store)
+    folder = run_folder(store)
     if folder is None:
         raise UserError(
             f"{locate(store)}: in no folder of a run, which an audit needs. Give the run's folder."

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, Snapshot
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
@@ -71,20 +71,17 @@ def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[
 
 def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
     """Yield the change of the scores since the previous snapshot, for the shards that changed."""
-    at = store.snapshot
-    # Opening the store for writing creates a snapshot of the same state: no change.
-    same = (at.group, at.slots)
-    older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
-    if not older:
+    older = snapshot_before(store)
+    if older is None:
         raise UserError(
             f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
             f"change to show. Use another --choose."
         )
-    before = HeatmapStore(store.backend, store.spec, older[-1], data.annotations)
+    before = HeatmapStore(store.backend, store.spec, older, data.annotations)
     changed = [
         shard
-        for shard, (new, old) in enumerate(zip(store.snapshot.slots, older[-1].slots, strict=True))
-        if (store.snapshot.group, new) != (older[-1].group, old)
+        for shard, (new, old) in enumerate(zip(store.snapshot.slots, older.slots, strict=True))
+        if (store.snapshot.group, new) != (older.group, old)
     ]
 
     def work(shard: int) -> Scored:
@@ -92,6 +89,15 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
         return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
 
     return (found for _, found in pass_over("searching changed samples", changed, work, [store, before]))
+
+
+def snapshot_before(store: HeatmapStore) -> Snapshot | None:
+    """Return the retained snapshot before the store's own that has another state; None if there is none."""
+    at = store.snapshot
+    # Opening the store for writing creates a snapshot of the same state: no change.
+    same = (at.group, at.slots)
+    older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
+    return older[-1] if older else None
 
 
 def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:

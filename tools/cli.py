@@ -27,6 +27,7 @@ VERBS = {
     "publish": "Write a run's network for others: weights, card, ONNX.",
     "show": "Show a store, or its memory of a sample.",
     "render": "Draw samples with their heatmaps.",
+    "view": "Look at runs in the browser, while they train or after.",
     "audit": "List labels that are likely wrong or missing.",
     "export": "Write found labels, scores or heatmaps to files.",
     "diff": "Compare two snapshots, or two stores of the same data.",

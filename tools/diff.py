@@ -18,7 +18,7 @@ from bigscl.store import (
 )
 from bigscl.tools.expected import Expected, count_by_class, expected_at
 from bigscl.tools.halves import to_float32
-from bigscl.tools.opening import Data, DataFlags, StorageFlags, open_store
+from bigscl.tools.opening import Data, DataFlags, StorageFlags, open_store, with_snapshot
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import class_name, name_of
 from bigscl.tools.text import table, tell
@@ -73,7 +73,7 @@ def command(
 def _open_both(
     a: str, b: str, storage: StorageFlags, source: DataFlags
 ) -> tuple[HeatmapStore, HeatmapStore, Data | None]:
-    (url_a, at_a), (url_b, at_b) = _parsed(a), _parsed(b)
+    (url_a, at_a), (url_b, at_b) = with_snapshot(a), with_snapshot(b)
     one, other = open_store(url_a, at_a, storage), open_store(url_b, at_b, storage)
     if one.spec.fingerprint != other.spec.fingerprint:
         raise IndexMismatch(
@@ -86,12 +86,6 @@ def _open_both(
         one = open_store(url_a, one.snapshot.id, storage, data)
         other = open_store(url_b, other.snapshot.id, storage, data)
     return one, other, data
-
-
-def _parsed(place: str) -> tuple[str, int | None]:
-    """Return (store, snapshot) of `store@7`."""
-    url, at, number = place.rpartition("@")
-    return (url, int(number)) if at and number.isdecimal() else (place, None)
 
 
 def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Compared]:

@@ -157,8 +157,16 @@ def _store_settings(folder: Path) -> "StoreConfig | None":
         return None
 
 
+def with_snapshot(place: str) -> tuple[str, int | None]:
+    """Return (store, snapshot) of `store@7`."""
+    url, at, number = place.rpartition("@")
+    return (url, int(number)) if at and number.isdecimal() else (place, None)
+
+
 def run_folder(store: str) -> Path | None:
-    """Return the folder of the run that a local store belongs to; None if it is outside of any."""
+    """Return the folder of the run that is given, or that a local store belongs to; None without one."""
+    if (Path(store) / "config.yaml").is_file():
+        return Path(store).absolute()
     folder = Path(locate(store)).absolute().parent
     return folder if "://" not in store and (folder / "config.yaml").exists() else None
 

@@ -112,12 +112,12 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "tracked": len(spec.tracked),
         "snapshot": store.snapshot.id,
         "layout": store.group.to_json(),
-        "lease": None if holder is None else {**asdict(holder), "alive": _alive(holder)},
-        "bytes": _bytes_by_array(listing),
+        "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
+        "bytes": bytes_by_array(listing),
         "visited": _visits(store),
         "snapshots": [
             {
-                **_snapshot(one),
+                **snapshot_facts(one),
                 "bytes": named[one.id].all,
                 "bytes_only_here": named[one.id].only_here,
                 "checkpoints": checkpoints.get(one.id, []),
@@ -127,13 +127,13 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
     }
 
 
-def _alive(holder: Holder) -> bool | None:
+def is_alive(holder: Holder) -> bool | None:
     """Return whether the process that holds the lease is alive; None if it is on another host."""
     here = holder.host == socket.gethostname()
     return process_start(holder.pid) == holder.started if here else None
 
 
-def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
+def snapshot_facts(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "id": snapshot.id,
         "epoch": snapshot.epoch,
@@ -148,7 +148,7 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
+def bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
     """Return the bytes of each array as `group/array`, of the history, of the snapshots and of the rest."""
     totals: dict[str, int] = {}
     for key, num_bytes in listing:

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from bigscl.data.sources import Unreadable
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""What is decoded, as Pillow calls it."""
 # Pillow's own limit, beyond which it warns of a decompression bomb.
 MAX_PIXELS = 89_478_485
 # Encoders write about ten scans; each further scan costs a pass over the whole image.

@@ -94,6 +94,16 @@ def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
     return data
 
 
+def read_encoded(index: Index, sample_id: int, *, allow_pipe: bool = False) -> bytearray:
+    """Return the content of one sample's image file; raise Unreadable."""
+    ids = np.array([sample_id])
+    stream = Stream(shards=ids // index.rows_per_shard, ids=ids)
+    _, content = next(encoded_images(index, stream, allow_pipe=allow_pipe))
+    if isinstance(content, Unreadable):
+        raise content
+    return content
+
+
 def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> "dict[int, Tensor]":
     """Return the decoded images of a few samples, uint8 `[3,H,W]`, by id; raise Unreadable with its name."""
     # Here: the labels of samples are read without torch, which takes 700 MB.

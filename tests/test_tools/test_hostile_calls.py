@@ -28,6 +28,7 @@ VARIANTS = {
     "repair": [[], ["--apply"]],
     "unlock": [["--patience", "0.05"], ["--patience", "0.05", "--force", "--apply"]],
     "show": [[], ["--sample", "3"], ["--histograms"]],
+    "view": [["--prepare"]],
 }
 ROUND = 5
 # What keeps a call short, or from starting others.
@@ -35,6 +36,7 @@ SHORT = {
     ("export",): ["labels"],
     ("study",): ["--dry-run"],
     ("index",): ["--jobs", "1"],
+    ("view",): ["--prepare"],
     ("shards", "scenes"): ["--single", "1", "--train", "1", "--val", "1", "--test", "1"],
 }
 STORE_CALLS = [(verb, one, words) for verb, one in OVER_STORES for words in VARIANTS.get(verb.words[0], [[]])]

@@ -1,0 +1,85 @@
+"""A page over runs in this process, and the way to ask it."""
+
+import contextlib
+import http.client
+import json
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from bigscl.tools.opening import DataFlags, StorageFlags
+from bigscl.tools.viewer.api import Api
+from bigscl.tools.viewer.open_run import OpenRun, Places
+from bigscl.tools.viewer.server import Server
+
+TOKEN = "the-token-of-these-tests-0123456789"
+
+
+@dataclass(frozen=True)
+class Got:
+    """What the server answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A page that is served."""
+
+    server: Server
+    api: Api
+    runs: list[OpenRun]
+
+    @property
+    def port(self) -> int:
+        return self.server.server_address[1]
+
+    def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str | None) -> Got:
+        """Send one request; headers are given with `_` for `-`, None leaves one out."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        with contextlib.closing(connection):
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            sent = {"Host": f"127.0.0.1:{self.port}"}
+            sent |= {"Content-Length": str(len(body))} if body is not None else {}
+            sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+            for name, value in sent.items():
+                if value is not None:
+                    connection.putheader(name, value)
+            connection.endheaders(body)
+            got = connection.getresponse()
+            return Got(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
+
+    def send(self, path: str, value: Any, **headers: str | None) -> Got:
+        """Send a value as the page does."""
+        own: dict[str, str | None] = {
+            "Content_Type": "application/json",
+            "X_Bigscl_Token": TOKEN,
+            "Origin": f"http://127.0.0.1:{self.port}",
+        }
+        return self.ask(path, "POST", json.dumps(value).encode(), **(own | headers))
+
+
+@contextlib.contextmanager
+def serving(*places: Any, host: str = "127.0.0.1", follow: bool = True, source: DataFlags | None = None):
+    """Yield the page over these runs."""
+    own = Places(source=source or DataFlags(), storage=StorageFlags(), cache=None)
+    runs = [OpenRun(str(place), own) for place in places]
+    for run in runs:
+        if follow:
+            run.follow(now=True)
+            assert not run.failure
+    api = Api(runs)
+    server = Server(host, 0, TOKEN, dict.fromkeys(api.get, api.answer), dict.fromkeys(api.post, api.write))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield Site(server, api, runs)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,408 @@
+"""What the page asks for: each address has a function that answers it from the runs."""
+
+import base64
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.data.sources import Unreadable
+from bigscl.files import free_bytes
+from bigscl.store import Array, HeatmapStore, Rows, StoreError, read_holder
+from bigscl.text import printable
+from bigscl.tools.halves import to_float32
+from bigscl.tools.opening import checkpoints_by_snapshot
+from bigscl.tools.show import bytes_by_array, is_alive, snapshot_facts
+from bigscl.tools.viewer import pictures
+from bigscl.tools.viewer.curves import curves_of
+from bigscl.tools.viewer.listing import Order, Query, listed
+from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.questions import Questions
+from bigscl.tools.viewer.request import Parameters, Reply, as_json
+from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
+from bigscl.user_error import UserError
+
+FLAGS = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT, "absent": ABSENT, "known": KNOWN}
+ORDERS: dict[str, Order] = {
+    name: name for name in ("surprise", "change", "heat", "against", "score", "row")
+} | {"": "surprise"}
+MAX_PAGE = 200
+MAX_CLASSES = 40
+"""Classes of a sample that are listed; those with a heatmap always."""
+VIEWS = 5
+PARTNERS = 12
+LISTINGS = 8
+BUSY = 4
+"""Requests that read rows or decode images at a time: the others wait."""
+IMAGE_HEADERS = {"Cache-Control": "private, max-age=86400, immutable"}
+
+
+class Api:
+    """The runs of a page, and the answers to its requests."""
+
+    def __init__(self, runs: list[OpenRun]) -> None:
+        self.runs = runs
+        self._thumbnails = pictures.Cache()
+        self._listings: OrderedDict[Any, Array] = OrderedDict()
+        self._lock = threading.Lock()
+        self._busy = threading.BoundedSemaphore(BUSY)
+        self._questions = [Questions(run) for run in runs]
+        self._same = [[mine.same_samples(its) for its in runs] for mine in runs]
+        self.get: dict[str, Callable[[Parameters], Reply]] = {
+            "/api/runs": self._runs,
+            "/api/state": self._state,
+            "/api/samples": self._samples,
+            "/api/sample": self._sample,
+            "/api/history": self._history,
+            "/api/thumbnail": self._thumbnail,
+            "/api/image": self._image,
+            "/api/classes": self._classes,
+            "/api/class": self._class,
+            "/api/curves": self._curves,
+            "/api/store": self._store,
+            "/api/questions": self._questions_of,
+        }
+        """The functions by address."""
+        self.post: dict[str, Callable[[dict[str, Any]], None]] = {
+            "/api/answers": self._take_answer,
+            "/api/skip": self._skip,
+        }
+        """Those that write something."""
+
+    def answer(self, path: str, query: str) -> Reply:
+        """Return the answer to a request."""
+        return self._guarded(lambda: self.get[path](Parameters(query)))
+
+    def write(self, path: str, value: Any) -> Reply:
+        """Keep what was sent."""
+
+        def kept() -> Reply:
+            if not isinstance(value, dict):
+                raise UserError(f"found {type(value).__name__}, expected an object")
+            self.post[path](value)
+            return as_json({})
+
+        return self._guarded(kept)
+
+    def _guarded(self, work: Callable[[], Reply]) -> Reply:
+        try:
+            with self._busy:
+                return work()
+        except UserError as error:
+            return as_json({"error": printable(str(error))}, 400)
+        except (Unreadable, StoreError, OSError) as error:
+            return as_json({"error": printable(str(error))}, 503)
+
+    def _run(self, parameters: Parameters, name: str = "run") -> OpenRun:
+        return self.runs[parameters.integer(name, 0, len(self.runs) - 1, 0)]
+
+    def _row(self, parameters: Parameters, run: OpenRun) -> int:
+        row = parameters.integer("row", 0, run.store.spec.num_rows - 1)
+        run.store.check_ids(np.array([row]))
+        return row
+
+    # Runs
+
+    def _runs(self, _: Parameters) -> Reply:
+        return as_json([self._run_facts(number, run) for number, run in enumerate(self.runs)])
+
+    def _run_facts(self, number: int, run: OpenRun) -> dict[str, Any]:
+        spec = run.store.spec
+        return {
+            "name": run.name,
+            "data": run.data.index.fingerprint[:12],
+            "samples": spec.num_samples,
+            "classes": [printable(name) for name in run.data.index.class_names],
+            "side": spec.heatmap_size,
+            "tracked": spec.tracked,
+            "full_labels": run.data.index.labels is not None,
+            "same_samples": [
+                other for other, same in enumerate(self._same[number]) if same and other != number
+            ],
+            **run.state(),
+        }
+
+    def _state(self, parameters: Parameters) -> Reply:
+        return as_json(self._run(parameters).state())
+
+    # Samples
+
+    def _samples(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        if run.index is None:
+            return as_json(
+                {"total": 0, "items": [], "progress": run.progress, "failure": printable(run.failure)}
+            )
+        query = Query(
+            order=parameters.choice("sort", ORDERS),
+            number=parameters.optional_integer("class", 0, run.store.spec.num_classes - 1),
+            annotated=parameters.answer("annotated"),
+            expected=parameters.answer("expected"),
+            present=parameters.answer("present"),
+            low=parameters.share("low", 0),
+            high=parameters.share("high", 1),
+            key=parameters.text("key"),
+            reverse=bool(parameters.answer("reverse")),
+        )
+        pairs = self._listed(run, query, self._other(parameters, run))
+        start = parameters.integer("offset", 0, 2**40, 0)
+        shown = pairs[start : start + parameters.integer("count", 1, MAX_PAGE, 24)]
+        return as_json({"total": len(pairs), "items": self._items(run, shown), "indexed": run.index.snapshot})
+
+    def _other(self, parameters: Parameters, run: OpenRun) -> OpenRun | None:
+        number = parameters.optional_integer("against", 0, len(self.runs) - 1)
+        if number is None or self.runs[number] is run:
+            return None
+        if not self._same[self.runs.index(run)][number]:
+            raise UserError("against: these runs have other samples or classes, so they cannot be compared")
+        return self.runs[number]
+
+    def _listed(self, run: OpenRun, query: Query, other: OpenRun | None) -> Array:
+        """Return all pairs of a query; those of the last queries are kept for their next pages."""
+        index = run.index
+        assert index is not None
+        against = run.against(other) if query.order == "against" and other is not None else None
+        key = (index.folder, query, None if against is None else against.index.folder)
+        with self._lock:
+            if key in self._listings:
+                self._listings.move_to_end(key)
+                return self._listings[key]
+        found = listed(index, query, run.data.index, against)
+        with self._lock:
+            self._listings[key] = found
+            while len(self._listings) > LISTINGS:
+                self._listings.popitem(last=False)
+        return found
+
+    def _items(self, run: OpenRun, pairs: Array) -> list[dict[str, Any]]:
+        ids = pairs["row"].astype(np.int64)
+        rows = _peek(run, run.store, ids)
+        maps = (
+            None if rows.heatmaps is None else to_bytes(rows.heatmaps_of(np.arange(len(ids)), pairs["class"]))
+        )
+        return [
+            {
+                "row": int(pair["row"]),
+                "key": printable(run.data.index.key(int(pair["row"]))),
+                "class": int(pair["class"]),
+                "score": float(pair["score"].view(np.float16)),
+                "change": float(pair["change"].view(np.float16)),
+                "peak": int(pair["peak"]) / 255,
+                **{name: bool(pair["flags"] & flag) for name, flag in FLAGS.items()},
+                "heat": None if maps is None else _text(maps[place]),
+            }
+            for place, pair in enumerate(pairs)
+        ]
+
+    def _sample(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        row = self._row(parameters, run)
+        store = run.at(parameters.optional_integer("at", 0, 2**40))
+        ids, index = np.array([row]), run.data.index
+        rows = _peek(run, store, ids)
+        facts: dict[str, Any] = {
+            "row": row,
+            "key": printable(index.key(row)),
+            "shard": printable(index.shard_names[row // index.rows_per_shard]),
+            "visited": int(rows.visited[0]),
+            "snapshot": store.snapshot.id,
+            "epoch": store.snapshot.epoch,
+            "snapshots": [one.id for one in store.snapshots()],
+            "tracked": row in store.spec.tracked,
+            "classes": _classes_of(run, rows, ids),
+            "maps": _maps(rows),
+            "boxes": pictures.boxes_of(index, row),
+            "views": [],
+        }
+        try:
+            facts["size"] = pictures.upright_size(index, row)
+        except Unreadable as error:
+            return as_json({**facts, "unreadable": printable(str(error))})
+        if run.config is not None:
+            facts["views"] = pictures.views_of(run.config, row, facts["size"], facts["visited"], VIEWS)
+        return as_json(facts)
+
+    def _history(self, parameters: Parameters) -> Reply:
+        """Scores of a sample's classes after each epoch; of tracked samples with heatmaps."""
+        run = self._run(parameters)
+        row = self._row(parameters, run)
+        tracked = run.store.history(row)
+        epochs = {
+            epoch: {
+                "scores": {number: float(rows.scores[0, number]) for number in _shown(rows)},
+                "maps": _maps(rows),
+            }
+            for epoch, rows in tracked.items()
+        }
+        return as_json({"epochs": epochs or _logged(run, row)})
+
+    def _thumbnail(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        row, side = self._row(parameters, run), parameters.integer("side", 32, 1024, 256)
+        key = run.data.index.fingerprint, row, side
+        body = self._thumbnails.get(key, lambda: pictures.thumbnail(run.data.index, row, side))
+        return Reply(body=body, type="image/jpeg", headers=IMAGE_HEADERS)
+
+    def _image(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        kind, body = pictures.original(run.data.index, self._row(parameters, run))
+        return Reply(body=body, type=kind, headers=IMAGE_HEADERS)
+
+    # Classes
+
+    def _classes(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        if run.index is None:
+            return as_json({"classes": None, "progress": run.progress, "failure": printable(run.failure)})
+        counts, expected = run.index.classes, run.index.expected
+        cuts = np.where(expected.last_id >= 0, to_float32(expected.tau), np.nan)
+        columns = {
+            name: getattr(counts, name).tolist() for name in ("annotated", "expected", "mined", "histogram")
+        }
+        if run.index.full_labels:
+            columns |= {name: getattr(counts, name).tolist() for name in ("right", "missing")}
+        return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": expected.note})
+
+    def _class(self, parameters: Parameters) -> Reply:
+        """What is mined in images that name a class, and what images name in which it is mined."""
+        run = self._run(parameters)
+        number = parameters.integer("class", 0, run.store.spec.num_classes - 1)
+        together = np.empty((0, 3), np.int64) if run.index is None else run.index.classes.together
+        return as_json(
+            {"found_with": _most(together, 0, 1, number), "named_with": _most(together, 1, 0, number)}
+        )
+
+    # Questions
+
+    def _questions_of(self, parameters: Parameters) -> Reply:
+        number = parameters.integer("run", 0, len(self.runs) - 1, 0)
+        pairs, told = self._questions[number].next(parameters.integer("count", 1, 50, 5))
+        items = self._items(self.runs[number], pairs) if len(pairs) else []
+        # Whoever is asked does not see the answer.
+        return as_json({**told, "items": [{**one, "present": None, "known": None} for one in items]})
+
+    def _take_answer(self, value: dict[str, Any]) -> None:
+        questions, row, number = self._asked(value)
+        yes, who = value.get("yes"), value.get("who")
+        if not (yes is None or isinstance(yes, bool)) or not isinstance(who, str):
+            raise UserError("answer: expected yes: true, false or null, and who: a name")
+        questions.answer(row, number, yes, who)
+
+    def _skip(self, value: dict[str, Any]) -> None:
+        questions, row, number = self._asked(value)
+        questions.skip(row, number, again=value.get("again") is True)
+
+    def _asked(self, value: dict[str, Any]) -> tuple[Questions, int, int]:
+        """Return the queue, the row and the class that something sent is about."""
+        found = [value.get(name) for name in ("run", "row", "class")]
+        if not all(type(one) is int for one in found):
+            raise UserError("answer: expected numbers as run, row and class")
+        given = Parameters(urlencode(dict(zip(("run", "row", "class"), found, strict=True))))
+        run = self._run(given)
+        number = given.integer("class", 0, run.store.spec.num_classes - 1)
+        return self._questions[self.runs.index(run)], self._row(given, run), number
+
+    # The run as a whole
+
+    def _curves(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        return as_json(curves_of(run.folder, parameters.integer("after", 0, 2**60, 0)))
+
+    def _store(self, parameters: Parameters) -> Reply:
+        run = self._run(parameters)
+        backend, holder = run.store.backend, read_holder(run.store.backend)
+        checkpoints = checkpoints_by_snapshot(run.folder)
+        snapshots = [
+            {**snapshot_facts(one), "checkpoints": checkpoints.get(one.id, [])}
+            for one in run.store.snapshots()
+        ]
+        return as_json(
+            {
+                "url": printable(backend.url),
+                "layout": run.store.group.to_json(),
+                "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
+                "snapshots": snapshots,
+                "bytes": bytes_by_array(list(backend.sizes(""))),
+                "free": free_bytes(backend.url),
+                **run.state(),
+            }
+        )
+
+
+def _peek(run: OpenRun, store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:
+    """Return the rows of these samples; of the newest snapshot, if a training has dropped the one shown."""
+    try:
+        return store.peek(ids)
+    except StoreError:
+        before = run.store.snapshot.id
+        run.reopen()
+        if store.snapshot.id != before or run.store.snapshot.id == before:
+            raise
+        return run.store.peek(ids)
+
+
+def _shown(rows: Rows) -> list[int]:
+    """Return the classes of one sample that are listed, the highest score first."""
+    scores = to_float32(rows.scores[0])
+    highest = np.argsort(-scores, kind="stable")[:MAX_CLASSES]
+    kept = rows.kept_classes()[0].astype(np.int64)
+    return sorted({*highest.tolist(), *kept.tolist()}, key=lambda number: (-scores[number], number))
+
+
+def _classes_of(run: OpenRun, rows: Rows, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+    annotated, present = run.data.annotated(ids)[0], run.data.present(ids)
+    absent = run.data.index.labels_of(ids)[0] == 0
+    expected = None if run.index is None else run.index.expected.of(rows.ranked_by(), ids)[0]
+    numbers = {*_shown(rows), *np.flatnonzero(annotated).tolist()}
+    numbers |= set() if present is None else {*np.flatnonzero(present[0]).tolist()}
+    scores = to_float32(rows.scores[0])
+    return [
+        {
+            "class": number,
+            "score": float(scores[number]),
+            "annotated": bool(annotated[number]),
+            "absent": bool(absent[number]),
+            "expected": None if expected is None else bool(expected[number]),
+            "present": None if present is None else bool(present[0, number]),
+        }
+        for number in sorted(numbers, key=lambda number: (-scores[number], number))
+    ]
+
+
+def _maps(rows: Rows) -> dict[str, Any] | None:
+    """Return the heatmaps of one sample as bytes, and their classes."""
+    if rows.heatmaps is None:
+        return None
+    classes = rows.kept_classes()[0].astype(np.int64).tolist()
+    return {"classes": classes, "heat": _text(to_bytes(rows.heatmaps[0]))}
+
+
+def _text(values: NDArray[np.uint8]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _logged(run: OpenRun, row: int) -> dict[int, Any]:
+    """Return the scores of a sample that the run has logged at the ends of its epochs."""
+    from bigscl.training.score_log import read_score_log
+
+    if run.folder is None:
+        return {}
+    place = int(np.searchsorted(run.data.index.ids(), row))
+    epochs = read_score_log(run.folder, run.data.annotations, math.inf)  # type: ignore[arg-type]
+    return {
+        epoch: {"scores": {int(one["class"]): float(one["score"]) for one in pairs[place]}, "maps": None}
+        for epoch, pairs in epochs.items()
+    }
+
+
+def _most(together: NDArray[np.int64], by: int, other: int, number: int) -> list[list[int]]:
+    found = together[together[:, by] == number]
+    order = np.argsort(-found[:, 2], kind="stable")[:PARTNERS]
+    most: list[list[int]] = found[order][:, [other, 2]].tolist()
+    return most

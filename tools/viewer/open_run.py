@@ -1,0 +1,162 @@
+"""A run on the page: its store, its data, and the index of its scores, which follows the run."""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bigscl.store import HeatmapStore, SnapshotLog, StoreError
+from bigscl.text import printable
+from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
+from bigscl.tools.viewer.listing import Against
+from bigscl.tools.viewer.score_index import ScoreIndex, build_index, disagreement, open_index
+
+if TYPE_CHECKING:
+    from bigscl.config import Config
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SHARE = 0.01
+"""Share of the time that is spent on indexes of a running training: a pass reads its whole store."""
+TRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where stores and shards are, and where indexes are kept."""
+
+    source: DataFlags
+    storage: StorageFlags
+    cache: Path | None
+
+
+class OpenRun:
+    """A run that is looked at while it trains, or after. Its store is only read."""
+
+    # `_lock` is held while an index is made. Requests read `store` and `index`, which are replaced whole.
+
+    def __init__(self, place: str, places: Places) -> None:
+        self._url, self._pinned = with_snapshot(place)
+        self._storage = places.storage
+        opened = open_store(self._url, self._pinned, places.storage)
+        self.data: Data = places.source.need("view", self._url, opened.spec.fingerprint)
+        self.folder = run_folder(self._url)
+        self.name = printable(place.rstrip("/"))
+        self.store: HeatmapStore = open_store(self._url, opened.snapshot.id, places.storage, self.data)
+        self.config = _config_of(self.folder)
+        self._cache = places.cache or _default_cache(self.folder, locate(self._url))
+        self._lock = threading.Lock()
+        self.index: ScoreIndex | None = open_index(self._cache, self.store)
+        self.progress: tuple[int, int] | None = None
+        """Shards done and all shards of the index that is being built."""
+        self.failure = ""
+        self._built = float("-inf")
+        self._against: dict[str, Against] = {}
+
+    def at(self, snapshot: int | None) -> HeatmapStore:
+        """Return the store at one of its retained snapshots, or the one that is shown."""
+        if snapshot is None or snapshot == self.store.snapshot.id:
+            return self.store
+        return open_store(self._url, snapshot, self._storage, self.data)
+
+    def follow(self, *, now: bool = False) -> None:
+        """Go to the newest snapshot; make its index if there is none and it is due, or `now`."""
+        try:
+            self.reopen()
+            with self._lock:
+                if self._is_due(now):
+                    self._build()
+            self.failure = ""
+        except (StoreError, OSError) as error:
+            # The page shows it, and what was there before.
+            self.failure = str(error)
+            logger.warning("%s: %s", self.name, error)
+
+    def reopen(self) -> None:
+        """Go to the newest snapshot, unless one was asked for."""
+        if self._pinned is None and SnapshotLog(self.store.backend).newest() != self.store.snapshot.id:
+            self.store = open_store(self._url, None, self._storage, self.data)
+
+    def _is_due(self, now: bool) -> bool:
+        if self.index is None or now:
+            return self.index is None or self.index.snapshot != self.store.snapshot.id
+        waited = time.monotonic() - self._built
+        return self.index.snapshot != self.store.snapshot.id and waited * LARGEST_SHARE >= self.index.seconds
+
+    def _build(self) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                found = open_index(self._cache, self.store)
+                self.index = found or build_index(self._cache, self.store, self.data, self._advance)
+                break
+            except StoreError:
+                # A training may have dropped the snapshot during the pass.
+                before = self.store.snapshot.id
+                self.reopen()
+                if not left or self.store.snapshot.id == before:
+                    raise
+            finally:
+                self.progress = None
+        self._built = time.monotonic()
+
+    def _advance(self, done: int, total: int) -> None:
+        self.progress = (done, total)
+
+    def same_samples(self, other: "OpenRun") -> bool:
+        """Return whether both runs have the same samples in the same rows, and the same classes."""
+        mine, its = self.data.index, other.data.index
+        return (
+            mine.class_names == its.class_names
+            and np.array_equal(mine.shard_sizes, its.shard_sizes)
+            and np.array_equal(mine.keys.offsets, its.keys.offsets)
+            and np.array_equal(mine.keys.values, its.keys.values)
+        )
+
+    def against(self, other: "OpenRun") -> Against | None:
+        """Return how another run differs; None while one of the indexes is not there."""
+        with self._lock:
+            mine, its = self.index, other.index
+            if mine is None or its is None:
+                return None
+            name = f"{mine.folder} {its.folder}"
+            if name not in self._against:
+                stores = self.at(mine.snapshot), other.at(its.snapshot)
+                found = Against(index=its, pairs=disagreement(*stores, mine, its.folder.name))
+                self._against = {name: found}
+            return self._against[name]
+
+    def state(self) -> dict[str, Any]:
+        """Return which snapshots are there, and how the index is."""
+        return {
+            "shown": self.store.snapshot.id,
+            "epoch": self.store.snapshot.epoch,
+            "pinned": self._pinned is not None,
+            "indexed": None if self.index is None else self.index.snapshot,
+            "before": None if self.index is None else self.index.before,
+            "progress": self.progress,
+            "failure": printable(self.failure),
+        }
+
+
+def _config_of(folder: Path | None) -> "Config | None":
+    """Return the config of a run; None if there is no whole one."""
+    from bigscl.config import ConfigError, load_config
+
+    try:
+        return None if folder is None else load_config(folder / "config.yaml")
+    except ConfigError:
+        return None
+
+
+def _default_cache(folder: Path | None, url: str) -> Path:
+    """Return where the indexes of a store are kept: with its run, or with its user if it is read-only."""
+    if folder is not None and os.access(folder, os.W_OK):
+        return folder / "view"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "bigscl" / "view" / hashlib.sha256(url.encode()).hexdigest()[:16]

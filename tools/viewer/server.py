@@ -1,0 +1,249 @@
+"""The server of the page: who may ask, for what, and how the answers are sent.
+
+It is the standard library's. Its rules are few. A request names its host, which must be one of ours: a page
+that has rebound its name to this address is refused. Requests of other origins are refused. Writes need the
+token in a header, and anything at all needs it if others than this machine can connect. No part of a request
+is used as a path: files are those of a table, samples are numbers.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bigscl.tools.viewer.request import Parameters, Reply, as_json
+from bigscl.user_error import UserError
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("app", "dom", "heat", "samples", "sample", "classes", "run", "ask")
+    },
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+LARGEST_BODY = 65_536
+SECONDS_FOR_A_REQUEST = 30.0
+Answer = Callable[[str, str], Reply]
+"""From a path and its query."""
+Write = Callable[[str, Any], Reply]
+"""From a path and the JSON value that was sent."""
+
+
+class Refused(Exception):
+    """A request is not answered; the message says why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Server(ThreadingHTTPServer):
+    """Answers requests of browsers, each in a thread."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(
+        self, host: str, port: int, token: str, get: dict[str, Answer], post: dict[str, Write]
+    ) -> None:
+        self.token, self.get, self.post = token, get, post
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), Handler)
+        self.local = _is_loopback(host)
+        self.hosts = {"localhost", "127.0.0.1", "::1"} if self.local else {host, socket.gethostname().lower()}
+        # Only what the token's owner may derive from it: a cookie is sent to other ports of this host too.
+        self.cookie = hashlib.sha256(b"read " + token.encode()).hexdigest()
+
+    @property
+    def address(self) -> str:
+        """Return the address to open, with the token."""
+        host, port = str(self.server_address[0]), self.server_address[1]
+        if not self.local and ipaddress.ip_address(host).is_unspecified:
+            host = socket.gethostname()
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
+
+    def knows_host(self, name: str) -> bool:
+        """Return whether a browser that asks for this host means us.
+
+        Names are ours only if we know them; an address is never the result of a lookup by name.
+        """
+        if name in self.hosts:
+            return True
+        return not self.local and _is_address(name)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Be silent about connections that browsers drop."""
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "bigscl", ""
+    timeout = SECONDS_FOR_A_REQUEST
+    # Without these a small answer waits for an acknowledgement, 40 ms.
+    disable_nagle_algorithm = True
+    wbufsize = -1
+
+    def do_GET(self) -> None:
+        """Answer a request that changes nothing."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """Answer a request that writes."""
+        self._answer(self._post)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as above
+        """Print nothing: addresses contain the token."""
+
+    def _answer(self, answer: Callable[[], Reply]) -> None:
+        try:
+            self._check()
+            reply = answer()
+        except Refused as refused:
+            # What was sent with a refused request was not read.
+            self.close_connection = True
+            reply = as_json({"error": str(refused)}, refused.status)
+        self.send_response(reply.status)
+        for name, value in {**HEADERS, "Cache-Control": "no-store", **reply.headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", reply.type)
+        self.send_header("Content-Length", str(len(reply.body)))
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+    # Who may ask
+
+    def _check(self) -> None:
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or not self.server.knows_host(_host_of(hosts[0])):
+            raise Refused(421, "this host name is not ours: open the address that `bigscl view` printed")
+        origin = self.headers.get("Origin")
+        if origin is not None and origin != f"http://{hosts[0]}":
+            raise Refused(403, "requests of other origins are refused")
+        if (
+            self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+            and not self._navigates()
+        ):
+            raise Refused(403, "requests of other pages are refused")
+        if self.headers.get("Transfer-Encoding") is not None:
+            raise Refused(411, "a request must state its length")
+        if not self.server.local and not self._may_read():
+            raise Refused(401, "open the address that `bigscl view` printed: it has the token")
+
+    def _navigates(self) -> bool:
+        """Return whether a person follows a link to the page, from wherever."""
+        return self.headers.get("Sec-Fetch-Mode") == "navigate" and urlsplit(self.path).path == "/"
+
+    def _may_read(self) -> bool:
+        return self._has_token() or self._has_cookie() or self._offers_token()
+
+    def _has_token(self) -> bool:
+        return _same(self.headers.get("X-Bigscl-Token", ""), self.server.token)
+
+    def _offers_token(self) -> bool:
+        parts = urlsplit(self.path)
+        return parts.path == "/" and _same(self._parameters(parts.query).text("token"), self.server.token)
+
+    def _has_cookie(self) -> bool:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
+        except CookieError:
+            return False
+        return found is not None and _same(found.value, self.server.cookie)
+
+    @property
+    def _cookie_name(self) -> str:
+        return f"bigscl-view-{self.server.server_address[1]}"
+
+    def _parameters(self, query: str) -> Parameters:
+        try:
+            return Parameters(query)
+        except UserError as error:
+            raise Refused(400, str(error)) from None
+
+    # What is asked
+
+    def _get(self) -> Reply:
+        parts = urlsplit(self.path)
+        if self._offers_token():
+            # The token leaves the address: as a cookie that may read, and for the page after the #.
+            cookie = f"{self._cookie_name}={self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"
+            rest = self._parameters(parts.query).without("token")
+            headers = {"Location": f"/?{rest}#{self.server.token}", "Set-Cookie": cookie}
+            return Reply(body=b"", status=303, headers=headers)
+        if parts.path in FILES:
+            name, kind = FILES[parts.path]
+            return Reply(body=(STATIC / name).read_bytes(), type=kind, headers={"Cache-Control": "no-cache"})
+        answer = self.server.get.get(parts.path)
+        if answer is None:
+            raise Refused(404, "there is no such page")
+        return answer(parts.path, parts.query)
+
+    def _post(self) -> Reply:
+        if not self._has_token():
+            raise Refused(401, "to answer, open the address that `bigscl view` printed: it has the token")
+        if self.headers.get("Origin") is None and self.headers.get("Sec-Fetch-Site") is not None:
+            raise Refused(403, "a browser must say where a write comes from")
+        if self.headers.get_content_type() != "application/json":
+            raise Refused(415, "expected application/json")
+        write = self.server.post.get(urlsplit(self.path).path)
+        if write is None:
+            raise Refused(404, "there is no such page")
+        return write(urlsplit(self.path).path, self._body())
+
+    def _body(self) -> Any:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= LARGEST_BODY):
+            raise Refused(413, f"expected at most {LARGEST_BODY} bytes")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            raise Refused(400, "expected JSON") from None
+
+
+def _host_of(header: str) -> str:
+    """Return the name in a Host header, without port and brackets; empty if it is none."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
