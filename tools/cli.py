@@ -28,6 +28,7 @@ VERBS = {
     "show": "Show a store, or its memory of a sample.",
     "render": "Draw samples with their heatmaps.",
     "audit": "List labels that are likely wrong or missing.",
+    "ask": "Ask people about images; training learns from the answers.",
     "export": "Write found labels, scores or heatmaps to files.",
     "diff": "Compare two snapshots, or two stores of the same data.",
     "verify": "Check every byte of a store.",
