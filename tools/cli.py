@@ -29,6 +29,7 @@ VERBS = {
     "render": "Draw samples with their heatmaps.",
     "view": "Look at runs in the browser, while they train or after.",
     "audit": "List labels that are likely wrong or missing.",
+    "ask": "Ask people about images; training learns from the answers.",
     "export": "Write found labels, scores or heatmaps to files.",
     "diff": "Compare two snapshots, or two stores of the same data.",
     "verify": "Check every byte of a store.",

@@ -60,6 +60,10 @@ class Data:
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
     """What the store was created for, without answers of people; its snapshots say which they know of."""
+    labelled: "Index"
+    """The same samples without answers of people."""
+    answers: Path | None
+    """The answers that are among the labels."""
 
     def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return `[n,L]`: which classes are annotated positives."""
@@ -105,8 +109,14 @@ class DataFlags:
         for candidate, labels in _labellings(index, None if settings is None else settings.observed):
             annotations = candidate.annotations(labels)
             if annotations.fingerprint == fingerprint:
-                shown = candidate if settings is None else _answered(candidate, settings.answers)
-                return Data(index=shown, labels=labels, annotations=annotations)
+                answers = None if settings is None else settings.answers
+                return Data(
+                    index=_answered(candidate, answers),
+                    labels=labels,
+                    annotations=annotations,
+                    labelled=candidate,
+                    answers=answers,
+                )
         raise IndexMismatch(
             f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the observed nor "
             f"the full labels of {patterns}. Give the shards that this store was created from; if its "

@@ -49,6 +49,12 @@ def _rows_of(name: str, index: "Index") -> list[int]:
     return rows
 
 
+def answer_key(sample: int, index: "Index") -> str:
+    """Return how answers and files of labels name a sample: its key, with its shard if several have it."""
+    key = index.key(sample)
+    return index.name(sample) if len(_rows_with_key(key, index)) > 1 else key
+
+
 def _rows_with_key(key: str, index: "Index") -> list[int]:
     wanted = np.frombuffer(key.encode(errors="surrogateescape"), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)

@@ -15,7 +15,7 @@ from bigscl.text import first_few, printable
 
 def match_answers(index: Index, answers: Answers, path: Path) -> Answered:
     """Return the answers by row and class, withdrawn ones too; BadFile for what the index does not have."""
-    ids = ids_by_key(index)
+    ids = ids_by_key(index, {key for key, _ in answers.asked})
     numbers = {name: number for number, name in enumerate(index.class_names)}
     unknown = sorted({key for key, _ in answers.asked if ids.get(key, SEVERAL) == SEVERAL})
     if unknown:

@@ -9,8 +9,7 @@ where several shards have the same key.
 import csv
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,12 +202,20 @@ def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
 SEVERAL = -1
 
 
-def ids_by_key(index: Index) -> dict[str, int]:
-    """Return the id of each key and of each `shard/key`; SEVERAL for a key of several samples."""
-    keys = [(int(sample_id), index.key(int(sample_id))) for sample_id in index.ids()]
-    counts = Counter(key for _, key in keys)
-    found = {index.name(sample_id): sample_id for sample_id, _ in keys}
-    return found | {key: sample_id if counts[key] == 1 else SEVERAL for sample_id, key in keys}
+def ids_by_key(index: Index, wanted: Collection[str] | None = None) -> dict[str, int]:
+    """Return the id of each key and of each `shard/key`; SEVERAL for a key of several samples.
+
+    With `wanted`, only of those: a million keys are not kept for a few.
+    """
+    names: dict[str, int] = {}
+    keys: dict[str, int] = {}
+    for sample_id in index.ids().tolist():
+        name, key = index.name(sample_id), index.key(sample_id)
+        if wanted is None or name in wanted:
+            names[name] = sample_id
+        if wanted is None or key in wanted:
+            keys[key] = SEVERAL if key in keys else sample_id
+    return names | keys
 
 
 def _first(index: Index, key: str) -> int:

@@ -2,9 +2,9 @@
 
 The value of a question is the chance that its answer corrects the labels: that an image shows a class which
 no label names, or that a label names a class which its image does not show. `chances` estimates it from the
-memory and from the answers so far, and `rank` spreads the questions over images. Both are pure, and fast
-enough to be repeated after each answer, so that the queue follows what it hears. A `Shortlist` collects the
-pairs that can come up, from any number of images in one pass.
+memory and from the answers so far, and `rank` spreads the questions over classes and images. Both are pure,
+and fast enough to be repeated after each answer, so that the queue follows what it hears. A `Shortlist`
+collects the pairs that can come up, from any number of images in one pass.
 """
 
 # Shapes: n images of a shard, L classes, p pairs.
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 By = Literal["queue", "score", "uncertainty", "random"]
 """An order of questions: by value, or what it is compared with."""
 Floats = NDArray[np.float32]
-TRUST = 2.0
+TRUST = 8.0
 """How many answers about a class weigh as much as the score's own word."""
 WRONG_LABEL = 0.05
 """The share of labels that are taken to be wrong before anybody was asked about one."""
-AGAIN = 0.9
+AGAIN = 0.95
 """What a further question about the same image is worth, in questions about another."""
+SPREAD, ENOUGH = 0.05, 10
+"""How much less a further question about the same class is worth, after the first few."""
 EDGE = 1e-3
 
 
@@ -120,22 +122,36 @@ def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return 1 / (1 + np.exp(-values))
 
 
-def rank(values: NDArray[np.float64], ids: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the places of all pairs, the most valuable first.
+def rank(
+    values: NDArray[np.float64], pairs: Pairs, asked: Pairs, *, most: int | None = None
+) -> NDArray[np.int64]:
+    """Return the places of the pairs, the most valuable first; `most` of them if given.
 
-    Of an image that was or will be asked about k times before, a value counts AGAIN^k times; `asked` has the
-    images of the questions that were asked. Ties have the order of the pairs.
+    A value counts less the more questions come before it: AGAIN for each about the same image, and
+    `(ENOUGH + n) ** -SPREAD` for n about the same class, those that were `asked` included. Ties have the
+    order of the pairs.
     """
     places = np.argsort(-values, kind="stable")
-    images, first = np.unique(ids[places], return_inverse=True)
-    before = np.bincount(np.searchsorted(images, asked[np.isin(asked, images)]), minlength=len(images))
-    # Within an image the order of its pairs is that of their values, so their turns are known beforehand.
-    by_image = np.argsort(first, kind="stable")
-    starts = np.flatnonzero(np.diff(first[by_image], prepend=-1))
-    turns = np.empty(len(places), np.int64)
-    turns[by_image] = np.arange(len(places)) - np.repeat(starts, np.diff(starts, append=len(places)))
-    counted = values[places] * AGAIN ** (turns + before[first])
-    return places[np.argsort(-counted, kind="stable")]
+    images = _turns(pairs.ids[places]) + _counted(asked.ids, pairs.ids[places])
+    classes = _turns(pairs.classes[places]) + _counted(asked.classes, pairs.classes[places])
+    counted = values[places] * AGAIN**images * (ENOUGH + classes) ** -SPREAD
+    return places[np.argsort(-counted, kind="stable")[:most]]
+
+
+def _turns(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each entry how many before it are of the same group."""
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    turns = np.empty(len(groups), np.int64)
+    turns[order] = np.arange(len(groups)) - np.repeat(starts, np.diff(starts, append=len(groups)))
+    return turns
+
+
+def _counted(among: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how often each of the wanted numbers occurs among others."""
+    numbers, counts = np.unique(np.append(among, -1), return_counts=True)
+    places = np.searchsorted(numbers, wanted).clip(max=len(numbers) - 1)
+    return np.where(numbers[places] == wanted, counts[places], 0)
 
 
 class Shortlist:
@@ -143,23 +159,16 @@ class Shortlist:
 
     def __init__(self, per_class: int) -> None:
         self._per_class = per_class
-        self._pairs, self._values = Pairs.none(), np.empty(0)
+        self.pairs, self.values = Pairs.none(), np.empty(0)
 
     def add(self, pairs: Pairs, values: NDArray[np.float64]) -> None:
         """Consider more pairs; ties are kept in the order in which they come."""
-        merged = Pairs.concatenate([self._pairs, pairs])
-        values = np.concatenate([self._values, values])
-        groups = 2 * merged.classes + merged.named
-        order = np.lexsort((-values, groups))
-        starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-        turns = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+        merged = Pairs.concatenate([self.pairs, pairs])
+        values = np.concatenate([self.values, values])
+        order = np.argsort(-values, kind="stable")
+        turns = _turns((2 * merged.classes + merged.named)[order])
         kept = np.sort(order[turns < self._per_class])
-        self._pairs, self._values = merged.take(kept), values[kept]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The pairs that are kept."""
-        return self._pairs
+        self.pairs, self.values = merged.take(kept), values[kept]
 
 
 def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:

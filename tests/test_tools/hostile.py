@@ -65,6 +65,10 @@ KINDS = {
     "dataset": "text",
     "data_license": "text",
     "push_to_hub": "text",
+    "who": "text",
+    "answers": "file",
+    "images": "text",
+    "import_file": "file",
 }
 
 

@@ -1,0 +1,153 @@
+"""The queue of questions: chances, their order, and the shortlist, against slow references."""
+
+import numpy as np
+import pytest
+
+from bigscl.evaluation import asking
+from bigscl.evaluation.asking import Pairs, Shortlist, chances, first_values, pairs_of, rank
+
+NOTHING = np.empty(0, bool)
+
+
+def some_pairs(count, seed=0, images=8, classes=4):
+    random = np.random.default_rng(seed)
+    warmth = random.random(count).astype(np.float32)
+    return Pairs(
+        ids=random.integers(0, images, count),
+        classes=random.integers(0, classes, count),
+        scores=random.random(count).astype(np.float32),
+        warmth=warmth,
+        named=random.random(count) < 0.3,
+    )
+
+
+def test_pairs_are_those_that_are_not_known_to_be_absent():
+    known = np.array([[1, -1, 0], [-1, -1, 1]], np.int8)
+    scores = np.arange(6).reshape(2, 3).astype(np.float16) / 10
+    found = pairs_of(np.array([7, 9]), scores, scores.astype(np.float32) + 0.2, known)
+    assert list(zip(found.ids, found.classes, found.named, strict=True)) == [
+        (7, 0, True), (7, 1, False), (9, 0, False), (9, 1, False), (9, 2, True),
+    ]  # fmt: skip
+    np.testing.assert_allclose(found.scores, [0, 0.1, 0.3, 0.4, 0.5], atol=1e-3)
+    np.testing.assert_allclose(found.warmth, found.scores + 0.1, atol=1e-3)
+    without = pairs_of(np.array([7, 9]), scores, None, known)
+    np.testing.assert_array_equal(without.warmth, without.scores)
+
+
+def test_without_answers_the_chance_of_a_missing_label_is_its_warmth():
+    pairs = some_pairs(200)
+    found = chances(pairs, Pairs.none(), NOTHING)
+    np.testing.assert_allclose(found[~pairs.named], pairs.warmth[~pairs.named].clip(0.001, 0.999), rtol=1e-5)
+    named = pairs.named
+    assert (np.argsort(-found[named]) == np.argsort(pairs.warmth[named])).all()
+    assert (found[named] < 1 - pairs.warmth[named]).all()
+
+
+def slow_shift(odds, corrects, start):
+    """The most likely shift of a group by bisection of the slope."""
+
+    def slope(shift):
+        return sum(y - 1 / (1 + np.exp(-(x + shift))) for x, y in zip(odds, corrects, strict=True)) - (
+            asking.TRUST / 4 * (shift - start)
+        )
+
+    low, high = -30.0, 30.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_shift_the_chances_of_their_class_and_kind_most_likely(seed):
+    pairs, told = some_pairs(50, seed), some_pairs(40, seed + 100)
+    yes = np.random.default_rng(seed).random(40) < 0.6
+    found = chances(pairs, told, yes)
+    for number in range(4):
+        for named in (False, True):
+            own = (told.classes == number) & (told.named == named)
+            warm = told.warmth[own].astype(float).clip(0.001, 0.999)
+            warm = 1 - warm if named else warm
+            share = asking.WRONG_LABEL
+            start = np.log(share / (1 - share)) if named else 0.0
+            shift = slow_shift(np.log(warm / (1 - warm)), yes[own] != named, start)
+            asked = (pairs.classes == number) & (pairs.named == named)
+            likely = pairs.warmth[asked].astype(float).clip(0.001, 0.999)
+            likely = 1 - likely if named else likely
+            expected = 1 / (1 + np.exp(-(np.log(likely / (1 - likely)) + shift)))
+            np.testing.assert_allclose(found[asked], expected, rtol=1e-4)
+
+
+def test_a_class_whose_answers_disappoint_comes_later():
+    warm = np.full(4, 0.8, np.float32)
+    pairs = Pairs(
+        ids=np.arange(4), classes=np.array([0, 0, 1, 1]), scores=warm, warmth=warm, named=np.zeros(4, bool)
+    )
+    told = Pairs.concatenate([pairs] * 5)
+    found = chances(pairs, told, told.classes == 1)
+    assert found[2] > 0.85 > 0.5 > found[0]
+
+
+def slow_order(values, pairs, asked):
+    """The same discounts, counted one by one."""
+    by_value = sorted(range(len(values)), key=lambda place: -values[place])
+    counted = {}
+    for turn, place in enumerate(by_value):
+        before = by_value[:turn]
+        images = (
+            sum(pairs.ids[one] == pairs.ids[place] for one in before) + (asked.ids == pairs.ids[place]).sum()
+        )
+        same = sum(pairs.classes[one] == pairs.classes[place] for one in before)
+        same += (asked.classes == pairs.classes[place]).sum()
+        counted[place] = values[place] * asking.AGAIN**images * (asking.ENOUGH + same) ** -asking.SPREAD
+    return sorted(by_value, key=lambda place: -counted[place])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_questions_are_spread_over_images_and_classes(seed):
+    pairs, asked = some_pairs(60, seed), some_pairs(20, seed + 50, images=12, classes=6)
+    values = np.random.default_rng(seed).random(60).round(2)
+    order = rank(values, pairs, asked)
+    assert order.tolist() == slow_order(values, pairs, asked)
+    assert rank(values, pairs, asked, most=7).tolist() == order[:7].tolist()
+    assert rank(np.empty(0), Pairs.none(), asked).tolist() == []
+    assert rank(values, pairs, Pairs.none()).tolist() == slow_order(values, pairs, Pairs.none())
+
+
+def test_of_equal_chances_no_image_and_no_class_comes_twice_before_others_came_once():
+    values = np.full(6, 0.5)
+    pairs = some_pairs(6)
+    ids, classes = np.array([0, 0, 0, 1, 2, 3]), np.array([0, 1, 2, 0, 1, 2])
+    pairs = Pairs(ids=ids, classes=classes, scores=pairs.scores, warmth=pairs.warmth, named=np.zeros(6, bool))
+    assert set(ids[rank(values, pairs, Pairs.none())[:4]].tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("by", ["queue", "score", "uncertainty", "random"])
+@pytest.mark.parametrize("parts", [1, 2, 7, 100])
+def test_a_shortlist_of_parts_keeps_the_best_of_each_class_and_kind(by, parts):
+    pairs = some_pairs(100)
+    values = first_values(pairs, by)
+    shortlist = Shortlist(3)
+    for part in np.array_split(np.arange(100), parts):
+        shortlist.add(pairs.take(part), values[part])
+    expected = []
+    for number in range(4):
+        for named in (False, True):
+            own = np.flatnonzero((pairs.classes == number) & (pairs.named == named))
+            expected += sorted(own, key=lambda place: (-values[place], place))[:3]
+    kept = sorted(expected)
+    np.testing.assert_array_equal(shortlist.values, values[kept])
+    np.testing.assert_array_equal(shortlist.pairs.ids, pairs.ids[kept])
+
+
+def test_orders_to_compare_with():
+    pairs = some_pairs(100)
+    missing = ~pairs.named
+    by_score, by_doubt = first_values(pairs, "score"), first_values(pairs, "uncertainty")
+    assert pairs.scores[by_score.argmax()] == pairs.scores[missing].max()
+    assert abs(pairs.scores[by_doubt.argmax()] - 0.5) == abs(pairs.scores[missing] - 0.5).min()
+    one, again, other = (first_values(pairs, "random", seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+    for values in (by_score, by_doubt, one):
+        assert values[pairs.named].max() < values[missing].min()
