@@ -1,4 +1,4 @@
-"""The page of `bigscl view` in a real browser: headless Chromium, driven by Playwright. Skipped without them."""
+"""The page of `bigscl view` in a real browser: headless Chromium and Playwright. Skipped without them."""
 
 import contextlib
 import http.server
@@ -75,7 +75,7 @@ def site(folder):
 
 
 def until(page, script, given=None):
-    """Wait until a script of the test is true. Playwright's own way evaluates text, which the page forbids."""
+    """Wait until a script is true. Playwright's own way evaluates text, which the page forbids."""
     deadline = time.monotonic() + SECONDS
     while not page.evaluate(script, given):
         assert time.monotonic() < deadline, script
@@ -285,15 +285,22 @@ def test_page_of_a_second_origin_gets_nothing(browser, site, folder):
     before = (folder / "weak" / FILE).exists()
     value = json.dumps({"run": 1, "row": 0, "class": 0, "yes": True, "who": "evil"})
     script = f"""
-      const results = {{}};
-      const get = (name, url, options) => fetch(url, options).then(r => r.text()).then(t => results[name] = 'read ' + t, e => results[name] = 'refused');
-      const image = new Promise(done => {{ const one = new Image(); one.onload = () => done('shown'); one.onerror = () => done('refused'); one.src = '{at(site, "api/thumbnail?row=0")}'; }});
+      const results = {{}}, value = '{value}';
+      const [runs, answers, picture] = ['{at(site, "api/runs")}', '{at(site, "api/answers")}',
+        '{at(site, "api/thumbnail?row=0")}'];
+      const get = (name, url, options) => fetch(url, options).then(got => got.text()).then(
+        text => {{ results[name] = 'read ' + text; }}, () => {{ results[name] = 'refused'; }});
+      const image = new Promise(done => {{
+        const one = new Image();
+        [one.onload, one.onerror] = [() => done('shown'), () => done('refused')];
+        one.src = picture;
+      }});
       const headers = {{'Content-Type': 'application/json', 'X-Bigscl-Token': '{TOKEN}'}};
       Promise.all([
-        get('api', '{at(site, "api/runs")}'), get('with', '{at(site, "api/runs")}', {{credentials: 'include'}}),
-        get('post', '{at(site, "api/answers")}', {{method: 'POST', headers, body: '{value}'}}),
-        get('simple', '{at(site, "api/answers")}', {{method: 'POST', mode: 'no-cors', body: '{value}'}}),
-        image.then(found => results.image = found),
+        get('api', runs), get('with', runs, {{credentials: 'include'}}),
+        get('post', answers, {{method: 'POST', headers, body: value}}),
+        get('simple', answers, {{method: 'POST', mode: 'no-cors', body: value}}),
+        image.then(found => {{ results.image = found; }}),
       ]).then(() => {{ window.results = results; }});
     """
     content = (
@@ -350,7 +357,7 @@ def test_curves_of_a_running_training_grow(page, tmp_path):
             until(
                 page,
                 "before => document.querySelector('path.curve').getAttribute('d').length > before.length",
-                arg=first,
+                first,
             )
             assert "alive" in page.text_content("#store") or page.wait_for_selector("text=alive")
             page.goto(at(site))

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.data.answers import FILE, read_answers
+from bigscl.data.answers import FILE, Answer, append_answers, now, read_answers
 from bigscl.data.index import load_index
 from bigscl.data.reader import read_encoded
 from bigscl.data.scan import scan
 from bigscl.data.views import RandomCrop
 from bigscl.store import HeatmapStore
 from bigscl.tools.opening import DataFlags, StorageFlags
+from bigscl.tools.questions import Questions
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
 from tests.test_tools.conftest import add_config, bigscl
@@ -433,6 +434,25 @@ def test_answers_go_into_the_file_and_out_of_the_queue(site, folder):
     again = site.ask("/api/questions?count=50").json()
     assert {(item["row"], item["class"]) for item in again["items"]} >= {(one["row"], one["class"])}
     assert (again["yes"], again["skipped"]) == (0, 0)
+
+
+def test_page_asks_what_the_command_asks(site, folder):
+    run = site.runs[2]
+    items = site.ask("/api/questions?run=2&count=20").json()["items"]
+    others = Questions(run.store, run.data, [folder / "topk" / FILE], most=30).next(20)
+    mine = [(one["row"], one["class"]) for one in items]
+    theirs = [(one.sample, one.number) for one in others]
+    # The index has the hottest cells in 255ths: only what is nearly as valuable may change places.
+    assert mine[0] in theirs[:2]
+    assert len(set(mine) & set(theirs)) >= 18
+    # The same after answers, which somebody else gave.
+    given = [Answer(one.key, one.class_name, one.sample % 2 == 0, "bob", now()) for one in others[:10]]
+    append_answers(folder / "topk" / FILE, given)
+    items = site.ask("/api/questions?run=2&count=20").json()["items"]
+    others = Questions(run.store, run.data, [folder / "topk" / FILE], most=30).next(20)
+    mine = {(one["row"], one["class"]) for one in items}
+    assert len(mine & {(one.sample, one.number) for one in others}) >= 18
+    assert not mine & set(theirs[:10])
 
 
 def test_answers_of_several_people_at_once_are_all_kept(site, folder):

@@ -23,7 +23,7 @@ from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.curves import curves_of
 from bigscl.tools.viewer.listing import Order, Query, listed
 from bigscl.tools.viewer.open_run import OpenRun
-from bigscl.tools.viewer.questions import Questions
+from bigscl.tools.viewer.question_queue import QuestionQueue
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
 from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
 from bigscl.user_error import UserError
@@ -52,7 +52,7 @@ class Api:
         self._listings: OrderedDict[Any, Array] = OrderedDict()
         self._lock = threading.Lock()
         self._busy = threading.BoundedSemaphore(BUSY)
-        self._questions = [Questions(run) for run in runs]
+        self._questions = [QuestionQueue(run) for run in runs]
         self._same = [[mine.same_samples(its) for its in runs] for mine in runs]
         self.get: dict[str, Callable[[Parameters], Reply]] = {
             "/api/runs": self._runs,
@@ -298,7 +298,7 @@ class Api:
         questions, row, number = self._asked(value)
         questions.skip(row, number, again=value.get("again") is True)
 
-    def _asked(self, value: dict[str, Any]) -> tuple[Questions, int, int]:
+    def _asked(self, value: dict[str, Any]) -> tuple[QuestionQueue, int, int]:
         """Return the queue, the row and the class that something sent is about."""
         found = [value.get(name) for name in ("run", "row", "class")]
         if not all(type(one) is int for one in found):

@@ -1,0 +1,195 @@
+"""The questions of a run on the page: its queue over the index of scores, and answers that go into its file.
+
+It asks what `bigscl ask` asks, without a pass over the store: from the pairs that the index has.
+"""
+
+import getpass
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.data.answers import Answer, Answers, append_answers, now, read_answers
+from bigscl.data.index import Index
+from bigscl.evaluation.asking import Pairs, chances, first_values, rank
+from bigscl.store import Array
+from bigscl.tools.halves import to_float32
+from bigscl.tools.questions import answers_files
+from bigscl.tools.samples import answer_key
+from bigscl.tools.viewer.listing import rows_with
+from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.score_index import PAIR, ScoreIndex, find_rows
+from bigscl.user_error import UserError
+
+SHORTLIST = 300_000
+"""Pairs that can come up, at most: as many of each class."""
+MAX_NAME = 100
+Pair = tuple[int, int]
+"""Row and class."""
+
+
+class QuestionQueue:
+    """The queue of one run. Answers of others, here or elsewhere, are read as they come."""
+
+    # `_lock` guards all fields.
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._skipped: set[Pair] = set()
+        self._shortlist: tuple[Path, Array] | None = None
+        self._read: dict[Path, tuple[tuple[int, int], Answers]] = {}
+        self._rows: dict[str, int | None] = {}
+
+    def next(self, count: int) -> tuple[Array, dict[str, Any]]:
+        """Return the next pairs to ask about, the most valuable first, and what was said so far."""
+        with self._lock:
+            index = self._run.index
+            if index is None:
+                return np.empty(0, PAIR), {"progress": self._run.progress}
+            files = [self._answers(file) for file in self._files()]
+            return self._chosen(index, self._said(files), count), self._told(files[0])
+
+    def answer(self, row: int, number: int, yes: bool | None, who: str) -> None:
+        """Keep what a person says of a pair; None withdraws it. On disk when this returns."""
+        if not who.strip() or len(who) > MAX_NAME:
+            raise UserError(f"who: {len(who)} letters, expected a name of 1 to {MAX_NAME}")
+        labels, shown = self._run.data.labelled, self._run.index
+        with self._lock:
+            given = Answer(
+                key=answer_key(row, labels),
+                class_name=labels.class_names[number],
+                yes=yes,
+                who=who.strip(),
+                when=now(),
+                snapshot="" if shown is None else str(shown.snapshot),
+            )
+            append_answers(self._files()[0], [given])
+            self._rows[given.key] = row
+
+    def skip(self, row: int, number: int, again: bool) -> None:
+        """Do not ask about a pair while this server runs, or do so `again`."""
+        with self._lock:
+            (self._skipped.discard if again else self._skipped.add)((row, number))
+
+    # The queue
+
+    def _chosen(self, index: ScoreIndex, said: dict[Pair, bool], count: int) -> Array:
+        listed = self._listed(index)
+        closed = np.array([*said, *self._skipped], np.int64).reshape(-1, 2)
+        open_ = listed[~np.isin(self._numbers(listed["row"], listed["class"]), self._numbers(*closed.T))]
+        told = _find(index, said)
+        yes = np.array([said[int(pair["row"]), int(pair["class"])] for pair in told], bool)
+        pairs, answered = self._as_pairs(open_), self._as_pairs(told)
+        found: Array = open_[rank(chances(pairs, answered, yes), pairs, answered, most=count)]
+        return found
+
+    def _numbers(self, rows: Array, classes: Array) -> NDArray[np.int64]:
+        return rows.astype(np.int64) * self._run.store.spec.num_classes + classes
+
+    def _listed(self, index: ScoreIndex) -> Array:
+        """Return the pairs that can come up: of each class the most valuable before any answer."""
+        if self._shortlist is None or self._shortlist[0] != index.folder:
+            num_classes, labels = len(index.offsets) - 1, self._run.data.labelled
+            rows, absent = labels.negatives.entries(np.arange(len(labels.keys)))
+            known = self._numbers(rows, absent)
+            most = max(50, SHORTLIST // num_classes)
+            parts = [self._valuable(index.of_class(number), known, most) for number in range(num_classes)]
+            self._shortlist = index.folder, np.concatenate(parts)
+        return self._shortlist[1]
+
+    def _valuable(self, pairs: Array, known: NDArray[np.int64], most: int) -> Array:
+        """Return the most valuable pairs of a class, unnamed and named apart."""
+        if len(known):
+            pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
+        named = self._as_pairs(pairs).named
+        groups = [pairs[~named], pairs[named]]
+        order = [np.argsort(-first_values(self._as_pairs(own), "queue"), kind="stable") for own in groups]
+        return np.concatenate([own[places[:most]] for own, places in zip(groups, order, strict=True)])
+
+    def _as_pairs(self, pairs: Array) -> Pairs:
+        scores = to_float32(pairs["score"])
+        rows, classes = pairs["row"].astype(np.int64), pairs["class"].astype(np.int64)
+        return Pairs(
+            ids=rows,
+            classes=classes,
+            scores=scores,
+            warmth=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
+            # What labels said before anybody answered.
+            named=self._run.data.annotations.includes(rows, classes),
+        )
+
+    # Answers
+
+    def _files(self) -> list[Path]:
+        if self._run.data.labels != "observed":
+            raise UserError(
+                "this run was trained with all labels (data.labels: labels): nothing is to be asked"
+            )
+        return answers_files(self._run.folder, self._run.data, None)
+
+    def _answers(self, file: Path) -> Answers:
+        if not file.exists():
+            return Answers(standing={})
+        found = file.stat()
+        state = found.st_mtime_ns, found.st_size
+        if self._read.get(file, (None,))[0] != state:
+            self._read[file] = state, read_answers(file)
+        return self._read[file][1]
+
+    def _said(self, files: list[Answers]) -> dict[Pair, bool]:
+        """Return what stands for each pair; of several files the first counts."""
+        numbers = {name: number for number, name in enumerate(self._run.data.labelled.class_names)}
+        said: dict[Pair, bool] = {}
+        for answers in reversed(files):
+            for (key, name), one in answers.standing.items():
+                row, number = self._row_of(key), numbers.get(name)
+                if row is not None and number is not None:
+                    said[row, number] = bool(one.yes)
+        return said
+
+    def _told(self, answers: Answers) -> dict[str, Any]:
+        given = [one.yes for one in answers.standing.values()]
+        return {
+            "yes": given.count(True),
+            "no": given.count(False),
+            "conflicts": len(answers.conflicts),
+            "skipped": len(self._skipped),
+            "who": _user(),
+        }
+
+    def _row_of(self, name: str) -> int | None:
+        """Return the row of a key, or of shard/key; None if there is none, or several."""
+        if name not in self._rows:
+            rows = _rows_of(name, self._run.data.labelled)
+            self._rows[name] = rows[0] if len(rows) == 1 else None
+        return self._rows[name]
+
+
+def _find(index: ScoreIndex, said: dict[Pair, bool]) -> Array:
+    """Return the pairs of the index that were answered, as far as it has them."""
+    pairs = np.array(list(said), np.int64).reshape(-1, 2)
+    parts = [np.empty(0, PAIR)]
+    for number in np.unique(pairs[:, 1]):
+        own = index.of_class(int(number))
+        if len(own):
+            parts.append(own[find_rows(own, pairs[pairs[:, 1] == number, 0])[0]])
+    return np.concatenate(parts)
+
+
+def _rows_of(name: str, index: Index) -> list[int]:
+    """Return the rows with this key, or the one with this shard and key."""
+    rows = [row for row in rows_with(name, index).tolist() if index.key(row) == name]
+    key = name.rpartition("/")[2]
+    if not rows and key != name:
+        rows = [row for row in rows_with(key, index).tolist() if index.name(row) == name]
+    return rows
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
