@@ -10,10 +10,9 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from bigscl.data.headers import check_header, check_pixels
+from bigscl.data.headers import FORMATS, check_header, check_pixels
 from bigscl.data.sources import Unreadable
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 

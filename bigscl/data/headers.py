@@ -4,6 +4,8 @@ import struct
 
 from bigscl.data.sources import Unreadable
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats of images, as Pillow names them."""
 # Pillow's own limit, beyond which it warns of a decompression bomb.
 MAX_PIXELS = 89_478_485
 # Encoders write about ten scans; each further scan costs a pass over the whole image.
