@@ -55,6 +55,13 @@ SECONDS_BETWEEN_LINES = 10.0
 def evaluate(options: EvaluationOptions) -> None:
     """Predict every image and write the report."""
     start_logging(rank_of_this_process())
+    _evaluate(options)
+    # Not after an error: then it would wait for ranks that wait for this one.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _evaluate(options: EvaluationOptions) -> None:
     target = with_overrides(find_target(options.model, options.backbone, options.weights), options)
     index = _open_index(target, options)
     real_labels = None if options.real is None else read_real_labels(options.real)
@@ -65,19 +72,16 @@ def evaluate(options: EvaluationOptions) -> None:
         )
     folder = options.output or (target.config.run if target.config else Path()) / "evaluation"
     check_writable(folder)
-    evaluation = Evaluation(target, index, options)
-    saved = evaluation.predictions()
-    if saved is not None:
-        report = make_report(
-            saved, real_labels=real_labels, activation=options.activation, pooling=options.pooling
-        )
-        saved.save(folder / FILE_NAME)
-        write_report(report, folder)
-        print(json.dumps(to_json(report)) if options.json else summary(report))
-        logger.info("report: %s", folder / "report.md")
-    # Not after an error: then it would wait for ranks that wait for this one.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    saved = Evaluation(target, index, options).predictions()
+    if saved is None:
+        return
+    report = make_report(
+        saved, real_labels=real_labels, activation=options.activation, pooling=options.pooling
+    )
+    saved.save(folder / FILE_NAME)
+    write_report(report, folder)
+    print(json.dumps(to_json(report)) if options.json else summary(report))
+    logger.info("report: %s", folder / "report.md")
 
 
 def check_writable(folder: Path) -> None:

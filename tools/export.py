@@ -1,8 +1,10 @@
 """`bigscl export`: write found labels, scores and heatmaps to files that other programs read."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import logging
+import math
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,41 +13,27 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.command_line import AsJson
+from bigscl.data.shards import SUFFIXES
 from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
-from bigscl.store import HeatmapStore, Rows
-from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
-from bigscl.tools.passes import pass_over
-from bigscl.tools.regions import best_share, overlaps, strongest_boxes
+from bigscl.store import HeatmapStore
+from bigscl.text import first_few
+from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels, Which, find_labels
+from bigscl.tools.label_formats import Label, LabelledImage, label_writer
+from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store, run_folder
 from bigscl.tools.samples import find_samples
 from bigscl.tools.score_files import write_scores
-from bigscl.tools.tables import Batch, table_writer
+from bigscl.tools.tables import table_writer
 from bigscl.tools.text import size, tell
 from bigscl.user_error import UserError
 
+logger = logging.getLogger(__name__)
+
 What = Literal["labels", "scores", "heatmaps", "samples"]
-Which = Literal["mined", "expected", "all"]
+Form = Literal["table", "coco", "label-studio", "fiftyone", "dataset"]
 # Side of a heatmap cell in an exported PNG.
 CELL_PIXELS = 16
-DEFAULT_SHARE = 0.5
-# Shards, and samples of each of them, that are looked at for boxes.
-SHARDS_WITH_BOXES = 16
-LOOKED_AT = 50
-COLUMNS = {
-    "id": int,
-    "shard": str,
-    "key": str,
-    "class": int,
-    "name": str,
-    "score": float,
-    "annotated": bool,
-    "expected": bool,
-    "x0": float,
-    "y0": float,
-    "x1": float,
-    "y1": float,
-}
+LABEL_COLUMNS = ("id", "class", "score", "annotated", "expected", "x0", "y0", "x1", "y1")
 
 
 def command(
@@ -79,6 +67,24 @@ def command(
             "fits best where the shards have boxes, else 0.5.",
         ),
     ] = None,
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="Of labels. table: by the name of the output; coco: .json, with scores and boxes in pixels; "
+            "label-studio: a folder with predictions and the labelling interface; fiftyone: a folder with "
+            "labels.json and boxes.json; dataset: a folder with labels and boxes as Parquet, and a card that "
+            "says how they were made.",
+        ),
+    ] = "table",
+    images: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="What coco and label-studio put before SHARD/FILE, the name of an image: a folder, "
+            "s3://bucket/, /data/local-files/?d=...",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     snapshot: AtSnapshot = None,
     *,
@@ -87,6 +93,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Write labels (with score and the box of the strongest region), scores or heatmaps to a file.
+
+    bigscl export runs/quickstart labels --which all --format coco -o relabelled.json
 
     Where the shards have boxes, half of the labels with boxes choose the size of the regions, and the other
     half says how well they fit.
@@ -97,12 +105,15 @@ def command(
         raise UserError(f"--sample: has no effect on {what}, only on heatmaps")
     if box_share is not None and what != "labels":
         raise UserError(f"--box-share: has no effect on {what}, only on labels")
-    if output.exists() and not overwrite:
+    if form != "table" and what != "labels":
+        raise UserError(f"--format: has no effect on {what}, only on labels")
+    if images is not None and form not in ("coco", "label-studio"):
+        raise UserError(f"--images: has no effect on format {form}, only on coco and label-studio")
+    if output.exists() and not overwrite and not _is_empty_folder(output):
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
-    expected: Expected | None = None
-    fit: Fit | None = None
+    found: FoundLabels | None = None
     if what == "scores":
         data = source.find(store, fingerprint)
         if data is None and output.suffix != ".npy":
@@ -114,21 +125,25 @@ def command(
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
-            expected = expected_at(opened)
-            fit = _fit(opened, needed, which, expected, box_share)
-            rows = _labels(opened, needed, output, which, expected, fit.share)
+            found = find_labels(opened, needed, which)
+            fit = found.fit(box_share)
+            rows = _labels(found, fit, form, output, run_folder(store), images or "")
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id
     facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
     told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
-    if expected is not None:
-        facts["selection"] = expected.to_json()
-        told += f"\n  {expected.note}" if expected.recomputed else ""
-    if fit is not None:
+    if found is not None:
+        facts["selection"] = found.expected.to_json()
+        told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
         facts["region"] = asdict(fit)
         told += f"\n  {fit}"
     tell(facts, told, as_json)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Return whether there is nothing to overwrite: an interrupted export leaves an empty folder."""
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _bytes(path: Path) -> int:
@@ -138,123 +153,66 @@ def _bytes(path: Path) -> int:
 # Labels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """How large the boxes of labels are, and how well they fit where the shards have boxes."""
+def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | None, images: str) -> int:
+    """Write the labels in a format; return their number."""
+    if form == "table":
+        return _table(found, fit, output)
+    if form == "dataset":
+        from bigscl.tools.relabelled import write_relabelled
 
-    share: float
-    """The cells of a box have at least this share of the peak."""
-    median_iou: float | None = None
-    """Intersection over union of labels that did not choose the share; None without boxes."""
-    num_labels: int = 0
-    """The number of these labels."""
-
-    def __str__(self) -> str:
-        if self.median_iou is None:
-            return (
-                f"boxes: cells of at least {self.share:g} of the peak; the shards have no boxes to check them"
-            )
-        return (
-            f"boxes: cells of at least {self.share:g} of the peak; median IoU {self.median_iou:.2f} with the "
-            f"boxes of {self.num_labels:,} labels"
-        )
-
-
-def _fit(store: HeatmapStore, data: Data, which: Which, expected: Expected, given: float | None) -> Fit:
-    """Choose the share of the peak by labels of even ids that have boxes, and measure it on odd ids."""
-    maps, boxes, is_even = _labels_with_boxes(store, data, which, expected)
-    halves = [[n for n, even in enumerate(is_even) if even == wanted] for wanted in (True, False)]
-    if not all(halves):
-        return Fit(share=DEFAULT_SHARE if given is None else given)
-    stacked = np.stack(maps)
-    chosen, checked = ((stacked[half], [boxes[n] for n in half]) for half in halves)
-    share = best_share(*chosen) if given is None else given
-    found = overlaps(strongest_boxes(checked[0], share), checked[1])
-    return Fit(share=share, median_iou=float(np.median(found)), num_labels=len(found))
+        return write_relabelled(found, fit, run, output)
+    of = "a store" if run is None else run.name
+    made_by = f"bigscl {version('bigscl')}, {of}, snapshot {found.store.snapshot.id}, {found.which} labels"
+    names, rows, unreadable = found.data.index.class_names, 0, list[int]()
+    with label_writer(form, output, names, made_by=made_by, images=images) as write:
+        for _, (labelled, broken) in found.passed_over(partial(_labelled_images, found, fit.share)):
+            for image in labelled:
+                write(image)
+                rows += len(image.labels)
+            unreadable += broken
+    if unreadable:
+        first = first_few(map(found.data.index.name, unreadable), len(unreadable), most=3)
+        logger.warning("left out %d images that cannot be read: %s", len(unreadable), first)
+    return rows
 
 
-def _labels_with_boxes(
-    store: HeatmapStore, data: Data, which: Which, expected: Expected
-) -> tuple[list[NDArray[Any]], list[list[list[float]]], list[bool]]:
-    """Return heatmaps of labels, their true boxes, and whether their ids are even; of some of the shards."""
-    from bigscl.data.reader import read_metadata
-
-    found: tuple[list[Any], list[Any], list[bool]] = ([], [], [])
-    written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
-    for shard in written[:: max(1, len(written) // SHARDS_WITH_BOXES)]:
-        ids = store.spec.sample_ids(shard)
-        if not any(fields.get("boxes") for fields in read_metadata(data.index, ids[:LOOKED_AT]).values()):
-            continue
-        rows = store.load_shard(shard)
-        places, classes, *_ = _wanted(rows, ids, data, expected, which)
-        kept = rows.kept_classes()
-        metadata = read_metadata(data.index, np.unique(ids[places]))
-        for place, number in zip(places.tolist(), classes.tolist(), strict=True):
-            boxes = [box[1:] for box in metadata[int(ids[place])].get("boxes", ()) if box[0] == number]
-            if boxes and number in kept[place]:
-                found[0].append(store.evidence_of(rows, ids, np.array([place]), np.array([number]))[0])
-                found[1].append(boxes)
-                found[2].append(bool(ids[place] % 2 == 0))
-    return found
-
-
-def _wanted(
-    rows: Rows, ids: NDArray[np.int64], data: Data, expected: Expected, which: Which
-) -> tuple[NDArray[Any], ...]:
-    """Return places in the shard, classes, annotated, expected of the labels to write."""
-    annotated, chosen = data.annotated(ids), expected.of(rows.ranked_by()[: len(ids)], ids)
-    wanted = {"mined": chosen & ~annotated, "expected": chosen, "all": chosen | annotated}[which]
-    places, classes = np.divmod(np.flatnonzero(wanted), wanted.shape[1])
-    return places, classes, annotated[places, classes], chosen[places, classes]
-
-
-def _labels(
-    store: HeatmapStore, data: Data, output: Path, which: Which, expected: Expected, share: float
-) -> int:
-    if not expected.any and which != "all":
-        raise UserError(
-            f"{store.backend.url}: {expected.note}. "
-            f"Export a later snapshot, or use --which all for the annotated positives."
-        )
-    work = partial(_labels_of_shard, store, data, data.index.shard_names, expected, which, share)
+def _table(found: FoundLabels, fit: Fit, output: Path) -> int:
     rows = 0
     with table_writer(output, COLUMNS) as write:
-        for _, labels in pass_over("exporting", range(store.spec.num_shards), work, [store]):
+        for _, labels in found.passed_over(partial(found.of_shard, share=fit.share)):
             write(labels)
             rows += len(labels["id"])
     return rows
 
 
-def _labels_of_shard(
-    store: HeatmapStore,
-    data: Data,
-    names: Sequence[str],
-    expected: Expected,
-    which: Which,
-    share: float,
-    shard: int,
-) -> Batch:
-    ids = store.spec.sample_ids(shard)
-    rows = store.load_shard(shard)
-    places, classes, annotated, chosen = _wanted(rows, ids, data, expected, which)
-    columns = {
-        "id": ids[places],
-        "shard": _texts([names[shard]])[np.zeros(len(places), int)],
-        "key": _texts([data.index.key(sample) for sample in ids[places].tolist()]),
-        "class": classes,
-        "name": _texts(data.index.class_names)[classes],
-        "score": rows.scores[places, classes].astype(np.float64).round(4),
-        "annotated": annotated,
-        "expected": chosen,
-    }
-    boxes = np.full((len(places), 4), np.nan)
-    if rows.heatmaps is not None:
-        boxes = strongest_boxes(store.evidence_of(rows, ids, places, classes), share).round(4)
-    return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
+def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list[LabelledImage], list[int]]:
+    """Return the images of a shard with labels (of `all` also those without), and ids of unreadable ones."""
+    from bigscl.data.reader import read_image_heads
 
-
-def _texts(values: Sequence[str]) -> NDArray[Any]:
-    return np.array(values, dtype=object)
+    columns = found.of_shard(shard, share)
+    every = found.store.spec.sample_ids(shard)
+    labels: dict[int, list[Label]] = {int(sample): [] for sample in (every if found.which == "all" else ())}
+    for sample, *values in zip(*(columns[name].tolist() for name in LABEL_COLUMNS), strict=True):
+        number, score, annotated, expected, *box = values
+        facts = {"annotated": annotated, "expected": expected}
+        known = None if math.isnan(box[0]) else (box[0], box[1], box[2], box[3])
+        labels.setdefault(sample, []).append(Label(number=number, score=score, box=known, facts=facts))
+    index, name = found.data.index, found.shard_names[shard]
+    heads = read_image_heads(index, np.array(list(labels), np.int64))
+    folder = next((name.removesuffix(end) for end in SUFFIXES if name.endswith(end)), name)
+    images = [
+        LabelledImage(
+            id=sample,
+            file=f"{folder}/{heads[sample].name}",
+            width=heads[sample].width,
+            height=heads[sample].height,
+            labels=labels[sample],
+            facts={"shard": name, "key": index.key(sample)},
+        )
+        for sample in labels
+        if sample in heads
+    ]
+    return images, [sample for sample in labels if sample not in heads]
 
 
 # Samples

@@ -47,7 +47,7 @@ def model_card(
         f"---\n{yaml.safe_dump(_front(target, licences, title, results), sort_keys=False)}---",
         f"# {title}",
         f"A multi-label image classifier: `{target.backbone}` with {len(class_names):,} classes, trained "
-        f"with bigscl ({_method(config)}). Each class has its own score, the sigmoid of its logit.",
+        f"with bigscl ({method(config)}). Each class has its own score, the sigmoid of its logit.",
         "## Data",
         _data(config, class_names, licences),
         "## Results",
@@ -129,7 +129,8 @@ def _front(
     return front
 
 
-def _method(config: Config) -> str:
+def method(config: Config) -> str:
+    """Return what the run minimised, and for how long."""
     objective = config.objective
     consistency = "" if objective.consistency == "none" else f" with consistency {objective.consistency}"
     return f"objective {objective.base}{consistency}, {config.schedule.epochs} epochs"

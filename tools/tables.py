@@ -15,7 +15,7 @@ from bigscl.parquet import load_pyarrow
 from bigscl.user_error import UserError
 
 Columns = Mapping[str, type]
-"""Names and types of the columns: int, float, str or bool."""
+"""Names and types of the columns: int, float, str or bool; in Parquet also list, of integers."""
 Batch = Mapping[str, NDArray[Any]]
 """Columns of equal length, strings as objects; NaN means no value."""
 Write = Callable[[Batch], None]
@@ -71,6 +71,7 @@ def _as_json(column: NDArray[Any]) -> list[str]:
 def _parquet(path: Path, columns: Columns) -> Iterator[Write]:
     pyarrow, parquet = load_pyarrow(".parquet", ".csv or .jsonl")
     types = {int: pyarrow.int64(), float: pyarrow.float64(), str: pyarrow.string(), bool: pyarrow.bool_()}
+    types[list] = pyarrow.list_(types[int])
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     waiting: list[Any] = []
 

@@ -1,15 +1,18 @@
 """Read samples from their shards: encoded images in a stream's order, and a few chosen samples."""
 
+import io
 import json
 import logging
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.data.headers import FORMATS
 from bigscl.data.index import Index
 from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Encoded = bytearray | Unreadable
+# Bytes of an image file that hold its size, unless a large thumbnail or profile comes first.
+HEAD_BYTES = 1 << 16
 
 
 def encoded_images(
@@ -154,3 +159,50 @@ def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Unreadable(f"{name}: its json is of type {type(content).__name__}, expected an object")
     return content
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHead:
+    """What the file of an image says without being decoded."""
+
+    name: str
+    """Of the file in its tar; bytes that are not UTF-8 are escaped, as in keys."""
+    width: int
+    """Of the upright image, as it is decoded."""
+    height: int
+
+
+def read_image_heads(
+    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False
+) -> dict[int, ImageHead]:
+    """Return names and sizes of images by id, without those that are not readable images."""
+    found: dict[int, ImageHead] = {}
+    for number in np.unique(ids // index.rows_per_shard).tolist():
+        own = ids[ids // index.rows_per_shard == number]
+        wanted = dict(zip(index.image_offsets[own].tolist(), own.tolist(), strict=True))
+        with closing(open_shard(index.urls[number], allow_pipe=allow_pipe)) as shard:
+            for member in members(shard, _ignore):
+                row = wanted.pop(member.offset, None)
+                if row is not None and (size := _upright_size(shard, member)) is not None:
+                    name = member.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+                    found[row] = ImageHead(name, *size)
+                if not wanted:
+                    break
+    return found
+
+
+def _upright_size(shard: Shard, member: Member) -> tuple[int, int] | None:
+    """Return width and height, turned by the EXIF orientation; None if the file is not a readable image."""
+    from PIL import Image
+
+    # Its tag, and those of its values that swap width and height.
+    orientation, quarter_turns = 274, (5, 6, 7, 8)
+    for count in sorted({min(HEAD_BYTES, member.size), min(LARGEST_IMAGE_BYTES, member.size)}):
+        try:
+            with Image.open(io.BytesIO(shard.read_at(member.offset, count)), formats=FORMATS) as image:
+                turned = image.getexif().get(orientation) in quarter_turns
+                width, height = image.size
+                return (height, width) if turned else (width, height)
+        except Exception as error:  # a broken file can make Pillow's plugins raise anything
+            logger.debug("%s: %s in %d bytes", member.name, error, count)
+    return None

@@ -1,5 +1,7 @@
 """The ranks of a run as one group on the host: they exchange bytes and small sums without a GPU."""
 
+import atexit
+import gc
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,6 +34,19 @@ PendingSum = Callable[[], list[float]]
 """Waits for a sum that was started, and returns it."""
 
 
+# Torch before 2.8 frees a group under Python's lock, for which a thread of the group may wait to free its
+# last tensor: both hang. A backend frees itself without the lock, if it goes after all that uses it.
+_backends: list[object] = []
+
+
+@atexit.register
+def _free_backends() -> None:
+    # After an error the group is not destroyed, and would wait for the other ranks.
+    if _backends and not dist.is_initialized():
+        gc.collect()
+        _backends.clear()
+
+
 # In torch 2.4 the threads of a group, which are outside of inference mode, may not change tensors made in it.
 normal_tensors = torch.inference_mode(False)
 
@@ -45,12 +60,9 @@ class GlooRanks:
         # None is the default group, which has a timeout of its own.
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._group = cast(dist.ProcessGroup | None, group)
-        # Destroy the group while this object is alive: torch before 2.8 frees a group under Python's
-        # lock, for which a thread of the group may wait to free the last tensor: both hang. A backend that is
-        # held here is freed after its group, without the lock.
         used = self._group or dist.group.WORLD
         assert used is not None
-        self._backend = used._get_backend(torch.device("cpu"))
+        _backends.append(used._get_backend(torch.device("cpu")))
         self.wait_seconds = 0.0
 
     @normal_tensors

@@ -39,16 +39,15 @@ def share(rank, world_size):
     return np.arange(bounds[rank], bounds[rank + 1])
 
 
-def select_all(ranks):
+def select_all(rank, world_size):
     """The cuts of every case, gathered at once and in many small blocks."""
     ids, scores = cases()
-    rank = ranks.rank
-    rows = share(rank, ranks.world_size)
+    rows = share(rank, world_size)
     found = {}
     for name, values in scores.items():
         for gather_bytes in (2**26, 500):
             chunks = [(ids[part], values[part]) for part in np.array_split(rows, 3 + rank)]
-            selection = select(chunks, NUM_EXPECTED, ranks, gather_bytes=gather_bytes)
+            selection = select(chunks, NUM_EXPECTED, process_group(), gather_bytes=gather_bytes)
             found[f"{name}, {gather_bytes} bytes"] = selection.to_json()
     return found
 
@@ -60,7 +59,6 @@ def main(place):
         if rank < world_size:
             group = f"file://{folder}/group{world_size}"
             dist.init_process_group("gloo", init_method=group, rank=rank, world_size=world_size)
-            ranks = process_group()
-            found = select_all(ranks)
+            found = select_all(rank, world_size)
             (folder / f"cuts-{rank}-of-{world_size}.json").write_text(json.dumps(found))
             dist.destroy_process_group()

@@ -52,6 +52,7 @@ KINDS = {
     "synsets": "file",
     "source": "dataset",
     "classes": "text",
+    "images": "text",
     "sample": "sample",
     "class_name": "sample",
     "endpoint": "endpoint",

@@ -1,0 +1,306 @@
+"""`bigscl export labels --format ...`: every format holds the labels, scores and boxes of the table."""
+
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from bigscl.data.index import load_index
+from bigscl.data.labels_file import with_training_labels
+from bigscl.data.reader import read_image_heads, read_images
+from bigscl.data.scan import scan
+from bigscl.store import HeatmapStore
+from tests.integration.runs import write_config
+from tests.tars import write_tar
+from tests.test_tools.conftest import bigscl
+
+SIDES = ("x0", "y0", "x1", "y1")
+
+
+def table(run, tmp_path, which):
+    """The labels of the plain table by id: (class, score, annotated, box)."""
+    answer = bigscl("export", run, "labels", "--which", which, "-o", tmp_path / "table.jsonl")
+    assert answer.code == 0, answer.err
+    found = {}
+    for line in (tmp_path / "table.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        box = None if row["x0"] is None else tuple(row[side] for side in SIDES)
+        found.setdefault(row["id"], []).append((row["class"], row["score"], row["annotated"], box))
+    return found
+
+
+def export(run, tmp_path, form, which, *options):
+    output = tmp_path / ("out.json" if form == "coco" else "out")
+    answer = bigscl("export", run, "labels", "--format", form, "--which", which, "-o", output, *options)
+    assert answer.code == 0, answer.err
+    return output
+
+
+def to_fractions(corner_and_size, width, height):
+    x, y, w, h = corner_and_size
+    return tuple(round(value, 4) for value in (x / width, y / height, (x + w) / width, (y + h) / height))
+
+
+@pytest.mark.parametrize(("run", "which"), [("dense", "mined"), ("topk", "all")])
+def test_coco_holds_what_the_table_holds(runs, index, tmp_path, run, which):
+    from pycocotools.coco import COCO
+
+    wanted = table(runs / run, tmp_path, which)
+    coco = COCO(str(export(runs / run, tmp_path, "coco", which, "--images", "scenes/")))
+    images = coco.loadImgs(coco.getImgIds())
+    assert {one["id"] for one in images} == (set(index.ids().tolist()) if which == "all" else set(wanted))
+    sizes = {name: image.shape for name, image in read_images(index, index.ids()).items()}
+    for image in images:
+        assert sizes[image["id"]] == (3, image["height"], image["width"])
+        assert image["file_name"] == f"scenes/{index.name(image['id']).replace('.tar', '')}.png"
+        labels = [(one["category_id"] - 1, one["score"], one["annotated"]) for one in image["labels"]]
+        assert labels == [label[:3] for label in wanted.get(image["id"], ())]
+        boxes = {
+            one["category_id"] - 1: to_fractions(one["bbox"], image["width"], image["height"])
+            for one in coco.loadAnns(coco.getAnnIds(imgIds=[image["id"]]))
+        }
+        assert boxes == {label[0]: label[3] for label in wanted.get(image["id"], ()) if label[3] is not None}
+
+
+def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
+    wanted = table(runs / "topk", tmp_path, "mined")
+    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--images", "s3://mine/")
+    tasks = json.loads((folder / "tasks.json").read_text())
+    assert {task["data"]["id"] for task in tasks} == set(wanted)
+    for task in tasks:
+        data, (prediction,) = task["data"], task["predictions"]
+        assert data["image"] == f"s3://mine/{index.name(data['id']).replace('.tar', '')}.png"
+        named = [(int(one["name"]), one["score"], one["annotated"]) for one in data["labels"]]
+        assert named == [label[:3] for label in wanted[data["id"]]]
+        choices, *rectangles = prediction["result"]
+        assert [int(name) for name in choices["value"]["choices"]] == [
+            label[0] for label in wanted[data["id"]]
+        ]
+        boxes = {
+            int(one["value"]["rectanglelabels"][0]): to_fractions(
+                [one["value"][side] for side in ("x", "y", "width", "height")], 100, 100
+            )
+            for one in rectangles
+        }
+        assert boxes == {label[0]: label[3] for label in wanted[data["id"]] if label[3] is not None}
+
+
+def test_fiftyone_holds_what_the_table_holds(runs, index, tmp_path):
+    wanted = table(runs / "topk", tmp_path, "all")
+    folder = export(runs / "topk", tmp_path, "fiftyone", "all")
+    labels, boxes = (json.loads((folder / name).read_text()) for name in ("labels.json", "boxes.json"))
+    assert labels["classes"] == boxes["classes"] == list(index.class_names)
+    for sample in index.ids().tolist():
+        name = index.name(sample).replace(".tar", "")
+        found = [
+            (one["label"], one["confidence"], one["attributes"]["annotated"])
+            for one in labels["labels"][name]
+        ]
+        assert found == [label[:3] for label in wanted[sample]]
+        placed = {one["label"]: to_fractions(one["bounding_box"], 1, 1) for one in boxes["labels"][name]}
+        assert placed == {label[0]: label[3] for label in wanted[sample] if label[3] is not None}
+
+
+def test_a_relabelled_dataset_trains_with_its_labels(runs, index, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    wanted = table(runs / "topk", tmp_path, "all")
+    folder = export(runs / "topk", tmp_path, "dataset", "all")
+    relabelled = with_training_labels(index, folder / "labels.parquet")
+    positives = relabelled.labels_of(index.ids()) == 1
+    assert {
+        sample: np.flatnonzero(row).tolist() for sample, row in zip(index.ids(), positives, strict=True)
+    } == {sample: [label[0] for label in wanted[sample]] for sample in index.ids().tolist()}
+    rows = parquet.read_table(folder / "boxes.parquet").to_pylist()
+    lines = [json.loads(line) for line in (tmp_path / "table.jsonl").read_text().splitlines()]
+    assert rows == lines
+
+
+def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
+    data = {"train": index.urls[0].replace("000000", "*"), "train_index": None}
+    write_config(run / "config.yaml", tmp_path, data=data)
+    wanted = table(run, tmp_path, "all")
+    card = (export(run, tmp_path, "dataset", "all") / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert [one["data_files"] for one in front["configs"]] == ["labels.parquet", "boxes.parquet"]
+    store = HeatmapStore.open(run / "store")
+    present = index.labels_of(index.ids(), "labels") == 1
+    mined = [(sample, label[0]) for sample, labels in wanted.items() for label in labels if not label[2]]
+    places = {sample: place for place, sample in enumerate(index.ids().tolist())}
+    right = sum(present[places[sample], number] for sample, number in mined)
+    assert (
+        f"Precision of the found labels: {100 * right / len(mined):.1f}%, {right} of the {len(mined)}" in card
+    )
+    assert f"run `run`: snapshot {store.snapshot.id}, epoch {store.snapshot.epoch}" in card
+    assert "median IoU" in card
+    assert "Trained with objective" in card
+    assert "K 2.5" in card
+    assert "weight_decay: 0.0001" in card
+    assert str(tmp_path) not in card
+    assert str(index.urls[0]).rpartition("/")[0] not in card
+
+
+def test_a_card_without_settings_or_full_labels_says_so(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("bigscl.tools.relabelled._count", blind(monkeypatch))
+    card = (export(runs / "dense", tmp_path, "dataset", "mined") / "README.md").read_text()
+    assert "Precision of the found labels: not known" in card
+    assert "Not known: the store has no run" in card
+
+
+def blind(monkeypatch):
+    """The count of labels, of shards without full labels."""
+    from dataclasses import replace
+
+    from bigscl.tools import relabelled
+
+    count = relabelled._count
+
+    def counted(found, labels):
+        data = replace(found.data, index=replace(found.data.index, labels=None))
+        return count(replace(found, data=data), labels)
+
+    return counted
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run of images with hostile names, one turned, one broken, and negatives that rank high."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    names = ['a "q" b', "dir/ä#1", "x&y<z>", "turned", "broken"]
+    files = []
+    for place, name in enumerate(names):
+        picture = Image.new("RGB", (40 + place, 20))
+        exif = Image.Exif()
+        exif[274] = 6 if name == "turned" else 1
+        buffer = io.BytesIO()
+        picture.save(buffer, "JPEG", exif=exif)
+        content = b"not an image" if name == "broken" else buffer.getvalue()
+        labels = {"labels": [0, 1], "observed": [0], "negatives": [2]}
+        files += [(f"{name}.JPG", content), (f"{name}.json", json.dumps(labels).encode())]
+    write_tar(folder / "train-000000.tar", files)
+    classes = ["<b>|*one*", 'two "2"', "\x1b[31mred"]
+    index, _ = scan([str(folder / "train-000000.tar")], class_names=classes)
+    index.save(folder / "bigscl-index-train.npz")
+    run = tmp_path / "run"
+    annotations = index.annotations()
+    HeatmapStore.create(run / "store", annotations, heatmap_size=2, layout="dense")
+    with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
+        rows = store.load_shard(0)
+        rows.scores[:] = [0.9, 0.8, 0.95]
+        rows.heatmaps[:, :, 0, 1] = 1
+        store.save_shard(0, rows)
+        cuts = {"tau": [0.1] * 3, "last_id": [10] * 3}
+        store.commit(epoch=0, attributes={"selection": cuts, "next_epoch": 1})
+    (run / "config.yaml").write_text(f"data:\n  train: {folder}/train-*.tar\n")
+    return run, load_index(str(folder / "train-*.tar"))
+
+
+def test_what_is_known_to_be_absent_is_never_found(hostile, tmp_path):
+    run, index = hostile
+    found = table(run, tmp_path, "all")
+    assert {tuple(label[0] for label in labels) for labels in found.values()} == {(0, 1)}
+    assert len(found) == index.num_samples
+
+
+def test_hostile_names_turned_and_broken_images(hostile, tmp_path):
+    run, index = hostile
+    heads = read_image_heads(index, index.ids())
+    images = json.loads(export(run, tmp_path, "coco", "all").read_text())["images"]
+    sizes = {image["key"]: (image["width"], image["height"]) for image in images}
+    assert sizes == {'a "q" b': (40, 20), "dir/ä#1": (41, 20), "x&y<z>": (42, 20), "turned": (20, 43)}
+    for image in images:
+        assert image["file_name"] == f"train-000000/{image['key']}.JPG"
+        assert heads[image["id"]].name == f"{image['key']}.JPG"
+
+
+def test_a_card_shows_hostile_names_as_text(hostile, tmp_path):
+    run, index = hostile
+    folder = export(run, tmp_path, "dataset", "all")
+    card = (folder / "README.md").read_text()
+    assert "\x1b" not in card
+    assert "<b>" not in card
+    assert "\\*one\\*" in card
+    relabelled = with_training_labels(index, folder / "labels.parquet")
+    assert relabelled.labels_of(index.ids()).tolist() == [[1, 1, 0]] * index.num_samples
+
+
+def test_images_that_cannot_be_read_are_named(hostile, tmp_path, caplog):
+    run, _ = hostile
+    export(run, tmp_path, "coco", "all")
+    assert "left out 1 images that cannot be read: train-000000.tar/broken" in caplog.text
+
+
+def test_the_head_of_an_image_is_enough_unless_a_profile_comes_first(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    files = []
+    for name, options in {"plain": {}, "profile": {"icc_profile": bytes(100_000)}}.items():
+        for extension in ("jpg", "png", "webp"):
+            buffer = io.BytesIO()
+            kind = "JPEG" if extension == "jpg" else extension.upper()
+            Image.fromarray(noise).save(buffer, kind, **options)
+            files += [
+                (f"{name}_{extension}.{extension}", buffer.getvalue()),
+                (f"{name}_{extension}.cls", b"0"),
+            ]
+    write_tar(tmp_path / "x.tar", files)
+    index, problems = scan([str(tmp_path / "x.tar")], num_classes=1)
+    assert not problems
+    heads = read_image_heads(index, index.ids())
+    assert {(one.width, one.height) for one in heads.values()} == {(400, 300)}
+    assert len(heads) == 6
+
+
+@pytest.mark.parametrize("form", ["coco", "label-studio", "fiftyone", "dataset"])
+def test_an_interrupted_export_can_be_started_again(run, tmp_path, monkeypatch, form):
+    load = HeatmapStore._load
+
+    def interrupted(store, shard, names=None):
+        if shard == 2:
+            raise OSError(28, "No space left on device")
+        return load(store, shard, names)
+
+    output = tmp_path / ("out.json" if form == "coco" else "out")
+    words = ("export", run, "labels", "--format", form, "--box-share", 0.5, "-o", output)
+    with monkeypatch.context() as patched:
+        patched.setattr(HeatmapStore, "_load", interrupted)
+        assert bigscl(*words).code == 2
+    assert not output.is_file()
+    assert not output.is_dir() or not any(output.iterdir())
+    assert bigscl(*words).code == 0
+    again = bigscl(*words)
+    assert again.code == 2
+    assert "already exists" in again.err
+
+
+def test_overwriting_a_folder_keeps_what_is_not_ours(run, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    words = ("export", run, "labels", "--format", "fiftyone", "-o", folder)
+    assert bigscl(*words).code == 2
+    assert bigscl(*words, "--overwrite").code == 0
+    assert {file.name for file in folder.iterdir()} == {"mine.txt", "labels.json", "boxes.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scores", "--format", "coco", "-o", "x.json"], "--format: has no effect on scores"),
+        (["labels", "--images", "a/", "-o", "x.csv"], "--images: has no effect on format table"),
+        (["labels", "--format", "fiftyone", "--images", "a/", "-o", "x"], "no effect on format fiftyone"),
+        (["labels", "--format", "coco", "-o", "x.csv"], "COCO annotations are written as .json"),
+        (["labels", "--format", "dataset", "-o", "x.parquet"], "a folder with labels.parquet"),
+        (["labels", "--format", "label-studio", "-o", "x.json"], "a folder with tasks.json and config.xml"),
+    ],
+)
+def test_mistakes_are_one_line(runs, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(runs / "dense", tmp_path / "run")
+    answer = bigscl("export", "run", *words)
+    assert answer.code == 2
+    assert message in answer.err
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,155 @@
+"""Labels that a memory has found, with scores and the boxes around the strongest regions of heatmaps."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.store import HeatmapStore, Rows
+from bigscl.tools.expected import Expected, expected_at
+from bigscl.tools.opening import Data
+from bigscl.tools.passes import pass_over
+from bigscl.tools.regions import best_share, overlaps, strongest_boxes
+from bigscl.tools.tables import Batch
+from bigscl.user_error import UserError
+
+Result = TypeVar("Result")
+Which = Literal["mined", "expected", "all"]
+DEFAULT_SHARE = 0.5
+# Shards, and samples of each of them, that are looked at for boxes.
+SHARDS_WITH_BOXES = 16
+LOOKED_AT = 50
+COLUMNS = {
+    "id": int,
+    "shard": str,
+    "key": str,
+    "class": int,
+    "name": str,
+    "score": float,
+    "annotated": bool,
+    "expected": bool,
+    "x0": float,
+    "y0": float,
+    "x1": float,
+    "y1": float,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How large the boxes of labels are, and how well they fit where the shards have boxes."""
+
+    share: float
+    """The cells of a box have at least this share of the peak."""
+    median_iou: float | None = None
+    """Intersection over union of labels that did not choose the share; None without boxes."""
+    num_labels: int = 0
+    """The number of these labels."""
+
+    def __str__(self) -> str:
+        if self.median_iou is None:
+            return (
+                f"boxes: cells of at least {self.share:g} of the peak; the shards have no boxes to check them"
+            )
+        return (
+            f"boxes: cells of at least {self.share:g} of the peak; median IoU {self.median_iou:.2f} with the "
+            f"boxes of {self.num_labels:,} labels"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FoundLabels:
+    """The labels of a snapshot, read shard by shard."""
+
+    store: HeatmapStore
+    data: Data
+    which: Which
+    expected: Expected
+    shard_names: tuple[str, ...]
+    """Kept, since an index computes them from all addresses."""
+
+    def passed_over(self, work: Callable[[int], Result]) -> Iterator[tuple[int, Result]]:
+        """Yield `work(shard)` of each shard in order, as `pass_over`."""
+        return pass_over("exporting", range(self.store.spec.num_shards), work, [self.store])
+
+    def of_shard(self, shard: int, share: float) -> Batch:
+        """Return the labels of a shard in the order of ids and classes; `share` gives the size of boxes."""
+        ids, rows = self.store.spec.sample_ids(shard), self.store.load_shard(shard)
+        places, classes, annotated, chosen = self._wanted(rows, ids)
+        columns = {
+            "id": ids[places],
+            "shard": _texts([self.shard_names[shard]])[np.zeros(len(places), int)],
+            "key": _texts([self.data.index.key(sample) for sample in ids[places].tolist()]),
+            "class": classes,
+            "name": _texts(self.data.index.class_names)[classes],
+            "score": rows.scores[places, classes].astype(np.float64).round(4),
+            "annotated": annotated,
+            "expected": chosen,
+        }
+        boxes = np.full((len(places), 4), np.nan)
+        if rows.heatmaps is not None:
+            boxes = strongest_boxes(self.store.evidence_of(rows, ids, places, classes), share).round(4)
+        return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
+
+    def fit(self, given: float | None) -> Fit:
+        """Choose the share of the peak by labels of even ids that have boxes, and measure it on odd ids."""
+        maps, boxes, is_even = self._with_boxes()
+        halves = [[n for n, even in enumerate(is_even) if even == wanted] for wanted in (True, False)]
+        if not all(halves):
+            return Fit(share=DEFAULT_SHARE if given is None else given)
+        stacked = np.stack(maps)
+        chosen, checked = ((stacked[half], [boxes[n] for n in half]) for half in halves)
+        share = best_share(*chosen) if given is None else given
+        found = overlaps(strongest_boxes(checked[0], share), checked[1])
+        return Fit(share=share, median_iou=float(np.median(found)), num_labels=len(found))
+
+    def _with_boxes(self) -> tuple[list[NDArray[Any]], list[list[list[float]]], list[bool]]:
+        """Return heatmaps of labels, their true boxes, whether their ids are even; of some of the shards."""
+        from bigscl.data.reader import read_metadata
+
+        store, index = self.store, self.data.index
+        found: tuple[list[Any], list[Any], list[bool]] = ([], [], [])
+        written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
+        for shard in written[:: max(1, len(written) // SHARDS_WITH_BOXES)]:
+            ids = store.spec.sample_ids(shard)
+            if not any(fields.get("boxes") for fields in read_metadata(index, ids[:LOOKED_AT]).values()):
+                continue
+            rows = store.load_shard(shard)
+            places, classes, *_ = self._wanted(rows, ids)
+            kept = rows.kept_classes()
+            metadata = read_metadata(index, np.unique(ids[places]))
+            for place, number in zip(places.tolist(), classes.tolist(), strict=True):
+                boxes = [box[1:] for box in metadata[int(ids[place])].get("boxes", ()) if box[0] == number]
+                if boxes and number in kept[place]:
+                    found[0].append(store.evidence_of(rows, ids, np.array([place]), np.array([number]))[0])
+                    found[1].append(boxes)
+                    found[2].append(bool(ids[place] % 2 == 0))
+        return found
+
+    def _wanted(self, rows: Rows, ids: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """Return places in the shard, classes, annotated, expected of the labels to write."""
+        known = self.data.index.labels_of(ids, self.data.labels)
+        annotated, chosen = known == 1, self.expected.of(rows.ranked_by()[: len(ids)], ids)
+        if self.data.labels == "observed":
+            chosen &= known != 0  # however high it ranks, it is known to be absent
+        wanted = {"mined": chosen & ~annotated, "expected": chosen, "all": chosen | annotated}[self.which]
+        places, classes = np.divmod(np.flatnonzero(wanted), wanted.shape[1])
+        return places, classes, annotated[places, classes], chosen[places, classes]
+
+
+def find_labels(store: HeatmapStore, data: Data, which: Which) -> FoundLabels:
+    """Return the labels of a snapshot; raise UserError if it has none of them."""
+    expected = expected_at(store)
+    if not expected.any and which != "all":
+        raise UserError(
+            f"{store.backend.url}: {expected.note}. "
+            f"Export a later snapshot, or use --which all for the annotated positives."
+        )
+    names = data.index.shard_names
+    return FoundLabels(store=store, data=data, which=which, expected=expected, shard_names=names)
+
+
+def _texts(values: Sequence[str]) -> NDArray[Any]:
+    return np.array(values, dtype=object)
