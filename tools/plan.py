@@ -175,6 +175,7 @@ def _facts(
         "store": config.store.kind,
         "store_url": config.store_url if config.store.kind == "disk" else None,
         "disk_bytes": needs.disk_bytes,
+        "score_log_bytes": needs.score_log_bytes,
         "free_bytes": free,
         "phases": [_phase(phase, rate * processes) for phase in needs.phases],
         "warnings": [*doubtful_settings(config), *warnings(config, needs, free, machine_ram_bytes())],
@@ -269,6 +270,8 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
     ]
     free = "" if facts["free_bytes"] is None else f", {size(facts['free_bytes'])} free there"
     where = facts["store_url"] or "in memory"
+    epoch = size(facts["score_log_bytes"] / facts["epochs"])
+    scores = f"  scores of all epochs: {size(facts['score_log_bytes'])} in {facts['run']}, {epoch} each"
     return [
         f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
         table(
@@ -276,6 +279,7 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
             rows,
             indent="    ",
         ),
+        *([scores] if facts["score_log_bytes"] else []),
     ]
 
 

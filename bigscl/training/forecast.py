@@ -12,6 +12,7 @@ from bigscl.store import GroupSpec, StoreSpec, shard_bytes
 from bigscl.text import size
 from bigscl.training.disk_forecast import disk_moments, disk_needed, layouts
 from bigscl.training.epoch_plan import EpochPlan
+from bigscl.training.score_log import epoch_bytes
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05
@@ -53,6 +54,8 @@ class Forecast:
     """The layouts of the store over the run; none without a store."""
     disk_bytes: int
     """The store at the worst moment of the run, at most."""
+    score_log_bytes: int
+    """The scores of all epochs in the folder of the run."""
     num_steps: int
     """Optimizer steps of an epoch."""
     samples_per_rank: Share
@@ -74,6 +77,7 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
     return Forecast(
         phases=tuple(_phases(config, spec, plan.whole)),
         disk_bytes=disk_needed(config, spec, plan.whole.num_steps),
+        score_log_bytes=_score_log_bytes(config, spec),
         num_steps=plan.num_steps,
         samples_per_rank=Share(fewest=min(samples), most=max(samples)),
         shards_per_rank=Share(fewest=min(ranks), most=max(ranks)),
@@ -82,6 +86,11 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
         imbalance=max(samples) / (sum(samples) / len(samples)) - 1,
         busy_share=sum(samples) / (len(samples) * plan.whole.batch_size * plan.whole.num_steps),
     )
+
+
+def _score_log_bytes(config: Config, spec: StoreSpec) -> int:
+    kept = config.log.score_classes if config.store.kind == "disk" else 0
+    return config.schedule.epochs * epoch_bytes(spec.num_samples, spec.num_classes, kept)
 
 
 def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase]:
@@ -155,8 +164,11 @@ def warnings(config: Config, needs: Forecast, free_bytes: int | None, ram_bytes:
         )
     for phase in needs.phases:
         yield from _warnings_of(config, phase, ram_bytes)
-    if free_bytes is not None and config.store.kind == "disk" and needs.disk_bytes > free_bytes:
-        yield f"the store needs {size(needs.disk_bytes)}, {size(free_bytes)} are free at its place"
+    # Of a store elsewhere, the scores are at another place.
+    beside = needs.score_log_bytes if config.store.url is None else 0
+    if free_bytes is not None and config.store.kind == "disk" and needs.disk_bytes + beside > free_bytes:
+        scores = f" and the scores of its epochs {size(beside)}" if beside else ""
+        yield f"the store needs {size(needs.disk_bytes)}{scores}, {size(free_bytes)} are free at its place"
 
 
 def _warnings_of(config: Config, phase: MemoryPhase, ram_bytes: int) -> Iterator[str]:

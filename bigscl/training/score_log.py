@@ -100,6 +100,11 @@ def pair_type(num_classes: int) -> np.dtype[Any]:
     return np.dtype([("class", "<u2" if num_classes <= 2**16 else "<u4"), ("score", "<f2")])
 
 
+def epoch_bytes(num_samples: int, num_classes: int, num_kept: int) -> int:
+    """Return the size of the file of an epoch, without its header."""
+    return num_samples * min(num_kept, num_classes) * pair_type(num_classes).itemsize
+
+
 def highest_classes(scores: NDArray[np.float16], named: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
     """Return [n,count]: the classes of highest score, ascending; named ones always, ties to the lowest.
 

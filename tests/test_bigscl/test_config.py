@@ -65,7 +65,7 @@ def test_every_mistake_is_listed_with_its_dotted_path():
         ({"store": {"kind": "memory", "url": "x"}}, "store.url"),
         ({"objective": {"consistency": "none", "norm": "l2"}}, "objective.norm"),
         ({"objective": {"smoothing": 0.3}}, "objective.smoothing"),
-        ({"data": {"val": None}}, "selection.K"),
+        ({"data": {"val": None}, "objective": {"base": "epr"}}, "selection.K"),
         ({"store": {"compact_after": 3}}, "store.compact_after"),
         ({"store": {"warmup_heatmaps": "scores"}}, "store.warmup_heatmaps"),
         ({"store": {"url": "here", "endpoint": "http://x"}}, "store.endpoint"),

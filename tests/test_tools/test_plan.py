@@ -114,6 +114,13 @@ def test_trouble_ahead_is_a_warning_and_exit_1(write, sections, arguments, warni
     assert warning in answer.out
 
 
+def test_the_scores_of_all_epochs_are_counted(write):
+    facts = bigscl("plan", write(), *DATA, "--json").json()
+    assert facts["score_log_bytes"] == 5 * 1000 * 10 * 4
+    assert "scores of all epochs: 200 KB in" in bigscl("plan", write(), *DATA).out
+    assert "scores of all" not in bigscl("plan", write(log={"score_classes": 0}), *DATA).out
+
+
 def test_an_objective_without_memory_needs_no_store(write):
     path = write(objective={"base": "an", "consistency": "none"}, store={"kind": "none"})
     answer = bigscl("plan", path, *DATA)
