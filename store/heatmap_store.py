@@ -32,6 +32,7 @@ from bigscl.store.opening import (
 )
 from bigscl.store.passes import in_order
 from bigscl.store.reading import StoreReader
+from bigscl.store.rounding import as_stored
 from bigscl.store.snapshots import (
     Snapshot,
     SnapshotLog,
@@ -479,7 +480,9 @@ class HeatmapStore(StoreReader, Closing):
     def _compacted(self, group: GroupSpec, shard: int, rows: Rows) -> Rows:
         assert self.annotations is not None
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
-        return compact_rows(rows, annotated, self.spec, group)
+        ids = shard * self.spec.rows_per_shard + np.arange(len(rows))
+        compacted = compact_rows(rows, annotated, self.spec, group)
+        return as_stored(compacted, group, ids, self._snapshot.epoch)
 
     # Answers
 

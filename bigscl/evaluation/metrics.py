@@ -6,14 +6,23 @@ metric. Targets may be bool. All figures are fractions, not percent, computed on
 
 # Shapes: N images, L classes, P most positives of a class, n heatmaps of side W, m boxes.
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.store import in_order
 from bigscl.user_error import UserError
+
+SMALL = 2**20
+"""Fewer scores than this are ranked without threads."""
+WORTHWHILE = 15 / 16
+"""A pass over scores that leaves more of them than this is the last before they are sorted."""
 
 
 @torch.no_grad()
@@ -21,19 +30,27 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the average precision of each class, float64 [L]; NaN if a class has no positive.
 
     scikit-learn's definition: precision at each positive's score, tied scores taken together, averaged over
-    the positives. It needs only the ranks of the positives, so scores are sorted without their targets, a few
-    classes at a time.
+    the positives. It needs only the ranks of the positives, so scores are ranked without their targets, a few
+    classes at a time, on all cores.
     """
     _check(scores, targets)
     if targets.dtype == torch.bool:
         targets = targets.view(torch.int8)  # torch compares bools with numbers several times slower
     positives, counts = _positives_by_class(scores, targets)
-    per_block = max(1, min(64, 2**24 // max(1, len(scores))))
-    blocks = []
-    for first in range(0, scores.shape[1], per_block):
+    has_unknowns = targets.numel() > 0 and bool(targets.min() < 0)
+    cores = os.cpu_count() or 1
+    per_block = max(1, min(64, 2**24 // max(1, len(scores)), -(-scores.shape[1] // cores)))
+
+    def of_block(first: int) -> Tensor:
         block = slice(first, first + per_block)
-        ranked = _sorted_columns(scores[:, block], targets[:, block])
-        blocks.append(_mean_precision(ranked, positives[block], counts[block]))
+        columns = _columns(scores[:, block], targets[:, block] < 0 if has_unknowns else None)
+        reached = _count_reached(columns, positives[block], counts[block])
+        return _mean_precision(reached, positives[block], counts[block])
+
+    firsts = range(0, scores.shape[1], per_block)
+    # Threads take longer to start than a small problem takes.
+    is_small = scores.numel() < SMALL
+    blocks = list(map(of_block, firsts) if is_small else in_order(of_block, firsts, threads=cores))
     return torch.cat(blocks) if blocks else scores.new_empty(0, dtype=torch.float64)
 
 
@@ -226,28 +243,40 @@ def _check(scores: Tensor, targets: Tensor) -> None:
 
 def _positives_by_class(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the ascending scores of each class's positives [L,P], padded with infinity; their number [L]."""
-    images, classes = (targets > 0).nonzero(as_tuple=True)
+    classes, images = _pairs(targets > 0)
     counts = classes.bincount(minlength=scores.shape[1])
-    order = classes.argsort(stable=True)
-    images, classes = images[order], classes[order]
     place = torch.arange(len(classes), device=scores.device) - (counts.cumsum(0) - counts)[classes]
     widest = int(counts.max()) if len(counts) else 0
     chosen = _widened(scores[images, classes])
     positives = chosen.new_full((len(counts), widest), torch.inf)
     positives[classes, place] = chosen
-    return positives.sort(1).values, counts
+    return _sorted(positives), counts
 
 
-def _sorted_columns(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return each class's scores, ascending, one class per row; unknowns become minus infinity."""
-    # A contiguous copy first: torch transposes that by tiles, 3 times as fast as the slice it came from.
-    columns = _widened(scores).contiguous()
-    unknown = targets < 0
-    rows = (columns.masked_fill(unknown, -torch.inf) if unknown.any() else columns).T.contiguous()
+def _sorted(rows: Tensor) -> Tensor:
+    """Return each row's values, ascending."""
     if rows.device.type != "cpu":
         return rows.sort(1).values
-    # numpy sorts values alone, with vector instructions: 0.2 ms for 46,837 scores where torch takes 3.4 ms.
+    # numpy sorts values alone, with vector instructions, in a third of torch's time.
     return torch.from_numpy(np.sort(rows.numpy(), axis=1))
+
+
+def _pairs(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes and the images where a mask [N,L] is true, by class, then by image."""
+    if mask.device.type != "cpu":
+        rows, columns = mask.T.nonzero(as_tuple=True)
+        return rows, columns
+    # numpy finds them in a tenth of torch's time.
+    by_image, class_of = np.divmod(np.flatnonzero(mask.numpy()), max(1, mask.shape[1]))
+    classes, images = np.divmod(np.sort(class_of * len(mask) + by_image), max(1, len(mask)))
+    return torch.from_numpy(classes), torch.from_numpy(images)
+
+
+def _columns(scores: Tensor, unknown: Tensor | None) -> Tensor:
+    """Return each class's scores, one class per row; unknowns become minus infinity."""
+    # A contiguous copy first: torch transposes that by tiles, 3 times as fast as the slice it came from.
+    columns = _widened(scores).contiguous()
+    return (columns if unknown is None else columns.masked_fill(unknown, -torch.inf)).T.contiguous()
 
 
 def _widened(scores: Tensor) -> Tensor:
@@ -255,11 +284,38 @@ def _widened(scores: Tensor) -> Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def _mean_precision(ranked: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
-    """Return the average precision of classes from the ascending scores of all images and of positives."""
+def _count_reached(columns: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
+    """Return how many scores of its class are no lower than each positive's, [L,P]; padding is undefined."""
+    if columns.device.type != "cpu":
+        return columns.shape[1] - torch.searchsorted(_sorted(columns), positives)
+    reached = torch.ones(positives.shape, dtype=torch.int64)
+    for row, column, found, count in zip(
+        reached.numpy(), columns.numpy(), positives.numpy(), counts.tolist(), strict=True
+    ):
+        row[:count] = _num_no_lower(column, found[:count])
+    return reached
+
+
+def _num_no_lower(scores: NDArray[Any], bounds: NDArray[Any]) -> NDArray[np.int64]:
+    """Return how many scores are no lower than each of the ascending bounds, all of which are scores."""
+    num = np.empty(len(bounds), np.int64)
+    place = 0
+    # A pass that drops what is too low costs a thirtieth of sorting the scores, which then has less to do.
+    worthwhile = True
+    while worthwhile and place < len(bounds):
+        # Four times as fast as an index by the mask.
+        left = np.compress(scores >= bounds[place], scores)
+        worthwhile = len(left) < WORTHWHILE * len(scores)
+        num[place] = len(left)
+        scores, place = left, place + 1
+    num[place:] = len(scores) - np.sort(scores).searchsorted(bounds[place:])
+    return num
+
+
+def _mean_precision(reached: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
+    """Return the average precision of classes; `reached` as from `_count_reached`."""
     widest = positives.shape[1]
-    # Scores no lower than each positive's: of all samples, and of the positives alone.
-    reached = ranked.shape[1] - torch.searchsorted(ranked, positives)
+    # As `reached`, of the positives alone.
     hits = counts[:, None] - torch.searchsorted(positives, positives)
     filled = torch.arange(widest, device=counts.device) < counts[:, None]
     return torch.where(filled, hits.double() / reached, 0).sum(1) / counts

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
 from bigscl.evaluation.metrics import (
+    SMALL,
     average_precision,
     best_classes,
     by_num_labels,
@@ -67,6 +68,19 @@ def random_problem(num_images, num_classes, *, levels=None, seed=0, share=0.1):
 @pytest.mark.parametrize(("num_images", "num_classes"), [(500, 30), (1, 5), (2, 200), (3000, 1)])
 def test_average_precision_equals_scikit_learn(num_images, num_classes, levels):
     scores, targets = random_problem(num_images, num_classes, levels=levels)
+    expected = sklearn_average_precision(scores.numpy(), targets.numpy())
+    np.testing.assert_allclose(average_precision(scores, targets), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("levels", [None, 20])
+def test_average_precision_of_many_scores_equals_scikit_learn(levels):
+    """Enough of them for threads; classes whose positives are found by passes, by sorting, or by both."""
+    scores, targets = random_problem(4000, 270, levels=levels, share=0.02)
+    assert scores.numel() > SMALL
+    positive = targets > 0
+    scores[:, :90] = torch.where(positive, 0.5 + scores / 2, scores / 2)[:, :90]
+    scores[:, 90:120] = torch.where(positive, scores / 2, 0.5 + scores / 2)[:, 90:120]
+    targets[::7, 5:200] = -1
     expected = sklearn_average_precision(scores.numpy(), targets.numpy())
     np.testing.assert_allclose(average_precision(scores, targets), expected, atol=1e-12)
 
