@@ -9,7 +9,7 @@ from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes
-from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes
+from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
 from bigscl.store.lease import (
     LEASE_PATIENCE_SECONDS,
     Holder,
@@ -83,6 +83,7 @@ __all__ = [
     "shard_bytes",
     "snapshot_bytes",
     "spec_for",
+    "stored_bytes",
     "update",
     "verify",
     "versions_of",

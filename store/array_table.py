@@ -58,6 +58,8 @@ class StoredArray(ABC):
     name: str
     updated: bool = False
     """Whether training hands in new values."""
+    rounded: bool = False
+    """Whether the codec `compact` rounds its values to a byte each."""
 
     def exists(self, group: GroupSpec) -> bool:
         """Whether a group of this layout has the array."""
@@ -129,6 +131,7 @@ class Heatmaps(_Fractions):
     """Running average of each class's score map, for all classes (dense) or the kept ones (topk)."""
 
     name = "heatmaps"
+    rounded = True
 
     def exists(self, group: GroupSpec) -> bool:
         return group.layout != "scores"

@@ -1,5 +1,6 @@
 """The Zarr arrays of one group: whole versions of shards in, whole versions out."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 
@@ -12,21 +13,30 @@ from bigscl.store.checksums import WatchedStore, digest, watched
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
 from bigscl.store.fields import Fields
 from bigscl.store.layout import ArrayPlan, array_plans
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.rounding import LEVELS, from_bytes, to_bytes
+from bigscl.store.spec import Array, Codec, GroupSpec, Rows, StoreSpec
 
 REMEDY = "Restore it from a copy, or create the store again at another place."
 # Nested chunk folders make deletes slow.
 CHUNK_KEYS: Any = {"name": "default", "separator": "."}
+# zarr's, of every codec from numcodecs. For good: to catch warnings in a block is not safe among threads.
+warnings.filterwarnings("ignore", "Numcodecs codecs are not in the Zarr version 3 specification")
 
 
 def codecs(group: GroupSpec) -> list[Any] | None:
     """The Zarr codecs behind the plain bytes of a chunk."""
-    compression: dict[str, list[Any]] = {
+    compression: dict[Codec, list[Any]] = {
         "none": [],
         "blosc": [BloscCodec(cname="lz4", clevel=5, shuffle=BloscShuffle.bitshuffle, typesize=2)],
         "zstd": [ZstdCodec(level=1)],
+        "compact": [ZstdCodec(level=1)],
     }
     return compression[group.codec] + ([Crc32cCodec()] if group.checksum else []) or None
+
+
+def filters(plan: ArrayPlan) -> list[Any]:
+    """The Zarr codecs before that: the difference to the cell before compresses better than the cell."""
+    return [{"name": "numcodecs.delta", "configuration": {"dtype": "|u1"}}] if plan.rounded else []
 
 
 def create_array(
@@ -41,8 +51,10 @@ def create_array(
         name=path,
         shape=plan.shape,
         chunks=plan.chunks,
-        dtype=plan.dtype,
+        dtype=plan.stored_dtype,
         fill_value=plan.fill,
+        attributes={"values": LEVELS.tolist()} if plan.rounded else None,
+        filters=filters(plan),
         compressors=compressors,
         chunk_key_encoding=CHUNK_KEYS,
     )
@@ -83,7 +95,13 @@ class ArrayGroup:
 
     def _check_shape(self, plan: ArrayPlan) -> None:
         array = self._arrays[plan.name]
-        found, expected = (array.shape, array.chunks, array.dtype), (plan.shape, plan.chunks, plan.dtype)
+        found = (array.shape, array.chunks, array.dtype)
+        expected = (plan.shape, plan.chunks, plan.stored_dtype)
+        if plan.rounded and array.attrs.get("values") != LEVELS.tolist():
+            raise BadFile(
+                f"{self._backend.url}/{self.spec.name}/{plan.name}/zarr.json: `values` are not the "
+                f"{len(LEVELS)} levels that this version of bigscl rounds to. {REMEDY}"
+            )
         if found != expected:
             raise BadFile(
                 f"{self._backend.url}/{self.spec.name}/{plan.name}/zarr.json: shape, chunks and type are "
@@ -151,6 +169,7 @@ class ArrayGroup:
         except (ValueError, RuntimeError, OSError) as error:
             # zarr and its codecs raise these for a wrong checksum, wrong length, or undecodable bytes.
             raise self.corrupt(plan.name, shard, slot, str(error).rstrip(".")) from error
+        values = from_bytes(values) if plan.rounded else values
         if self._shows_fill(plan, values):
             raise self.corrupt(plan.name, shard, slot, "a chunk file is missing")
         if not values.flags.writeable:
@@ -183,8 +202,9 @@ class ArrayGroup:
         return digests
 
     def _write_one(self, plan: ArrayPlan, shard: int, slot: int, rows: Rows) -> None:
+        values = getattr(rows, plan.name)
         try:
-            self._arrays[plan.name][slot, shard] = getattr(rows, plan.name)
+            self._arrays[plan.name][slot, shard] = to_bytes(values) if plan.rounded else values
         except OSError as error:
             what = f"{self._backend.url}/{self.spec.name}/{plan.name}: shard {shard} could not be written"
             raise storage_error(what, error) from error

@@ -31,6 +31,7 @@ from bigscl.store.opening import (
 )
 from bigscl.store.passes import in_order
 from bigscl.store.reading import StoreReader
+from bigscl.store.rounding import as_stored
 from bigscl.store.snapshots import (
     Snapshot,
     SnapshotLog,
@@ -450,7 +451,9 @@ class HeatmapStore(StoreReader, Closing):
         digests = self._snapshot.digests_of(shard)
         rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
         annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
-        return compact_rows(rows, annotated, self.spec, new.spec)
+        ids = shard * self.spec.rows_per_shard + np.arange(len(rows))
+        compacted = compact_rows(rows, annotated, self.spec, new.spec)
+        return as_stored(compacted, new.spec, ids, self._snapshot.epoch)
 
     # Tracked samples
 

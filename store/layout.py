@@ -20,16 +20,28 @@ class ArrayPlan:
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: np.dtype[np.generic]
+    rounded: bool = False
+    """Whether its values are stored as levels of one byte, see `store/rounding.py`."""
+
+    @property
+    def stored_dtype(self) -> np.dtype[np.generic]:
+        """The type of its values on the storage."""
+        return np.dtype(np.uint8) if self.rounded else self.dtype
 
     @property
     def fill(self) -> float | int:
-        """The value of chunks that were never written."""
-        return fill_value(self.dtype)
+        """The value of chunks that were never written, on the storage."""
+        return fill_value(self.stored_dtype)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row in one slot."""
         return int(np.prod(self.shape[3:], dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """Bytes of one row on the storage, before compression."""
+        return self.row_bytes // self.dtype.itemsize * self.stored_dtype.itemsize
 
 
 def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
@@ -41,6 +53,7 @@ def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
             shape=(*outer, *array.shape(spec, group)),
             chunks=(1, 1, array.chunk_rows(spec, group), *array.shape(spec, group)),
             dtype=array.dtype(spec),
+            rounded=array.rounded and group.codec == "compact",
         )
         for array in ARRAYS.values()
         if array.exists(group)
@@ -48,8 +61,13 @@ def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
 
 
 def shard_bytes(spec: StoreSpec, group: GroupSpec) -> int:
-    """Bytes of one version of one shard, uncompressed."""
+    """Bytes of one version of one shard in RAM."""
     return spec.rows_per_shard * sum(plan.row_bytes for plan in array_plans(spec, group))
+
+
+def stored_bytes(spec: StoreSpec, group: GroupSpec) -> int:
+    """Bytes of one version of one shard on the storage, at most; compressed chunks take less."""
+    return spec.rows_per_shard * sum(plan.stored_row_bytes for plan in array_plans(spec, group))
 
 
 def split_by_shard(

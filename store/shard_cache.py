@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from bigscl.store.closing import Closing
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.layout import array_plans, check_update, shard_bytes, split_by_shard
+from bigscl.store.rounding import as_stored
 from bigscl.store.spec import Array, Rows, Update
 from bigscl.store.waiting import POLL_SECONDS, join, result_of
 
@@ -110,7 +111,7 @@ class ShardCache(Closing):
     def scatter(self, ids: NDArray[np.int64], update: Update) -> None:
         """Put new values in and stamp them with the epoch; a shard whose last sample it was is written."""
         check_update(self.store.spec, self.store.group, ids, update)
-        values = dict(update.arrays())
+        values = dict(as_stored(update, self.store.group, ids, self.epoch).arrays())
         for shard, positions, places in split_by_shard(ids, self.store.spec.rows_per_shard):
             with self._pinned(shard) as cached:
                 with cached.lock:

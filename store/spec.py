@@ -18,7 +18,7 @@ MAX_COUNT = 254
 """Visits are counted up to here; 255 marks a missing chunk."""
 
 Layout = Literal["dense", "topk", "scores"]
-Codec = Literal["none", "blosc", "zstd"]
+Codec = Literal["none", "blosc", "zstd", "compact"]
 Array = NDArray[Any]
 
 

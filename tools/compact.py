@@ -12,7 +12,7 @@ from bigscl.store import (
     HeatmapStore,
     by_version,
     read_holder,
-    shard_bytes,
+    stored_bytes,
     versions_of,
 )
 from bigscl.tools.opening import (
@@ -133,7 +133,7 @@ def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[s
     kept = [one for one in store.snapshots() if one.id in change.keep]
     named = {version for one in kept for version in versions_of(one)}
     written = sum(slot >= 0 for slot in store.snapshot.slots)
-    new = 0 if change.group is None else written * shard_bytes(store.spec, change.group)
+    new = 0 if change.group is None else written * stored_bytes(store.spec, change.group)
     holder = read_holder(store.backend)
     return {
         "url": store.backend.url,

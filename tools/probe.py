@@ -18,7 +18,7 @@ from bigscl.store import (
     StorageOptions,
     StoreSpec,
     array_plans,
-    shard_bytes,
+    stored_bytes,
 )
 
 MAX_BYTES = 2**28
@@ -43,7 +43,7 @@ class Speed:
 
 def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options: StorageOptions) -> Speed:
     """Return the better of two rounds with a few shards of this layout, in a store that is then deleted."""
-    shards = int(np.clip(MAX_BYTES // shard_bytes(spec, group), 2, MAX_SHARDS))
+    shards = int(np.clip(MAX_BYTES // stored_bytes(spec, group), 2, MAX_SHARDS))
     annotations = _unlabelled(spec, shards)
     url = f"{place.rstrip('/')}/bigscl-probe-{uuid.uuid4().hex}"
     HeatmapStore.create(
@@ -53,6 +53,7 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         layout=group.layout,
         top=group.top,
         slots=2,
+        codec=group.codec,
         counts=group.counts,
         visits=group.visits,
         debiased=group.debiased,
@@ -66,7 +67,7 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         finally:
             store.close()
             store.backend.delete_tree("")
-    num_bytes = shards * shard_bytes(spec, group)
+    num_bytes = shards * stored_bytes(spec, group)
     reading, writing = (min(seconds) for seconds in zip(*rounds, strict=True))
     return Speed(read=num_bytes / reading, write=num_bytes / writing, num_bytes=num_bytes)
 

@@ -19,7 +19,7 @@ from bigscl.store import (
     IndexMismatch,
     SnapshotLog,
     Version,
-    shard_bytes,
+    stored_bytes,
     verify,
 )
 from bigscl.tools.opening import AtSnapshot, DataFlags, StorageFlags, Store, open_store
@@ -108,7 +108,7 @@ class _Checked:
             if slot >= 0 and version not in self.versions:
                 self.versions.add(version)
                 found.append(shard)
-        self.num_bytes += len(found) * shard_bytes(store.spec, store.group)
+        self.num_bytes += len(found) * stored_bytes(store.spec, store.group)
         return found
 
 

@@ -168,7 +168,7 @@ class StoreConfig:
     slots: Annotated[int, Field(ge=2)] = 3
     """Versions of each shard on disk; the run can resume from one less."""
     codec: Codec = "none"
-    """Compression: none, blosc (lz4 with bitshuffle) or zstd."""
+    """Compression: none, blosc (lz4, bitshuffle), zstd, or compact: heatmaps rounded to a byte, zstd."""
     checksum: bool = True
     """Store a CRC-32C with every chunk."""
     tracked: CountOrZero = 64

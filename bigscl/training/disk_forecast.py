@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bigscl.config import Config
-from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, shard_bytes
+from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, stored_bytes
 from bigscl.training.opening import kept_arrays
 
 CHECKSUM_BYTES = 4
@@ -17,7 +17,13 @@ NUMBER_BYTES = 20
 def layouts(config: Config, spec: StoreSpec) -> list[GroupSpec]:
     """Return the first layout, and the one after the compaction if there is one."""
     kept = kept_arrays(config.store, ranking=config.selection.by == "spatial")
-    first = GroupSpec(name="", layout=config.store.warmup_heatmaps, slots=config.store.slots, **kept)
+    first = GroupSpec(
+        name="",
+        layout=config.store.warmup_heatmaps,
+        slots=config.store.slots,
+        codec=config.store.codec,
+        **kept,
+    )
     if config.compact_after is None:
         return [first]
     return [first, replace(first, layout="topk", top=min(config.store.top or 0, spec.num_classes))]
@@ -85,7 +91,7 @@ def disk_needed(config: Config, spec: StoreSpec, num_steps: int) -> int:
         _small_bytes(config, spec, groups)
         + _history_bytes(config, spec, moment.recorded)
         + sum(
-            versions * spec.num_shards * (shard_bytes(spec, group) + _checksum_bytes(spec, group))
+            versions * spec.num_shards * (stored_bytes(spec, group) + _checksum_bytes(spec, group))
             for versions, group in zip(moment.versions, groups, strict=False)
         )
         for moment in disk_moments(config, num_steps)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from bigscl.config import Config
 from bigscl.data.plan import Plan
-from bigscl.store import GroupSpec, StoreSpec, shard_bytes
+from bigscl.store import GroupSpec, StoreSpec, shard_bytes, stored_bytes
 from bigscl.text import size
 from bigscl.training.disk_forecast import disk_moments, disk_needed, layouts
 from bigscl.training.epoch_plan import EpochPlan
@@ -102,8 +102,8 @@ def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase
 def _phase(
     spec: StoreSpec, group: GroupSpec, epochs: range, peak_shards: int, versions: int, limit_gb: float | None
 ) -> MemoryPhase:
-    version = shard_bytes(spec, group)
-    resident = version * peak_shards
+    version = stored_bytes(spec, group)
+    resident = shard_bytes(spec, group) * peak_shards
     return MemoryPhase(
         epochs=epochs,
         group=group,

@@ -10,8 +10,8 @@ from tests.faults.store_life import Ledger, check_committed, check_end
 class Life:
     """A store in a folder of its own, to be lived in pieces."""
 
-    def __init__(self, server, folder, url=None, endpoint=""):
-        self.server, self.folder, self.endpoint = server, folder, endpoint
+    def __init__(self, server, folder, url=None, endpoint="", codec="none"):
+        self.server, self.folder, self.endpoint, self.codec = server, folder, endpoint, codec
         self.url, self.ledger_path = url or folder / "store", folder / "ledger.json"
         self.output, self.log = folder / "output.txt", folder / "operations.jsonl"
         folder.mkdir()
@@ -27,7 +27,7 @@ class Life:
     def start(self, function="live", **plan):
         """The process id of a life that goes on from the ledger."""
         given = Plan(places=(str(self.url),), log=str(self.log), **plan) if plan else None
-        words = (self.url, self.ledger_path, self.endpoint)
+        words = (self.url, self.ledger_path, self.endpoint, self.codec)
         return self.server.start(
             f"tests.faults.store_life:{function}", *words, output=self.output, plan=given
         )

@@ -18,6 +18,7 @@ from bigscl.store.errors import NotAStore
 from bigscl.store.lease import break_lease, read_holder
 from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations
+from tests.test_store.rounding_reference import slowly_rounded
 
 NUM_CLASSES, SIZE, TOP, EPOCHS, KEPT = 5, 2, 3, 3, 2
 ANNOTATIONS = make_annotations((4, 3), NUM_CLASSES)
@@ -67,7 +68,7 @@ def storage(endpoint=""):
     return StorageOptions(endpoint=endpoint, region="us-east-1") if endpoint else None
 
 
-def open_for_life(url, ledger, endpoint):
+def open_for_life(url, ledger, endpoint, codec):
     """The store at the ledger's last snapshot, created if it is not there."""
     options = storage(endpoint)
     try:
@@ -77,6 +78,7 @@ def open_for_life(url, ledger, endpoint):
             url,
             ANNOTATIONS,
             heatmap_size=SIZE,
+            codec=codec,
             tracked=2,
             counts=True,
             visits=True,
@@ -94,10 +96,10 @@ def open_for_life(url, ledger, endpoint):
     )
 
 
-def live(url, ledger_path, endpoint=""):
+def live(url, ledger_path, endpoint="", codec="none"):
     """From wherever the ledger says to the end, as a trainer would."""
     ledger = Ledger(ledger_path)
-    with open_for_life(url, ledger, endpoint) as store:
+    with open_for_life(url, ledger, endpoint, codec) as store:
         store.drop_snapshots(keep=ledger.snapshots)
         while not ledger.done:
             live_epoch(store, ledger, ledger.next_epoch)
@@ -144,14 +146,14 @@ def take_back(store, ledger, epoch):
     store.rollback(ledger.snapshots[-1])
 
 
-def usurp(url, ledger_path, endpoint=""):
+def usurp(url, ledger_path, endpoint="", codec="none"):
     """Take the store from its holder, resume from the ledger; stop with writes under way, and then finish.
 
     The lease is broken as `bigscl unlock --force` does it: nobody can tell a frozen holder from a dead one.
     """
     break_lease(open_backend(url, storage(endpoint)))
     ledger = Ledger(ledger_path)
-    with open_for_life(url, ledger, endpoint) as store:
+    with open_for_life(url, ledger, endpoint, codec) as store:
         store.drop_snapshots(keep=ledger.snapshots)
         for epoch, ids in ((EPOCHS, IDS), (EPOCHS + 1, IDS[:4])):
             learn(store, ids, epoch)
@@ -179,9 +181,19 @@ def check_snapshot(url, number, endpoint=""):
         here = rows.visited == epoch
         classes = None if rows.classes is None else rows.classes[here]
         scores, heatmaps = values_of(IDS[here], epoch, classes)
+        if store.group.codec == "compact":
+            heatmaps = rounded_maps(IDS[here], epoch, classes)
         np.testing.assert_array_equal(rows.scores[here], scores, err_msg=f"snapshot {number}: scores")
         np.testing.assert_array_equal(rows.heatmaps[here], heatmaps, err_msg=f"snapshot {number}: heatmaps")
     return rows
+
+
+def rounded_maps(ids, epoch, classes):
+    """What a compact store holds of `values_of`: rows of epoch 0 were rounded before the compaction."""
+    if epoch > 0 or classes is None:
+        rows = values_of(ids, epoch, classes)[1]
+        return np.stack([slowly_rounded(row, int(n), epoch) for n, row in zip(ids, rows, strict=True)])
+    return np.take_along_axis(rounded_maps(ids, epoch, None), classes[:, :, None, None].astype(int), 1)
 
 
 def check_committed(url, ledger, endpoint=""):

@@ -42,11 +42,11 @@ def kill_and_go_on(life, number, how):
     life.run_to_the_end()
 
 
-def check_points(lives, points, kill=kill_and_go_on):
+def check_points(lives, points, kill=kill_and_go_on, **options):
     """Each point in a life of its own."""
 
     def attempt(*point):
-        life = lives()
+        life = lives(**options)
         try:
             kill(life, *point)
         except AssertionError as error:
@@ -57,6 +57,11 @@ def check_points(lives, points, kill=kill_and_go_on):
 
 def test_a_store_killed_at_each_kind_of_operation_loses_nothing(lives, operations):
     check_points(lives, kills.points(kills.one_of_each_kind(operations)))
+
+
+def test_a_compact_store_killed_at_a_few_operations_loses_nothing(lives, operations):
+    points = list(kills.points(kills.one_of_each_kind(operations)))
+    check_points(lives, points[::5], codec="compact")
 
 
 @pytest.mark.slow

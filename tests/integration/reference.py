@@ -19,6 +19,7 @@ from bigscl.data.index import Index
 from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from tests.integration.tiny import TinyNet
+from tests.test_store.rounding_reference import slowly_rounded
 
 
 class Reference:
@@ -40,6 +41,7 @@ class Reference:
     def train(self) -> "Reference":
         schedule = self.config.schedule
         for epoch in range(schedule.warmup.epochs + schedule.main.epochs):
+            self.epoch = epoch
             if epoch in (0, schedule.warmup.epochs):
                 self.begin_phase(head_only=epoch < schedule.warmup.epochs)
             steps = list(self.steps(epoch))
@@ -132,6 +134,9 @@ class Reference:
         updated = (mu * old + (1 - mu) * seen).astype(np.float16)
         change = covered[None] & self.kept[row][:, None, None]
         self.heatmaps[row] = np.where(change, updated, self.heatmaps[row])
+        if self.config.store.codec == "compact":
+            kept, sample = self.kept[row], int(self.index.ids()[row])
+            self.heatmaps[row][kept] = slowly_rounded(self.heatmaps[row][kept], sample, self.epoch)
 
     def select(self) -> np.ndarray:
         """The round(K * count) images of highest score of each class, ties by lowest id."""

@@ -12,6 +12,7 @@ import torch
 
 from bigscl.config import load_config
 from bigscl.method.selection import Selection
+from bigscl.store.rounding import LEVELS, to_bytes
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.reference import Reference
 from tests.integration.reference_plus import ReferencePlus
@@ -78,6 +79,22 @@ def test_run_on_four_processes_with_three_shards_equals_the_equations(tmp_path, 
     config = write_config(tmp_path / "run.yaml", few_shards)
     train(config, processes=4)
     assert_equals_reference(tmp_path / "run", few_shards, world_size=4)
+
+
+def test_run_on_two_processes_with_rounded_heatmaps_equals_the_equations(tmp_path, shards):
+    """Where a difference of float16 meets the chance of a rounding, the two are on neighbouring levels."""
+    config = write_config(tmp_path / "run.yaml", shards, store={"codec": "compact"})
+    train(config, processes=2)
+    index = index_of(shards)
+    reference = Reference(load_config(config), index, 2).train()
+    rows = memory_of(tmp_path / "run", shards)
+    assert_same_halves(rows.scores, reference.scores)
+    assert np.isin(rows.heatmaps, LEVELS).all()
+    found = to_bytes(spread(rows.heatmaps, rows.classes, index.num_classes)).astype(int)
+    apart = np.abs(found - to_bytes(reference.heatmaps))
+    assert apart.max() <= 1
+    assert (apart > 0).mean() < MAX_SHARE
+    assert_same_weights(weights_of(tmp_path / "run"), reference.epochs[-1]["weights"], WEIGHTS)
 
 
 @pytest.mark.parametrize(

@@ -195,13 +195,15 @@ def test_what_a_loss_keeps_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shar
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
-def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards):
-    """Rankings, visits and K of each class come back with the snapshot."""
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, codec):
+    """Rankings, visits and K of each class come back with the snapshot, and heatmaps as they were rounded."""
     config = write_config(
         tmp_path / "run.yaml",
         shards,
         objective={"base": "enp", "consistency": "scl_corrected"},
         selection={"K": 1.7, "by": "spatial", "per_class": True},
+        store={"codec": codec},
         checkpoint={"every_steps": 16, "every_epochs": 3},
     )
     train(config, processes=2)

@@ -14,6 +14,7 @@ from bigscl.store.backends import forget_memory
 from bigscl.store.errors import NoFreeSlot, SnapshotMissing
 from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations, random_update
+from tests.test_store.rounding_reference import slowly_rounded
 
 NUM_CLASSES, SIZE = 5, 2
 
@@ -31,7 +32,7 @@ def initial_row(annotations, n, layout, top, counted):
     return row
 
 
-def compacted(row, positives, top):
+def compacted(row, positives, top, as_stored=lambda maps: maps):
     """One row reduced to its strongest classes, the slow and obvious way."""
     held = row.get("classes", list(range(NUM_CLASSES)))
     order = sorted(held, key=lambda c: (c not in positives, -row["scores"][c], c))
@@ -41,7 +42,8 @@ def compacted(row, positives, top):
         heatmaps = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in start])
     else:
         heatmaps = row["heatmaps"][[held.index(c) for c in classes]]
-    kept = {"scores": row["scores"], "visited": row["visited"], "classes": classes, "heatmaps": heatmaps}
+    kept = {"scores": row["scores"], "visited": row["visited"], "classes": classes}
+    kept["heatmaps"] = as_stored(heatmaps)
     if "visits" in row:
         ranking = row.get("ranking", row["scores"][held])
         kept |= {
@@ -59,10 +61,14 @@ class StoreMachine(RuleBasedStateMachine):
         return f"memory://{uuid.uuid4().hex}"
 
     @initialize(
-        layout=st.sampled_from(["dense", "topk", "scores"]), slots=st.integers(2, 4), counted=st.booleans()
+        layout=st.sampled_from(["dense", "topk", "scores"]),
+        slots=st.integers(2, 4),
+        counted=st.booleans(),
+        codec=st.sampled_from(["none", "compact"]),
     )
-    def create(self, layout, slots, counted):
+    def create(self, layout, slots, counted, codec):
         """With `counted` the store has all optional arrays."""
+        self.codec = codec
         self.counted = counted
         self.annotations = make_annotations((3, 1, 2), NUM_CLASSES)
         self.ids = all_ids(self.annotations)
@@ -75,6 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
             layout=layout,
             top=self.top,
             slots=slots,
+            codec=codec,
             tracked=2,
             counts=counted,
             visits=counted,
@@ -108,6 +115,12 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for place, n in enumerate(chosen):
             self.now[n] |= {name: array[place] for name, array in values.arrays()} | {"visited": self.epoch}
+            if values.heatmaps is not None:
+                self.now[n]["heatmaps"] = self.as_stored(n, self.epoch)(values.heatmaps[place])
+
+    def as_stored(self, n, epoch):
+        """What the codec keeps of a sample's heatmaps."""
+        return lambda maps: slowly_rounded(maps, int(n), epoch) if self.codec == "compact" else maps
 
     @rule()
     def commit(self):
@@ -148,7 +161,8 @@ class StoreMachine(RuleBasedStateMachine):
         visited_shards = {n // 3 for n in self.ids if self.store.snapshot.slots[n // 3] >= 0}
         for n in self.ids:
             if n // 3 in visited_shards:
-                self.now[n] = compacted(self.now[n], self.positives(n), top)
+                as_stored = self.as_stored(n, snapshot.epoch)
+                self.now[n] = compacted(self.now[n], self.positives(n), top, as_stored)
             else:
                 self.now[n] = initial_row(self.annotations, n, "topk", top, self.counted)
         self.layout, self.top = "topk", top

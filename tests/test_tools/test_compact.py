@@ -11,6 +11,7 @@ import pytest
 from bigscl.store import HeatmapStore
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
+from bigscl.store.rounding import LEVELS
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
@@ -87,6 +88,18 @@ def test_a_compacted_store_is_compacted_further_and_compressed(topk):
     assert done["applied"]
     layout = bigscl("show", topk, "--json").json()["layout"]
     assert (layout["top"], layout["slots"], layout["codec"]) == (2, 2, "zstd")
+
+
+def test_a_store_is_rewritten_with_rounded_heatmaps(topk):
+    before = read(topk)
+    done = bigscl("compact", topk, "--codec", "compact", "--apply", "--json").json()
+    assert done["bytes_after"] < done["bytes_before"] / 2
+    after = read(topk)
+    np.testing.assert_array_equal(after.scores, before.scores)
+    assert np.isin(after.heatmaps, LEVELS).all()
+    assert 0 < np.abs(after.heatmaps.astype(float) - before.heatmaps).max() < 0.0064
+    assert bigscl("verify", topk).code == 0
+    assert ", compact," in bigscl("show", topk).out
 
 
 def test_checkpoints_that_lose_their_snapshot_are_named(run):

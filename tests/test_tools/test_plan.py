@@ -71,6 +71,17 @@ def test_bytes_follow_from_rows_classes_and_cells(write):
     assert dense["bytes_per_second"] == pytest.approx(2 * 400 * dense_row)
 
 
+def test_rounded_heatmaps_take_a_byte_on_disk_and_two_in_ram(write):
+    path = write()
+    (plain,), (compact,) = (
+        bigscl("plan", path, *DATA, "--store.codec", codec, "--json").json()["phases"]
+        for codec in ("none", "compact")
+    )
+    assert plain["slot_bytes"] - compact["slot_bytes"] == 1000 * 20 * 144
+    assert compact["resident_bytes"] == plain["resident_bytes"]
+    assert compact["bytes_per_second"] < plain["bytes_per_second"]
+
+
 def test_the_foretold_bytes_are_those_of_a_real_store(tmp_path, index, write):
     make_store(tmp_path / "store", index, epochs=3)
     path = write(data={"train": index.urls[0].replace("000000", "*")})

@@ -25,11 +25,13 @@ def executed(run, key, name):
     return found
 
 
-@pytest.mark.parametrize("layout", ["dense", "topk"])
+@pytest.mark.parametrize("layout", ["dense", "topk", "compact"])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_a_heatmap_is_read_by_key_with_json_and_zarr_alone(runs, index, layout, request, tmp_path):
     run = request.getfixturevalue("run" if layout == "dense" else "topk")
     write_sample_list(index, run / "samples.json")
+    if layout == "compact":
+        assert bigscl("compact", run, "--codec", "compact", "--apply").code == 0
     store = HeatmapStore.open(run / "store")
     for sample in (0, 9, int(index.ids()[-1])):
         rows = store.read([sample])
