@@ -3,6 +3,7 @@
 import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -196,6 +197,16 @@ class ArrayGroup:
             except ChunkCorrupt:
                 bad[first : first + step] = True
         return bad
+
+    def readable(self, shard: int, slot: int, otherwise: Mapping[str, Array]) -> dict[str, Array]:
+        """The arrays of one version, with other values where a chunk cannot be read."""
+        found = {name: array.copy() for name, array in otherwise.items()}
+        for plan in self.plans:
+            for first in range(0, plan.shape[2], plan.chunks[2]):
+                rows = slice(first, first + plan.chunks[2])
+                with suppress(ChunkCorrupt):
+                    found[plan.name][rows] = self._read_one(plan, shard, slot, rows)
+        return found
 
     def _read_one(self, plan: ArrayPlan, shard: int, slot: int, rows: slice = slice(None)) -> Array:
         try:

@@ -21,6 +21,8 @@ from bigscl.store.spec import Array, GroupSpec, Rows, Update
 LEVELS: NDArray[np.float16] = np.unique((np.sin(np.arange(258) * np.pi / 514) ** 2).astype(np.float16))
 MISSING = 255
 """The byte that is no level: it fills chunks that are missing."""
+BLOCK = 2**18
+"""Cells that are looked up at a time."""
 
 Stored = TypeVar("Stored", Rows, Update)
 
@@ -47,12 +49,21 @@ _NEAREST = ((_PLACES + np.uint16(128)) >> 8).astype(np.uint8)
 
 def to_bytes(values: Array) -> NDArray[np.uint8]:
     """The nearest levels of float16 values in [0, 1]; MISSING for all others."""
-    return _NEAREST.take(values.view(np.uint16))
+    return _looked_up(_NEAREST, values.view(np.uint16))
 
 
 def from_bytes(levels: Array) -> NDArray[np.float16]:
     """The values of levels; NaN for MISSING."""
-    return _VALUES.take(levels)
+    return _looked_up(_VALUES, levels)
+
+
+def _looked_up(table: Array, places: Array) -> Array:
+    """`table[places]`, block by block: numpy makes eight bytes of each place first."""
+    flat = places.reshape(-1)
+    found = np.empty(flat.shape, table.dtype)
+    for first in range(0, len(flat), BLOCK):
+        found[first : first + BLOCK] = table.take(flat[first : first + BLOCK])
+    return found.reshape(places.shape)
 
 
 def as_stored(rows: Stored, group: GroupSpec, ids: NDArray[np.int64], epoch: int) -> Stored:
@@ -66,9 +77,14 @@ def rounded(values: Array, ids: NDArray[np.int64], epoch: int) -> NDArray[np.flo
     """Rows of float16 values in [0, 1], each value on one of the two levels around it."""
     flat = values.reshape(len(ids), -1)
     # Multiples of the golden ratio cover a row evenly; each sample and epoch shifts them by its own amount.
-    chances = _shifts(ids, epoch)[:, None] + (np.arange(flat.shape[1]) * 40503).astype(np.uint16)
-    places = _PLACES.take(flat.view(np.uint16)) + (chances >> 8)
-    return _VALUES.take(places >> 8).reshape(values.shape)
+    spread, shifts = (np.arange(flat.shape[1]) * 40503).astype(np.uint16), _shifts(ids, epoch)
+    found = np.empty(flat.shape, np.float16)
+    step = max(1, BLOCK // max(1, flat.shape[1]))
+    for first in range(0, len(ids), step):
+        rows = slice(first, first + step)
+        places = _PLACES.take(flat[rows].view(np.uint16)) + ((shifts[rows, None] + spread) >> 8)
+        found[rows] = _VALUES.take(places >> 8)
+    return found.reshape(values.shape)
 
 
 def _shifts(ids: NDArray[np.int64], epoch: int) -> NDArray[np.uint16]:

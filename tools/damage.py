@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from bigscl.store import (
@@ -78,19 +77,9 @@ def _copy(source: dict[str, Array], target: dict[str, Array], rows: NDArray[np.b
 
 
 def _readable(store: HeatmapStore, at: Snapshot, shard: int, initial: dict[str, Array]) -> dict[str, Array]:
-    """Return the arrays of a version, with initial values where a chunk cannot be read."""
-    return {name: _read_chunks(store, at, shard, name, array) for name, array in initial.items()}
+    """Return the arrays of a version, with initial values where a chunk cannot be read.
 
-
-def _read_chunks(store: HeatmapStore, at: Snapshot, shard: int, name: str, initial: Array) -> Array:
-    place = store.backend.zarr_store(read_only=True)
-    array = zarr.open_array(place, path=f"{at.group}/{name}", mode="r")
-    values = initial.copy()
-    step = array.chunks[2]
-    for first in range(0, len(values), step):
-        rows = slice(first, first + step)
-        try:
-            values[rows] = np.asarray(array[at.slots[shard], shard, rows])
-        except (ValueError, RuntimeError, OSError):
-            continue  # `verify` has named these rows, and they are reset
-    return values
+    `verify` has named the rows of those chunks, and they are reset.
+    """
+    assert at.group == store.group.name
+    return store.arrays.readable(shard, at.slots[shard], initial)

@@ -34,6 +34,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
     classes at a time, on all cores.
     """
     _check(scores, targets)
+    scores = scores.detach()  # other threads do not know of no_grad
     if targets.dtype == torch.bool:
         targets = targets.view(torch.int8)  # torch compares bools with numbers several times slower
     positives, counts = _positives_by_class(scores, targets)
@@ -48,9 +49,9 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
         return _mean_precision(reached, positives[block], counts[block])
 
     firsts = range(0, scores.shape[1], per_block)
-    # Threads take longer to start than a small problem takes.
-    is_small = scores.numel() < SMALL
-    blocks = list(map(of_block, firsts) if is_small else in_order(of_block, firsts, threads=cores))
+    # Threads take longer to start than a small problem takes, and a GPU needs none.
+    in_threads = scores.numel() >= SMALL and scores.device.type == "cpu"
+    blocks = list(in_order(of_block, firsts, threads=cores) if in_threads else map(of_block, firsts))
     return torch.cat(blocks) if blocks else scores.new_empty(0, dtype=torch.float64)
 
 

@@ -82,7 +82,9 @@ def test_average_precision_of_many_scores_equals_scikit_learn(levels):
     scores[:, 90:120] = torch.where(positive, scores / 2, 0.5 + scores / 2)[:, 90:120]
     targets[::7, 5:200] = -1
     expected = sklearn_average_precision(scores.numpy(), targets.numpy())
-    np.testing.assert_allclose(average_precision(scores, targets), expected, atol=1e-12)
+    found = average_precision(scores.requires_grad_(), targets)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert not found.requires_grad
 
 
 @settings(max_examples=100, deadline=None)

@@ -40,7 +40,8 @@ def test_every_value_goes_to_one_of_its_neighbours_and_levels_stay():
         np.testing.assert_array_equal(rounded(found[None], np.array([8]), epoch + 1)[0], found)
 
 
-def test_bytes_and_levels_are_the_same_thing():
+def test_bytes_and_levels_are_the_same_thing(monkeypatch):
+    monkeypatch.setattr("bigscl.store.rounding.BLOCK", 100)
     np.testing.assert_array_equal(to_bytes(LEVELS), np.arange(MISSING))
     np.testing.assert_array_equal(from_bytes(np.arange(MISSING, dtype=np.uint8)), LEVELS)
     outside = np.array([-0.1, 1.001, np.nan, np.inf, -np.inf], np.float16)
@@ -48,7 +49,8 @@ def test_bytes_and_levels_are_the_same_thing():
     assert np.isnan(from_bytes(np.array([MISSING], np.uint8))).all()
 
 
-def test_a_sample_is_rounded_alike_in_any_batch():
+def test_a_sample_is_rounded_alike_in_any_batch(monkeypatch):
+    monkeypatch.setattr("bigscl.store.rounding.BLOCK", 100)
     rng = np.random.default_rng(0)
     values, ids = rng.random((50, 3, 4, 4)).astype(np.float16), rng.permutation(1000)[:50]
     whole = rounded(values, ids, 3)

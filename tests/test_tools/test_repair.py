@@ -162,6 +162,17 @@ def test_a_topk_store_is_repaired_from_an_older_version(topk, index):
     assert bigscl("verify", topk).code == 0
 
 
+def test_rounded_heatmaps_stay_as_they_are(topk, index):
+    assert bigscl("compact", topk, "--codec", "compact", "--apply").code == 0
+    ids = index.ids()
+    before = rows_of(topk, ids)
+    corrupt(chunks(topk, None, 1, "visited")[0])
+    assert bigscl("repair", topk, "--apply").code == 0
+    after = rows_of(topk, ids)
+    np.testing.assert_array_equal(after.heatmaps, before.heatmaps)
+    np.testing.assert_array_equal(after.scores, before.scores)
+
+
 def test_the_newest_checkpoint_counts_not_the_newest_snapshot(wide_run, wide):
     """A run that died between its commit and its checkpoint resumes from the checkpoint's snapshot."""
     target = progress(wide_run, 20)["snapshot"]
