@@ -77,7 +77,7 @@ class Questions:
 
     def _read(self, answers: Sequence[Path]) -> dict[int, bool]:
         """Return what was said before; of several files the first counts."""
-        said = {}
+        said: dict[int, bool] = {}
         for path in reversed(answers):
             known = match_answers(self._index, read_answers(path), path)
             keys = known.rows * self._index.num_classes + known.classes
