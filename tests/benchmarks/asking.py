@@ -13,7 +13,12 @@ deleted at the end of each; the base runs keep theirs.
 Missing positives found (`--found-only`) on Pascal VOC, of 2,091 among 86,906 unknown pairs, by the memories
 of two finished runs (EN; EN+SCL with corrected targets, spatial selection and K per class):
 
-FOUND
+                 EN, answers                     EN+SCL, answers
+                 250    500    1,000  2,000      250    500    1,000  2,000
+    queue        245    479    824    1213       248    480    837    1217
+    score        243    470    775    1122       247    472    797    1156
+    uncertainty  112    227    446    870        129    246    490    951
+    random       10     14     29     57         10     14     29     57
 
 Validation mAP on Pascal VOC is still to be measured with the trainer.
 """
