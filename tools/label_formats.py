@@ -73,8 +73,7 @@ def label_writer(
             with _coco(file, class_names, made_by, images) as write:
                 yield write
         return
-    if output.suffix or output.is_file():
-        raise UserError(f"{output}: {form} is written as a folder with {' and '.join(FILES[form])}")
+    check_folder(output, form, FILES[form])
     first, second = (atomic_write(output / name) for name in FILES[form])
     with first as one, second as other, one.open("w") as file:
         if form == "label-studio":
@@ -84,6 +83,12 @@ def label_writer(
         else:
             with other.open("w") as boxes, _fiftyone(file, boxes, class_names) as write:
                 yield write
+
+
+def check_folder(output: Path, what: str, files: Sequence[str]) -> None:
+    """Refuse an output that is a file, or that was meant to be one."""
+    if output.is_file() or output.suffix in (".json", ".jsonl", ".csv", ".parquet", ".xml", ".zip"):
+        raise UserError(f"{output}: {what} is written as a folder with {' and '.join(files)}")
 
 
 def _json(value: Any) -> str:

@@ -15,8 +15,8 @@ from bigscl.files import write_text
 from bigscl.parquet import load_pyarrow
 from bigscl.text import printable
 from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels
+from bigscl.tools.label_formats import check_folder
 from bigscl.tools.tables import Batch, table_writer
-from bigscl.user_error import UserError
 
 LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
 RULES = {
@@ -50,8 +50,7 @@ def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Pat
 
     The labels are a file that `data.labels_file` of a config reads.
     """
-    if folder.suffix or folder.is_file():
-        raise UserError(f"{folder}: a dataset is written as a folder with {LABELS}, {BOXES} and {CARD}")
+    check_folder(folder, "a dataset", (LABELS, BOXES, CARD))
     load_pyarrow(folder, "another --format")
     counts = Counts(*np.zeros((4, found.store.spec.num_classes), np.int64))
     num_images = 0

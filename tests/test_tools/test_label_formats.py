@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -207,3 +210,34 @@ def test_the_wrong_kind_of_output_is_refused(tmp_path, form, name):
     with pytest.raises(UserError), label_writer(form, tmp_path / name, ["a"], made_by=""):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
+    write("fiftyone", tmp_path / "labels-v1.0")
+    assert (tmp_path / "labels-v1.0" / "labels.json").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_labels_are_never_all_in_memory(tmp_path):
+    """Tens of megabytes of each format pass through a process that hardly grows."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from bigscl.tools.label_formats import FILES, Label, LabelledImage, label_writer\n"
+        "labels = [Label(number=n, score=0.5, box=(0.1, 0.2, 0.3, 0.4)) for n in range(5)]\n"
+        "def peak():\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
+        "before = peak()\n"
+        "for form in FILES:\n"
+        "    output = Path(sys.argv[1]) / (form + '.json' * (form == 'coco'))\n"
+        "    with label_writer(form, output, list('abcde'), made_by='x') as write:\n"
+        "        for n in range(20_000):\n"
+        "            write(LabelledImage(id=n, file=f'{n}.jpg', width=9, height=9, labels=labels))\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.json")) > 60e6
+    assert int(done.stdout) * 1024 < 10e6
