@@ -195,19 +195,22 @@ def test_what_a_loss_keeps_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shar
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
-def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards):
-    """Rankings, visits and K of each class come back with the snapshot."""
+@pytest.mark.parametrize("k", [1.7, "auto"])
+def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, k):
+    """Rankings, visits, K of each class and an estimated K come back with the snapshot."""
     config = write_config(
         tmp_path / "run.yaml",
         shards,
         objective={"base": "enp", "consistency": "scl_corrected"},
-        selection={"K": 1.7, "by": "spatial", "per_class": True},
+        selection={"K": k, "by": "spatial", "per_class": True},
         checkpoint={"every_steps": 16, "every_epochs": 3},
     )
     train(config, processes=2)
     resumed = copy_run(tmp_path / "run", tmp_path / "resumed")
     train(config, "--run", resumed, "--resume", min((resumed / "checkpoints").iterdir()), processes=2)
     assert_same_runs(resumed, tmp_path / "run", shards)
+    level = store_of(resumed, shards).snapshot.attributes.get("level")
+    assert level is None if k != "auto" else 1 < level <= 5
 
 
 def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, trainer_server, shards):
