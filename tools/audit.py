@@ -60,8 +60,8 @@ def command(
     """List labels that are likely wrong, whose class never warmed, and missing ones, whose class stayed hot.
 
     A score is the mean over the epochs of what the memory held at their ends. The suspicion that a label is
-    missing is its score; that it is wrong, the share of all other classes in the scores of its image. x and y
-    are the hottest cell, x0 to y1 the box around it. Where the shards have all labels, the area under the
+    missing is its score; that it is wrong, 1 - its score. x and y are the hottest cell, x0 to y1 the box
+    around it. Where the shards have all labels, the area under the
     ROC curve says how well the ranking finds mistakes, among the classes that were kept.
 
     Example: bigscl audit runs/mine -o suspicious.csv

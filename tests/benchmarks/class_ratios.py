@@ -1,6 +1,7 @@
 """How close K of each class comes to the truth on real label statistics, beside one K for all classes.
 
     python -m tests.benchmarks.class_ratios [--seeds 3] [--data ../shared/data]
+    python -m tests.benchmarks.class_ratios --shards 'shards/voc12/train-*.tar' 'shards/voc12/val-*.tar'
 
 The labels are real (VOC-2012 train, COCO-2014 train): one is drawn uniformly for each image. The memory is
 simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0)
@@ -9,6 +10,10 @@ the true one, or estimated from the simulated scores. Real memories also raise w
 is large and alone, which these do not: `tests.benchmarks.level` has estimates from trained runs. Printed are,
 each class weighted by its labels, the mean error of K_c in percent of the true K_c, and precision and recall
 of the unnamed positives that are selected.
+
+With `--shards`, of training and validation images with full labels and boxes, labels are drawn uniformly, by
+size and by position; printed are the errors of one K, of K per class for each separation, and of K of each
+class from how many of the validation images (all, or 200) show it. The level is the true one.
 """
 
 import argparse
@@ -17,6 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from bigscl.data.annotator import with_drawn_labels
+from bigscl.data.index import load_index
+from bigscl.data.observed import ObservedConfig
 from bigscl.method.class_ratios import class_ratios
 from bigscl.method.level import estimate_level
 from bigscl.method.ranking import named_first, rank
@@ -95,6 +103,32 @@ def measure(labels, seed, separation, *, per_class, epochs, estimated=False):
     return error, right / max(1, (expected & unnamed).sum()), right / (labels & unnamed).sum(), k
 
 
+def print_draws(train, val, options):
+    """The errors of K_c by how labels are drawn."""
+    ids = train.ids()
+    full, known = (index.labels_of(index.ids(), "labels") == 1 for index in (train, val))
+    k = full.sum() / len(full)
+    print("drawn by  one K, per class by separation, from all validation images, from 200 of them")
+    for by in ("uniform", "size", "position"):
+        errors = []
+        for seed in range(options.seeds):
+            drawn = with_drawn_labels(train, ObservedConfig(seed=seed, by=by))
+            observed = (drawn.labels_of(ids, "observed") == 1).argmax(1)
+            counts = np.bincount(observed, minlength=full.shape[1])
+            few = known[np.random.default_rng(seed).choice(len(known), 200, replace=False)]
+            found = [np.full(len(counts), k)]
+            for separation in options.separation:
+                scores = simulated_scores(full, separation, seed)
+                kinds = {"per_class": True, "epochs": options.epochs}
+                found.append(select_over_epochs(full, observed, scores, k, **kinds)[0])
+            found += [
+                np.maximum(1, some.mean(0) * len(full) / np.maximum(counts, 1)) for some in (known, few)
+            ]
+            truth = full.sum(0) / np.maximum(counts, 1)
+            errors.append([np.average(np.abs(each - truth) / truth, weights=counts) for each in found])
+        print(f"{by:<8}  {', '.join(f'{error:.1%}' for error in np.mean(errors, 0))}")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -103,7 +137,11 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--separation", type=float, nargs="+", default=[2.0, 3.0, 4.0, 6.0])
+    parser.add_argument("--shards", nargs=2, metavar=("TRAIN", "VAL"))
     options = parser.parse_args()
+    if options.shards:
+        print_draws(*(load_index(shards, None) for shards in options.shards), options)
+        return
     datasets = load_labels(options.data)
     if not datasets:
         raise SystemExit(f"{options.data}: no labels found. Give their folder with --data.")

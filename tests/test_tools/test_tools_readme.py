@@ -10,7 +10,9 @@ import typer
 import yaml
 from braceexpand import braceexpand
 
+from bigscl.store import HeatmapStore, SingleProcess
 from bigscl.tools.cli import VERBS, app
+from bigscl.training.score_log import ScoreLog
 from tests import tools_readme
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_store
@@ -42,6 +44,10 @@ def quickstart(tmp_path_factory, index):
     folder = tmp_path_factory.mktemp("quickstart")
     for name in ("en", "scl"):
         make_store(folder / name / "store", index, skill=1.0 if name == "scl" else 0.4)
+        scores = HeatmapStore.open(folder / name / "store").read(index.ids()).scores
+        log = ScoreLog(folder / name, index.annotations(), SingleProcess(), 4)
+        log.note(index.ids(), scores)
+        log.write(0)
         add_config(folder / name, index)
         config = yaml.safe_load((folder / name / "config.yaml").read_text())
         (folder / name / "config.yaml").write_text(yaml.safe_dump(config | {"run": str(folder / name)}))
