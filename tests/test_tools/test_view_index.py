@@ -11,7 +11,7 @@ import pytest
 from bigscl.store import ChunkCorrupt, HeatmapStore
 from bigscl.tools.expected import expected_at
 from bigscl.tools.opening import DataFlags, StorageFlags, open_store
-from bigscl.tools.viewer import score_index
+from bigscl.tools.viewer import listing, score_index
 from bigscl.tools.viewer.listing import Against, Query, listed, rows_with
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.score_index import (
@@ -205,7 +205,9 @@ def test_disagreement_of_two_runs_is_their_largest_difference(runs, tmp_path, nu
     assert np.array_equal(disagreement(one, other, index, "b"), pairs)
 
 
-def test_text_is_found_inside_keys_only(index):
+@pytest.mark.parametrize("block", [2**22, 5, 1])
+def test_text_is_found_inside_keys_only(index, monkeypatch, block):
+    monkeypatch.setattr(listing, "BLOCK", block)
     for text in ("train_00001", "9", "_", "train_000029", "9train", "nothing"):
         wanted = [row for row in index.ids().tolist() if text in index.key(row)]
         assert rows_with(text, index).tolist() == wanted
@@ -280,6 +282,11 @@ def test_damaged_index_is_made_again(run, tmp_path):
         assert open_index(tmp_path, store) is None
     (folder / "index.json").unlink()
     assert open_index(tmp_path, store) is None
+    for name in ("pairs.bin", "classes.npz", "heat.npy", "row.npy"):
+        for content in (b"", b"\0" * 30, None):
+            file = build_index(tmp_path, store, data).folder / name
+            file.unlink() if content is None else file.write_bytes(content)
+            assert open_index(tmp_path, store) is None, (name, content)
     assert build_index(tmp_path, store, data).complete
 
 

@@ -25,6 +25,7 @@ from bigscl.data.views import RandomCrop
 from bigscl.store import HeatmapStore
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.questions import Questions
+from bigscl.tools.viewer import open_run
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
 from tests.test_tools.conftest import add_config, bigscl
@@ -373,6 +374,27 @@ def test_runs_say_which_have_the_same_samples(site):
     apart = site.ask("/api/samples?sort=against&against=1&count=3").json()
     assert apart["total"] == 30
     assert apart["items"][0]["change"] >= apart["items"][1]["change"] > 0
+
+
+def test_comparison_that_takes_long_does_not_hold_the_page_up(folder, monkeypatch):
+    monkeypatch.setattr(open_run, "SECONDS_TO_COMPARE", 0.01)
+    going_on, compare = threading.Event(), open_run.disagreement
+
+    def slow(*arguments):
+        assert going_on.wait(60)
+        return compare(*arguments)
+
+    monkeypatch.setattr(open_run, "disagreement", slow)
+    with serving(folder / "weak", folder / "topk") as site:
+        path = "/api/samples?sort=against&against=1"
+        assert site.ask(path).json()["pending"]
+        assert site.ask(path).json()["pending"]
+        assert site.ask("/api/samples").json()["total"] == 30
+        going_on.set()
+        deadline = time.monotonic() + 60
+        while site.ask(path).json()["total"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert site.ask(path).json()["total"] == 30
 
 
 def test_classes_have_counts_and_partners(site):

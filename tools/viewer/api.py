@@ -50,6 +50,7 @@ class Api:
         self.runs = runs
         self._thumbnails = pictures.Cache()
         self._listings: OrderedDict[Any, Array] = OrderedDict()
+        self._sizes: dict[str, tuple[int, dict[str, int]]] = {}
         self._lock = threading.Lock()
         self._busy = threading.BoundedSemaphore(BUSY)
         self._questions = [QuestionQueue(run) for run in runs]
@@ -151,6 +152,8 @@ class Api:
             reverse=bool(parameters.answer("reverse")),
         )
         pairs = self._listed(run, query, self._other(parameters, run))
+        if pairs is None:
+            return as_json({"total": 0, "items": [], "pending": True, "failure": printable(run.failure)})
         start = parameters.integer("offset", 0, 2**40, 0)
         shown = pairs[start : start + parameters.integer("count", 1, MAX_PAGE, 24)]
         return as_json({"total": len(pairs), "items": self._items(run, shown), "indexed": run.index.snapshot})
@@ -163,11 +166,16 @@ class Api:
             raise UserError("against: these runs have other samples or classes, so they cannot be compared")
         return self.runs[number]
 
-    def _listed(self, run: OpenRun, query: Query, other: OpenRun | None) -> Array:
-        """Return all pairs of a query; those of the last queries are kept for their next pages."""
+    def _listed(self, run: OpenRun, query: Query, other: OpenRun | None) -> Array | None:
+        """Return all pairs of a query; those of the last queries are kept for their next pages.
+
+        None while two runs are being compared.
+        """
         index = run.index
         assert index is not None
         against = run.against(other) if query.order == "against" and other is not None else None
+        if query.order == "against" and other is not None and against is None:
+            return None
         key = (index.folder, query, None if against is None else against.index.folder)
         with self._lock:
             if key in self._listings:
@@ -328,11 +336,18 @@ class Api:
                 "layout": run.store.group.to_json(),
                 "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
                 "snapshots": snapshots,
-                "bytes": bytes_by_array(list(backend.sizes(""))),
+                "bytes": self._bytes(run),
                 "free": free_bytes(backend.url),
                 **run.state(),
             }
         )
+
+    def _bytes(self, run: OpenRun) -> dict[str, int]:
+        """Return the bytes of a store by array, listed once for each snapshot: it has thousands of files."""
+        at = run.store.snapshot.id
+        if self._sizes.get(run.name, (None,))[0] != at:
+            self._sizes[run.name] = at, bytes_by_array(list(run.store.backend.sizes("")))
+        return self._sizes[run.name][1]
 
 
 def _peek(run: OpenRun, store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:

@@ -20,6 +20,7 @@ from bigscl.tools.viewer.score_index import (
 )
 from bigscl.user_error import UserError
 
+BLOCK = 2**22
 Order = Literal["surprise", "change", "heat", "against", "score", "row"]
 
 
@@ -115,15 +116,14 @@ def _wanted(pairs: Array, query: Query, samples: Index) -> NDArray[np.bool_]:
 
 def rows_with(part: str, samples: Index) -> NDArray[np.int64]:
     """Return the rows whose keys contain this text."""
-    wanted = part.encode(errors="surrogateescape")
-    content = samples.keys.values.tobytes()
-    offsets, found, place = samples.keys.offsets, [], content.find(wanted)
-    while place >= 0:
-        row = int(np.searchsorted(offsets, place, side="right")) - 1
-        if place + len(wanted) <= offsets[row + 1]:
-            found.append(row)
-            # The next row: a key that has the text twice is found once.
-            place = content.find(wanted, int(offsets[row + 1]))
-        else:
-            place = content.find(wanted, place + 1)
-    return np.array(found, np.int64)
+    wanted = np.frombuffer(part.encode(errors="surrogateescape"), np.uint8)
+    content, offsets, found = samples.keys.values, samples.keys.offsets, [np.empty(0, np.int64)]
+    # A part of the bytes at a time: a common letter is at millions of places.
+    for first in range(0, len(content), BLOCK):
+        block = content[first : first + BLOCK + len(wanted) - 1]
+        places = np.flatnonzero(block[: len(block) - len(wanted) + 1] == wanted[0])
+        for place, letter in enumerate(wanted[1:], 1):
+            places = places[block[places + place] == letter]
+        rows = np.searchsorted(offsets, places + first, side="right") - 1
+        found.append(np.unique(rows[places + first + len(wanted) <= offsets[rows + 1]]))
+    return np.unique(np.concatenate(found))

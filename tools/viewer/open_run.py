@@ -16,6 +16,7 @@ from bigscl.text import printable
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
 from bigscl.tools.viewer.listing import Against
 from bigscl.tools.viewer.score_index import ScoreIndex, build_index, disagreement, open_index
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 LARGEST_SHARE = 0.01
 """Share of the time that is spent on indexes of a running training: a pass reads its whole store."""
 TRIES = 3
+SECONDS_TO_COMPARE = 1.0
+"""A request waits so long for the comparison of two runs; then the page asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class OpenRun:
         self.failure = ""
         self._built = float("-inf")
         self._against: dict[str, Against] = {}
+        self._comparing: threading.Thread | None = None
 
     def at(self, snapshot: int | None) -> HeatmapStore:
         """Return the store at one of its retained snapshots, or the one that is shown."""
@@ -73,7 +77,7 @@ class OpenRun:
                 if self._is_due(now):
                     self._build()
             self.failure = ""
-        except (StoreError, OSError) as error:
+        except (StoreError, UserError, OSError) as error:
             # The page shows it, and what was there before.
             self.failure = str(error)
             logger.warning("%s: %s", self.name, error)
@@ -119,17 +123,34 @@ class OpenRun:
         )
 
     def against(self, other: "OpenRun") -> Against | None:
-        """Return how another run differs; None while one of the indexes is not there."""
+        """Return how another run differs; None while that is being computed, in a thread of its own."""
+        name = self._name_against(other)
+        if name is None or name in self._against:
+            return None if name is None else self._against[name]
+        if self._comparing is None or not self._comparing.is_alive():
+            self._comparing = threading.Thread(target=self._compare, args=(other,), daemon=True)
+            self._comparing.start()
+        self._comparing.join(SECONDS_TO_COMPARE)
+        return self._against.get(name)
+
+    def _name_against(self, other: "OpenRun") -> str | None:
+        return (
+            None if self.index is None or other.index is None else f"{self.index.folder} {other.index.folder}"
+        )
+
+    def _compare(self, other: "OpenRun") -> None:
         with self._lock:
-            mine, its = self.index, other.index
-            if mine is None or its is None:
-                return None
-            name = f"{mine.folder} {its.folder}"
-            if name not in self._against:
+            mine, its, name = self.index, other.index, self._name_against(other)
+            assert mine is not None
+            assert its is not None
+            assert name is not None
+            try:
                 stores = self.at(mine.snapshot), other.at(its.snapshot)
-                found = Against(index=its, pairs=disagreement(*stores, mine, its.folder.name))
-                self._against = {name: found}
-            return self._against[name]
+                pairs = disagreement(*stores, mine, its.folder.name)
+                self._against = {name: Against(index=its, pairs=pairs)}
+                self.failure = ""
+            except (StoreError, UserError, OSError) as error:
+                self.failure = str(error)
 
     def state(self) -> dict[str, Any]:
         """Return which snapshots are there, and how the index is."""

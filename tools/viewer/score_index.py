@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ class ScoreIndex:
         self.classes = ClassCounts(**arrays)
         self.pairs = np.memmap(folder / "pairs.bin", PAIR, "r") if self.offsets[-1] else np.empty(0, PAIR)
         self.orders = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*ORDERS, "row")}
+        if len(self.pairs) != self.offsets[-1]:
+            raise OSError(f"{folder}: {len(self.pairs)} pairs, expected {self.offsets[-1]}")
 
     def of_class(self, number: int) -> Array:
         """Return the pairs of a class, the highest score first."""
@@ -117,7 +120,14 @@ def open_index(folder: Path, store: HeatmapStore) -> ScoreIndex | None:
     """Return the index of the store's snapshot in this folder; None if there is none of this format."""
     place = folder / _name(store)
     head = read_json_object(place / "index.json") if (place / "index.json").is_file() else None
-    return ScoreIndex(place) if head is not None and head.get("format") == FORMAT else None
+    if head is None or head.get("format") != FORMAT:
+        return None
+    try:
+        return ScoreIndex(place)
+    except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
+        # Damaged: it is made again.
+        shutil.rmtree(place, ignore_errors=True)
+        return None
 
 
 def _name(store: HeatmapStore) -> str:
@@ -388,13 +398,13 @@ def _counted(flags: NDArray[np.uint8], scores: NDArray[np.uint16], known: bool) 
 
 def _together(flags: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return `[m,3]`: named class, mined class, and in how many images both are."""
-    found = []
-    mined = flags & (EXPECTED | ANNOTATED) == EXPECTED
-    for row in np.flatnonzero(mined.any(axis=1)):
-        named, new = np.flatnonzero(flags[row] & ANNOTATED), np.flatnonzero(mined[row])
-        both = np.stack(np.meshgrid(named, new, indexing="ij"), axis=-1).reshape(-1, 2)
-        found.append(np.column_stack([both, np.ones(len(both), np.int64)]))
-    return _summed(found)
+    named, mined = flags & ANNOTATED != 0, flags & (EXPECTED | ANNOTATED) == EXPECTED
+    (rows, classes), (of, new) = np.nonzero(named), np.nonzero(mined)
+    first, end = np.searchsorted(rows, of), np.searchsorted(rows, of, side="right")
+    # Each mined class with each of the classes that its image names.
+    places = np.repeat(first - np.cumsum(end - first) + (end - first), end - first)
+    both = classes[places + np.arange(len(places))], np.repeat(new, end - first)
+    return _summed([np.column_stack([*both, np.ones(len(places), np.int64)])])
 
 
 def _summed(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ const SORTS = {
 };
 export const FILTERS = ["sort", "class", "annotated", "expected", "present", "low", "high", "key", "reverse"];
 let total = 0;
+let waiting = null;
 
 export const query = (values) => Object.fromEntries(FILTERS.map((name) => [name, values[name]]));
 
@@ -26,14 +27,25 @@ export async function show({ state: values, run, number }) {
   const asked = { ...query(values), run: number, against: values.against, offset, count: COUNT };
   const found = await ask("samples", asked);
   total = found.total;
+  clearTimeout(waiting);
+  if (found.pending) waiting = setTimeout(() => dispatchEvent(new Event("state")), 2000);
   prefetch(asked, run);
   const tiles = found.items.map((one, place) => tile(one, run, number, offset + place));
   return el("section", { className: "samples" },
     filters(values, run),
     el("p", { className: "summary" }, summary(run), legend(run)),
     el("div", { className: `grid ${values.heat === "no" ? "cold" : ""}`, id: "grid" }, tiles),
-    found.items.length ? null : el("p", { className: "empty" }, run.indexed === null ? "The index is being built." : "No sample matches."),
+    found.items.length ? null : el("p", { className: "empty" }, empty(found, run)),
     pages(offset));
+}
+
+function empty(found, run) {
+  if (found.pending) return found.failure || "The runs are being compared.";
+  return run.indexed === null ? "The index is being built." : "No sample matches.";
+}
+
+export function leave() {
+  clearTimeout(waiting);
 }
 
 function summary(run) {
