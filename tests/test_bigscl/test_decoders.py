@@ -104,6 +104,7 @@ def test_an_orientation_that_cannot_be_understood_is_left_to_the_other_decoder(a
     assert plain_jpeg_size(bytes(content)) is None
 
 
+@needs_nvimgcodec
 @pytest.mark.parametrize("orientation", [0, 1, 9])
 def test_only_the_turning_orientations_turn(orientation):
     whole = decode(bytearray(turned(orientation)))
