@@ -118,10 +118,18 @@ class Files:
 # The ways
 
 
-def with_bigscl(files: Files, workers: int, decoder: DecoderName) -> Iterable[Tensor]:
+def with_bigscl(
+    files: Files, workers: int, decoder: DecoderName, shuffle_buffer: int = 1000
+) -> Iterable[Tensor]:
     index = files.index
     plan = training_plan(
-        index.shard_sizes, index.rows_per_shard, seed=1, epoch=1, batch_size=BATCH, workers=workers
+        index.shard_sizes,
+        index.rows_per_shard,
+        seed=1,
+        epoch=1,
+        batch_size=BATCH,
+        workers=workers,
+        shuffle_buffer=shuffle_buffer,
     )
     for batch in Loader(index, plan, 0, TrainingTransform(size=SIZE, seed=1, epoch=1), decoder=decoder):
         yield batch.images
@@ -328,7 +336,8 @@ def memory(options: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 files = Files(Path(folder), options.photos, count)
                 most = 0
-                for _ in with_bigscl(files, max(2, options.workers), decoder):
+                # Undecoded samples wait in a buffer of a set length, which small sets would not fill.
+                for _ in with_bigscl(files, max(2, options.workers), decoder, shuffle_buffer=50):
                     children = psutil.Process().children()
                     most = max([most, *(child.memory_full_info().uss for child in children)])
             print(f"{decoder}: {count} images, at most {most / 1e6:.0f} MB of its own in each loader process")
