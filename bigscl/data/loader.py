@@ -3,6 +3,7 @@
 # Shapes: B samples of the batch, S side of the views.
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
@@ -223,7 +225,7 @@ class Batches(IterableDataset[Batch]):
     def _batch(self, samples: list[tuple[int, Encoded]], transform: Transform) -> Batch:
         size = transform.size
         # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
-        images = torch.empty((len(samples), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        images = _empty((len(samples), size, size, 3)).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
@@ -246,3 +248,11 @@ class Batches(IterableDataset[Batch]):
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )
+
+
+def _empty(shape: tuple[int, ...]) -> Tensor:
+    """Return uint8 without values; of a worker in shared memory, where DataLoader would copy it later."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.batch import Batch, normalize
-from bigscl.data.loader import BadSamples, Batches, Loader, LoaderWorkers, TooManyBadSamples, Work
+from bigscl.data.loader import BadSamples, Batches, Loader, LoaderWorkers, TooManyBadSamples, Work, _empty
 from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
@@ -628,3 +628,12 @@ def test_a_few_images_are_read_in_the_order_asked_for_and_bad_ones_named(tmp_pat
 def test_resize_leaves_an_image_of_that_size_alone():
     image = torch.from_numpy(np.array(picture(1))).permute(2, 0, 1)
     assert resize(image, 30, 40) is image
+
+
+def test_a_worker_fills_its_batch_in_shared_memory(monkeypatch):
+    assert not _empty((2, 4, 4, 3)).is_shared()
+    monkeypatch.setattr("bigscl.data.loader.get_worker_info", lambda: object())
+    images = _empty((2, 4, 4, 3))
+    assert images.is_shared()
+    assert (images.shape, images.dtype) == ((2, 4, 4, 3), torch.uint8)
+    assert images.is_contiguous()
