@@ -68,7 +68,6 @@ KINDS = {
     "push_to_hub": "text",
     "who": "text",
     "answers": "file",
-    "images": "text",
     "import_file": "file",
 }
 
