@@ -52,7 +52,7 @@ def expectation(k: float, counts: NDArray[np.int64], num_samples: int) -> Expect
 
 ESTIMATED = (
     "K is estimated from the memory at the end of each epoch, since no image of data.val has more than one "
-    "label. Early it is far too large, and at the end of trainings K - 1 was wrong by 24 to 45% "
+    "label. Early it is far too large, and at the end of trainings K - 1 was wrong by 24 to 58% "
     "(configs/RESULTS.md): better count the classes in 50 images and give their mean as --selection.K"
 )
 """What a run says that has neither K nor full labels."""
