@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -197,7 +196,7 @@ class Page:
         return listed, time.monotonic() - start, found["total"]
 
     def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        self.process.terminate()
         self.process.communicate()
 
 

@@ -314,10 +314,10 @@ def test_run_is_followed_to_its_next_snapshot(run, index):
     shown.follow()
     assert shown.store.snapshot.id > first
     assert shown.index.snapshot == shown.store.snapshot.id or shown.index.snapshot == first
-    shown.follow(now=True)
+    shown.update(now=True)
     assert shown.index.snapshot == shown.store.snapshot.id
     pinned = OpenRun(f"{run}@{first}", Places(source=DataFlags(), storage=StorageFlags(), cache=None))
-    pinned.follow(now=True)
+    pinned.update(now=True)
     assert pinned.index.snapshot == first
 
 
