@@ -70,12 +70,8 @@ class Answered:
 
     def to_json(self) -> Mapping[str, Any]:
         """Return the attribute of a snapshot."""
-        lists = {
-            "rows": self.rows,
-            "classes": self.classes,
-            "says": self.says,
-            "late": np.flatnonzero(self.late),
-        }
+        lists: dict[str, Array] = {"rows": self.rows, "classes": self.classes, "says": self.says}
+        lists["late"] = np.flatnonzero(self.late)
         return {name: values.tolist() for name, values in lists.items()}
 
     def __len__(self) -> int:
@@ -146,7 +142,8 @@ def answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: N
 
 
 def _present(answered: Answered) -> list[bool]:
-    return ((answered.says == 1) | ((answered.says == WITHDRAWN) & answered.named)).tolist()
+    present = (answered.says == 1) | ((answered.says == WITHDRAWN) & answered.named)
+    return [bool(one) for one in present]
 
 
 def _place(rows: Rows, row: int, number: int, present: bool, annotated: NDArray[np.bool_]) -> int:

@@ -15,7 +15,14 @@ from bigscl.files import read_json_object
 NOT_STATED = "not stated"
 LOCAL = ("run", "store.url", "store.endpoint", "store.region", "data.train_index", "data.val_index")
 """Settings that say nothing to others."""
-PATHS = ("data.train", "data.val", "data.labels_file", "data.val_labels_file", "model.weights")
+PATHS = (
+    "data.train",
+    "data.val",
+    "data.labels_file",
+    "data.answers",
+    "data.val_labels_file",
+    "model.weights",
+)
 """Settings of which only the last part of the path is published."""
 MOST_NAMES = 30
 

@@ -50,8 +50,9 @@ class Questions:
     ) -> None:
         """Collect up to `most` questions of each class, or of class `only`.
 
-        What stands in the files of `answers` is not asked again. RAM grows with the classes times `most`, not
-        with the images.
+        Of a store with heatmaps of some classes only, these are asked about, in all orders but the random
+        one. What stands in the files of `answers` is not asked again. RAM grows with the classes times
+        `most`, not with the images.
         """
         if data.labels != "observed":
             raise UserError(
@@ -64,7 +65,7 @@ class Questions:
         for shard, rows in pass_over(
             "collecting questions", range(store.spec.num_shards), store.load_shard, [store]
         ):
-            pairs = _pairs_of_shard(store, data.labelled, shard, rows)
+            pairs = _pairs_of_shard(store, data.labelled, shard, rows, only_kept=by != "random")
             if only is not None:
                 pairs = pairs.take(pairs.classes == only)
             values = first_values(pairs, by, seed)
@@ -77,7 +78,7 @@ class Questions:
 
     def _read(self, answers: Sequence[Path]) -> dict[int, bool]:
         """Return what was said before; of several files the first counts."""
-        said = {}
+        said: dict[int, bool] = {}
         for path in reversed(answers):
             known = match_answers(self._index, read_answers(path), path)
             keys = known.rows * self._index.num_classes + known.classes
@@ -152,10 +153,16 @@ def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path
     return list(dict.fromkeys([chosen, *([data.answers] if data.answers is not None else [])]))
 
 
-def _pairs_of_shard(store: HeatmapStore, index: Index, shard: int, rows: Rows) -> Pairs:
+def _pairs_of_shard(store: HeatmapStore, index: Index, shard: int, rows: Rows, *, only_kept: bool) -> Pairs:
+    """Return the pairs of a shard; with `only_kept` those of classes that are named or have a heatmap."""
     ids = store.spec.sample_ids(shard)
     rows = rows.take(slice(0, len(ids)))
     known = index.labels_of(ids)
+    if only_kept and rows.classes is not None:
+        # Others have lower scores: a thousand classes would be a hundred times the work for nothing.
+        others = known == -1
+        np.put_along_axis(others, rows.classes.astype(np.int64), False, 1)
+        known[others] = 0
     return pairs_of(ids, rows.scores, _peaks(store, ids, rows, known), known)
 
 

@@ -79,7 +79,7 @@ def pairs_of(
     """
     rows, classes = np.nonzero(known)
     found = scores[rows, classes].astype(np.float32)
-    warmth = found if peaks is None else (found + peaks[rows, classes]) / 2
+    warmth = found if peaks is None else ((found + peaks[rows, classes]) / 2).astype(np.float32)
     return Pairs(ids=ids[rows], classes=classes, scores=found, warmth=warmth, named=known[rows, classes] == 1)
 
 
@@ -115,7 +115,8 @@ def _groups(pairs: Pairs, answered: Pairs) -> tuple[NDArray[np.int64], NDArray[n
 
 def _log_odds(pairs: Pairs) -> NDArray[np.float64]:
     likely = np.where(pairs.named, 1 - pairs.warmth, pairs.warmth).astype(np.float64).clip(EDGE, 1 - EDGE)
-    return np.log(likely / (1 - likely))
+    odds: NDArray[np.float64] = np.log(likely / (1 - likely))
+    return odds
 
 
 def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -67,7 +67,7 @@ def slow_answer(before, row, known, new):
     found = {name: array.copy() for name, array in before.items()}
     labels = {number: label(row, number, new.get(number)) for number in range(7)}
     kept = list(found["classes"]) if "classes" in found else list(range(7))
-    for number, says in sorted(new.items()):
+    for number in sorted(new):
         now, was = labels[number], label(row, number, known.get(number))
         if now is None or now == was:
             continue

@@ -9,12 +9,12 @@ import pytest
 
 from bigscl.data.answers import Answer, append_answers, now, read_answers
 from bigscl.data.scan import scan
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, update
 from bigscl.tools.answer_files import Asked, read_answered, write_questions
 from bigscl.tools.questions import Question
 from tests.tars import labelled, write_tar
+from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def asked(run, *options):
@@ -58,7 +58,7 @@ def test_a_person_answers_skips_withdraws_and_quits(run, monkeypatch):
     assert answer.code == 0, answer.err
     assert "2 answers, 2 of them yes" in answer.out
     given = read_answers(run / "answers.jsonl")
-    assert list(given.standing)[0] == pairs(first)[0]
+    assert next(iter(given.standing)) == pairs(first)[0]
     assert [one.yes for one in given.standing.values()] == [True, True]
     assert {one.who for one in given.standing.values()} == {"ann"}
     assert all(one.snapshot.isdecimal() for one in given.standing.values())
@@ -237,7 +237,10 @@ def test_hostile_keys_and_classes_are_asked_without_harm(tmp_path, monkeypatch):
     index, _ = scan(str(tmp_path / "train-*.tar"), class_names=names)
     index.save(tmp_path / "bigscl-index-train.npz")
     run = tmp_path / "run"
-    make_store(run / "store", index)
+    HeatmapStore.create(run / "store", index.annotations(), heatmap_size=4)
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="x") as store:
+        update(store, 0, index.ids(), random_update(store, index.num_samples, 0))
+        store.commit(epoch=0)
     add_config(run, index)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 4))
     answer = bigscl("ask", run, "--count", 4)

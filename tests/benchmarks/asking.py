@@ -1,0 +1,238 @@
+"""What answers are worth: missing positives found, and validation mAP after training again, by their number.
+
+    python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --seeds 3
+    python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --run runs/mine --found-only
+
+For each seed a run is trained, and the full labels of its shards answer the questions of its memory
+(`bigscl ask --simulate`): in the order of the queue, by score, by uncertainty (nearest to 0.5) and at random.
+For each order and number of answers the same config is trained again from the start, with `data.answers`. All
+orders have the same seeds, labels and questions to choose from. Writes asking.md, asking.json and asking.png;
+run the same command again to resume it, in the middle of a training too. Stores of the runs with answers are
+deleted at the end of each; the base runs keep theirs.
+
+Missing positives found (`--found-only`) on Pascal VOC, of 2,091 among 86,906 unknown pairs, by the memories
+of two finished runs (EN; EN+SCL with corrected targets, spatial selection and K per class):
+
+                 EN, answers                     EN+SCL, answers
+                 250    500    1,000  2,000      250    500    1,000  2,000
+    queue        245    479    824    1213       248    480    837    1217
+    score        243    470    775    1122       247    472    797    1156
+    uncertainty  112    227    446    870        129    246    490    951
+    random       10     14     29     57         10     14     29     57
+
+Validation mAP on Pascal VOC is still to be measured with the trainer.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from bigscl.config import load_config
+from bigscl.data.answered import match_answers
+from bigscl.data.answers import parse_answers
+from bigscl.data.index import Index
+from bigscl.evaluation.asking import By
+from bigscl.files import read_json_object, write_text
+from bigscl.training.run import open_data
+
+ORDERS: tuple[By, ...] = get_args(By)
+NUMBERS = (250, 500, 1000, 2000)
+METRIC = "map"
+DONE = "finished"
+"""A file in the folder of each run that has come to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is compared."""
+
+    out: Path
+    config: Path
+    settings: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+    def train(self, run: Path, seed: int, answers: Path | None = None) -> None:
+        """Train a run, or what is left of it."""
+        if (run / DONE).exists():
+            return
+        words = ["--run", str(run), "--seed", str(seed)]
+        if load_config(self.config).data.observed is not None:
+            words += ["--data.observed.seed", str(seed)]
+        if answers is not None:
+            words += ["--data.answers", str(answers)]
+        for setting in self.settings:
+            name, _, value = setting.partition("=")
+            words += [f"--{name}", value]
+        bigscl("train", self.config, *words)
+        if answers is not None:
+            shutil.rmtree(run / "store", ignore_errors=True)
+        (run / DONE).touch()
+
+    def answer(self, run: Path, folder: Path, by: By, seed: int) -> Path:
+        """Return the file with all answers in this order."""
+        path, partial = folder / f"{by}.jsonl", folder / f"{by}.partial.jsonl"
+        if not path.exists():
+            partial.unlink(missing_ok=True)
+            words = ("--simulate", max(self.numbers), "--by", by, "--seed", seed, "--answers", partial)
+            bigscl("ask", run, *words)
+            partial.replace(path)
+        return path
+
+    def first(self, path: Path, number: int) -> Path:
+        """Return a file with the first answers of another."""
+        target = path.with_name(f"{path.stem}-{number}.jsonl")
+        write_text(target, "".join(path.read_text().splitlines(keepends=True)[:number]))
+        return target
+
+
+def bigscl(*words: object) -> None:
+    """Call a verb; it must end well."""
+    subprocess.run([sys.executable, "-m", "bigscl", *map(str, words)], check=True)
+
+
+def found(path: Path, index: Index) -> int:
+    """Return how many missing positives are among the answers of a file."""
+    answered = match_answers(index, parse_answers(path.read_bytes(), path), path)
+    return int(((answered.says == 1) & ~answered.named).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one number of answers of one order came to."""
+
+    seed: int
+    by: str
+    number: int
+    found: int | None
+    metric: float | None
+
+
+def measure(plan: Plan, seed: int, base: Path | None, retrain: bool) -> Iterator[Result]:
+    """Train, ask, and train again with one seed; without `retrain` only ask."""
+    folder = plan.out / f"seed-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    run = base or folder / "base"
+    if base is None:
+        plan.train(run, seed)
+    index = open_data(load_config(run / "config.yaml")).train
+    yield Result(seed=seed, by="none", number=0, found=0, metric=best_of(run))
+    for by in ORDERS:
+        everything = plan.answer(run, folder, by, seed)
+        for number in plan.numbers:
+            answers = plan.first(everything, number)
+            trained = folder / f"{by}-{number}"
+            if retrain:
+                plan.train(trained, seed, answers)
+            metric = best_of(trained) if retrain else None
+            yield Result(seed=seed, by=by, number=number, found=found(answers, index), metric=metric)
+
+
+def best_of(run: Path) -> float | None:
+    """Return the validation metric of a run's best epoch, in percent."""
+    path = run / "best" / "metrics.json"
+    value = (read_json_object(path) or {}).get(METRIC) if path.exists() else None
+    return None if value is None else 100 * float(value)
+
+
+# Output
+
+
+def spread(values: Sequence[float | int | None], digits: int) -> str:
+    """Return the mean of some seeds, and their standard deviation if there are several."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    deviation = f" ± {np.std(known, ddof=1):.{digits}f}" if len(known) > 1 else ""
+    return f"{np.mean(known):.{digits}f}{deviation}"
+
+
+def table(results: Sequence[Result], numbers: Sequence[int]) -> str:
+    """Return the results as Markdown, the mean over the seeds."""
+    lines = []
+    for name, field, digits in (
+        ("missing positives found", "found", 0),
+        ("validation mAP", "metric", 2),
+    ):
+        lines += [f"| {name} | " + " | ".join(f"{n:,}" for n in (0, *numbers)) + " |"]
+        lines += ["|---|" + "---:|" * (1 + len(numbers))]
+        start = spread([getattr(one, field) for one in results if one.by == "none"], digits)
+        for by in ORDERS:
+            cells = [
+                spread([getattr(one, field) for one in results if (one.by, one.number) == (by, n)], digits)
+                for n in numbers
+            ]
+            lines.append(f"| {by} | {start} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(results: Sequence[Result], numbers: Sequence[int], path: Path) -> None:
+    """Draw both measures against the number of answers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, field, title in zip(
+        axes, ("found", "metric"), ("missing positives found", "validation mAP"), strict=True
+    ):
+        start = [getattr(one, field) for one in results if one.by == "none"]
+        for by in ORDERS:
+            columns = [start] + [
+                [getattr(one, field) for one in results if (one.by, one.number) == (by, n)] for n in numbers
+            ]
+            means = [np.nan if None in column or not column else np.mean(column) for column in columns]
+            axis.plot([0, *numbers], means, marker="o", label=by)
+        axis.set(xlabel="answers", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def report(results: Sequence[Result], plan: Plan) -> None:
+    """Write what is known so far."""
+    rows = [{name: getattr(one, name) for name in Result.__dataclass_fields__} for one in results]
+    write_text(plan.out / "asking.json", json.dumps(rows, indent=1))
+    write_text(plan.out / "asking.md", table(results, plan.numbers))
+    draw(results, plan.numbers, plan.out / "asking.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--run", type=Path, help="a finished run in place of the first seed's base run")
+    parser.add_argument("--numbers", type=int, nargs="+", default=list(NUMBERS))
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--found-only", action="store_true", help="ask, and do not train again")
+    words = parser.parse_args()
+    plan = Plan(
+        out=words.out.absolute(),
+        config=words.config.absolute(),
+        settings=tuple(words.settings),
+        numbers=tuple(sorted(words.numbers)),
+    )
+    results: list[Result] = []
+    for seed in range(words.seeds):
+        base = words.run.absolute() if words.run is not None and seed == 0 else None
+        for result in measure(plan, seed, base, not words.found_only):
+            results.append(result)
+            report(results, plan)
+    print(table(results, plan.numbers))
+
+
+if __name__ == "__main__":
+    main()
