@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,9 +58,7 @@ def command(
     opened = [OpenRun(run, places) for run in runs]
     if prepare:
         for run in opened:
-            run.follow(now=True)
-            if run.failure:
-                raise UserError(f"{run.name}: {run.failure}")
+            run.update(now=True)
         print("\n".join(f"{run.name}: snapshot {run.store.snapshot.id} is indexed" for run in opened))
         return
     _serve(opened, host, port)
@@ -77,6 +76,7 @@ def _serve(runs: "list[OpenRun]", host: str, port: int) -> None:
         )
     except (OSError, UnicodeError, ValueError) as error:
         raise UserError(f"--host {host} --port {port}: cannot listen there: {error}") from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A training on this machine comes first.
     os.nice(NICENESS)
     ended = threading.Event()

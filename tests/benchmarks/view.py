@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -197,7 +196,7 @@ class Page:
         return listed, time.monotonic() - start, found["total"]
 
     def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        self.process.terminate()
         self.process.communicate()
 
 
@@ -219,6 +218,7 @@ def measure(run: Path) -> None:
         "| list | samples | first page: list | with images | next page: list | with images |\n"
         "|---|---:|---:|---:|---:|---:|"
     )
+    before, pages = sum(page.cost.cpu_times()[:2]), 9 * len(QUERIES)
     for name, query in QUERIES.items():
         first = page.show(query, 0)
         more = [page.show(query, COUNT * number) for number in range(1, 9)]
@@ -226,6 +226,8 @@ def measure(run: Path) -> None:
         print(
             f"| {name} | {first[2]:,} | {first[0]:.2f} | {first[1]:.2f} | {middle[0]:.2f} | {middle[1]:.2f} |"
         )
+    spent = (sum(page.cost.cpu_times()[:2]) - before) / pages
+    print(f"a page costs {spent:.2f} CPU s")
     for name, path in {
         "a sample": "sample?row=12345",
         "classes": "classes",

@@ -33,6 +33,11 @@ def opened(run):
     return open_store(str(run), None, StorageFlags(), data), data
 
 
+def everything(index):
+    """All pairs of an index."""
+    return index.part(0, int(index.offsets[-1]))
+
+
 def half(bits) -> float:
     return float(np.uint16(bits).view(np.float16))
 
@@ -80,12 +85,12 @@ def test_index_has_all_pairs_by_class_and_falling_score(made):
     store, data, index = made
     wanted = reference(store, data)
     assert index.complete
-    assert len(index.pairs) == len(wanted)
+    assert len(everything(index)) == len(wanted)
     for number in range(store.spec.num_classes):
         pairs = index.of_class(number)
         assert set(pairs["class"]) == {number}
         assert (np.diff([half(bits) for bits in pairs["score"]]) <= 0).all()
-    assert_pairs(index.pairs, wanted)
+    assert_pairs(everything(index), wanted)
 
 
 def test_each_order_has_every_sample_once_with_its_strongest_class(made):
@@ -150,12 +155,12 @@ def test_index_of_many_samples_keeps_the_highest_classes_and_all_that_is_named(r
     index = build_index(tmp_path, store, data)
     wanted = reference(store, data)
     assert not index.complete
-    kept = {(int(pair["row"]), int(pair["class"])) for pair in index.pairs}
+    kept = {(int(pair["row"]), int(pair["class"])) for pair in everything(index)}
     for row in data.index.ids().tolist():
         by_score = sorted(range(store.spec.num_classes), key=lambda c: (-wanted[row, c][0], c))
         named = {c for c in by_score if wanted[row, c][3] & (ANNOTATED | EXPECTED | PRESENT)}
         assert {c for one, c in kept if one == row} == {*by_score[:3], *named}
-    assert_pairs(index.pairs, wanted)
+    assert_pairs(everything(index), wanted)
     for number in range(store.spec.num_classes):
         own = index.of_class(number)
         assert set(own["class"]) <= {number}
@@ -296,7 +301,7 @@ def test_store_of_scores_alone_has_an_index(index, tmp_path):
     _, data = opened_bare(tmp_path / "store", index)
     found = build_index(tmp_path / "cache", store, data)
     assert not found.heatmaps
-    assert (found.pairs["peak"] == 0).all()
+    assert (everything(found)["peak"] == 0).all()
 
 
 def opened_bare(place, index):
@@ -314,10 +319,10 @@ def test_run_is_followed_to_its_next_snapshot(run, index):
     shown.follow()
     assert shown.store.snapshot.id > first
     assert shown.index.snapshot == shown.store.snapshot.id or shown.index.snapshot == first
-    shown.follow(now=True)
+    shown.update(now=True)
     assert shown.index.snapshot == shown.store.snapshot.id
     pinned = OpenRun(f"{run}@{first}", Places(source=DataFlags(), storage=StorageFlags(), cache=None))
-    pinned.follow(now=True)
+    pinned.update(now=True)
     assert pinned.index.snapshot == first
 
 

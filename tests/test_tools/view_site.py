@@ -71,8 +71,7 @@ def serving(*places: Any, host: str = "127.0.0.1", follow: bool = True, source: 
     runs = [OpenRun(str(place), own) for place in places]
     for run in runs:
         if follow:
-            run.follow(now=True)
-            assert not run.failure
+            run.update(now=True)
     api = Api(runs)
     server = Server(host, 0, TOKEN, dict.fromkeys(api.get, api.answer), dict.fromkeys(api.post, api.write))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

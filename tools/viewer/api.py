@@ -37,7 +37,7 @@ MAX_CLASSES = 40
 """Classes of a sample that are listed; those with a heatmap always."""
 VIEWS = 5
 PARTNERS = 12
-LISTINGS = 8
+LISTINGS = 4
 BUSY = 4
 """Requests that read rows or decode images at a time: the others wait."""
 IMAGE_HEADERS = {"Cache-Control": "private, max-age=86400, immutable"}

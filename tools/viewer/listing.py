@@ -49,7 +49,8 @@ def listed(index: ScoreIndex, query: Query, samples: Index, against: "Against | 
     pairs = (
         _of_class(index, query, against) if query.number is not None else _of_samples(index, query, against)
     )
-    pairs = pairs[_wanted(pairs, query, samples)]
+    if (wanted := _wanted(pairs, query, samples)) is not None:
+        pairs = pairs[wanted]
     return pairs[::-1] if query.reverse else pairs
 
 
@@ -66,9 +67,10 @@ def _of_samples(index: ScoreIndex, query: Query, against: Against | None) -> Arr
     """Return one pair for each sample."""
     if query.order == "against":
         assert against is not None
-        return np.asarray(against.pairs)
+        return against.pairs
     # The highest score of any class would be that of the annotated one: the surprise is the highest other.
-    return np.asarray(index.orders["surprise" if query.order == "score" else query.order])
+    found: Array = index.orders["surprise" if query.order == "score" else query.order]
+    return found
 
 
 def _of_class(index: ScoreIndex, query: Query, against: Against | None) -> Array:
@@ -99,8 +101,11 @@ def _differing(pairs: Array, other: Array) -> Array:
     return pairs
 
 
-def _wanted(pairs: Array, query: Query, samples: Index) -> NDArray[np.bool_]:
-    wanted = np.ones(len(pairs), bool)
+def _wanted(pairs: Array, query: Query, samples: Index) -> NDArray[np.bool_] | None:
+    """Return which pairs match; None if all do, so that they need not be copied."""
+    if query == Query(order=query.order, number=query.number, reverse=query.reverse):
+        return None
+    wanted: NDArray[np.bool_] = np.ones(len(pairs), bool)
     for flag, asked in ((ANNOTATED, query.annotated), (EXPECTED, query.expected), (PRESENT, query.present)):
         if asked is not None:
             wanted &= (pairs["flags"] & flag != 0) == asked

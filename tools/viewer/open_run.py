@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bigscl.errors import explain
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
 from bigscl.text import printable
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
@@ -69,18 +70,24 @@ class OpenRun:
             return self.store
         return open_store(self._url, snapshot, self._storage, self.data)
 
-    def follow(self, *, now: bool = False) -> None:
-        """Go to the newest snapshot; make its index if there is none and it is due, or `now`."""
+    def follow(self) -> None:
+        """Go to the newest snapshot, and to its index when that is due; the page shows what goes wrong."""
         try:
-            self.reopen()
-            with self._lock:
-                if self._is_due(now):
-                    self._build()
+            self.update()
             self.failure = ""
         except (StoreError, UserError, OSError) as error:
-            # The page shows it, and what was there before.
-            self.failure = str(error)
-            logger.warning("%s: %s", self.name, error)
+            self._fail(error)
+
+    def update(self, *, now: bool = False) -> None:
+        """Go to the newest snapshot; make its index if there is none and it is due, or `now`."""
+        self.reopen()
+        with self._lock:
+            if self._is_due(now):
+                self._build()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = explain(error) or str(error)
+        logger.warning("%s: %s", self.name, self.failure)
 
     def reopen(self) -> None:
         """Go to the newest snapshot, unless one was asked for."""
@@ -150,7 +157,7 @@ class OpenRun:
                 self._against = {name: Against(index=its, pairs=pairs)}
                 self.failure = ""
             except (StoreError, UserError, OSError) as error:
-                self.failure = str(error)
+                self._fail(error)
 
     def state(self) -> dict[str, Any]:
         """Return which snapshots are there, and how the index is."""
@@ -177,7 +184,9 @@ def _config_of(folder: Path | None) -> "Config | None":
 
 def _default_cache(folder: Path | None, url: str) -> Path:
     """Return where the indexes of a store are kept: with its run, or with its user if it is read-only."""
-    if folder is not None and os.access(folder, os.W_OK):
+    if folder is not None and os.access(
+        folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids
+    ):
         return folder / "view"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "bigscl" / "view" / hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.data.answers import Answer, Answers, append_answers, now, read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import Pairs, chances, first_values, rank
+from bigscl.evaluation.asking import Pairs, chances, rank
 from bigscl.store import Array
 from bigscl.tools.halves import to_float32
 from bigscl.tools.questions import answers_files
@@ -23,7 +23,7 @@ from bigscl.tools.viewer.open_run import OpenRun
 from bigscl.tools.viewer.score_index import PAIR, ScoreIndex, find_rows
 from bigscl.user_error import UserError
 
-SHORTLIST = 300_000
+SHORTLIST = 100_000
 """Pairs that can come up, at most: as many of each class."""
 MAX_NAME = 100
 Pair = tuple[int, int]
@@ -39,7 +39,7 @@ class QuestionQueue:
         self._run = run
         self._lock = threading.Lock()
         self._skipped: set[Pair] = set()
-        self._shortlist: tuple[Path, Array] | None = None
+        self._shortlist: tuple[Path, Array, Pairs] | None = None
         self._read: dict[Path, tuple[tuple[int, int], Answers]] = {}
         self._rows: dict[str, int | None] = {}
 
@@ -77,19 +77,19 @@ class QuestionQueue:
     # The queue
 
     def _chosen(self, index: ScoreIndex, said: dict[Pair, bool], count: int) -> Array:
-        listed = self._listed(index)
+        listed, pairs = self._listed(index)
         closed = np.array([*said, *self._skipped], np.int64).reshape(-1, 2)
-        open_ = listed[~np.isin(self._numbers(listed["row"], listed["class"]), self._numbers(*closed.T))]
+        open_ = np.flatnonzero(~np.isin(self._numbers(pairs.ids, pairs.classes), self._numbers(*closed.T)))
         told = _find(index, said)
         yes = np.array([said[int(pair["row"]), int(pair["class"])] for pair in told], bool)
-        pairs, answered = self._as_pairs(open_), self._as_pairs(told)
-        found: Array = open_[rank(chances(pairs, answered, yes), pairs, answered, most=count)]
+        pairs, answered = pairs.take(open_), self._as_pairs(told)
+        found: Array = listed[open_[rank(chances(pairs, answered, yes), pairs, answered, most=count)]]
         return found
 
     def _numbers(self, rows: Array, classes: Array) -> NDArray[np.int64]:
         return rows.astype(np.int64) * self._run.store.spec.num_classes + classes
 
-    def _listed(self, index: ScoreIndex) -> Array:
+    def _listed(self, index: ScoreIndex) -> tuple[Array, Pairs]:
         """Return the pairs that can come up: of each class the most valuable before any answer."""
         if self._shortlist is None or self._shortlist[0] != index.folder:
             num_classes, labels = len(index.offsets) - 1, self._run.data.labelled
@@ -97,17 +97,21 @@ class QuestionQueue:
             known = self._numbers(rows, absent)
             most = max(50, SHORTLIST // num_classes)
             parts = [self._valuable(index.of_class(number), known, most) for number in range(num_classes)]
-            self._shortlist = index.folder, np.concatenate(parts)
-        return self._shortlist[1]
+            listed = np.concatenate(parts)
+            self._shortlist = index.folder, listed, self._as_pairs(listed)
+        return self._shortlist[1:]
 
     def _valuable(self, pairs: Array, known: NDArray[np.int64], most: int) -> Array:
-        """Return the most valuable pairs of a class, unnamed and named apart."""
+        """Return the most valuable pairs of a class before any answer, unnamed and named apart.
+
+        Then the value depends on the warmth alone: the warmest unnamed ones, the coldest named ones.
+        """
         if len(known):
             pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
-        named = self._as_pairs(pairs).named
-        groups = [pairs[~named], pairs[named]]
-        order = [np.argsort(-first_values(self._as_pairs(own), "queue"), kind="stable") for own in groups]
-        return np.concatenate([own[places[:most]] for own, places in zip(groups, order, strict=True)])
+        own = self._as_pairs(pairs)
+        order = np.argsort(np.where(own.named, own.warmth, -own.warmth), kind="stable")
+        named = own.named[order]
+        return np.concatenate([pairs[order[~named][:most]], pairs[order[named][:most]]])
 
     def _as_pairs(self, pairs: Array) -> Pairs:
         scores = to_float32(pairs["score"])

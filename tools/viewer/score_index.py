@@ -98,14 +98,19 @@ class ScoreIndex:
         cuts = {name: arrays.pop(name) for name in ("tau", "last_id")}
         self.expected = Expected(**cuts, recomputed=head["recomputed"], note=head["note"])
         self.classes = ClassCounts(**arrays)
-        self.pairs = np.memmap(folder / "pairs.bin", PAIR, "r") if self.offsets[-1] else np.empty(0, PAIR)
+        self._pairs = folder / "pairs.bin"
         self.orders = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*ORDERS, "row")}
-        if len(self.pairs) != self.offsets[-1]:
-            raise OSError(f"{folder}: {len(self.pairs)} pairs, expected {self.offsets[-1]}")
+        if self._pairs.stat().st_size != self.offsets[-1] * PAIR.itemsize:
+            raise OSError(f"{self._pairs}: has not {self.offsets[-1]} pairs")
 
     def of_class(self, number: int) -> Array:
         """Return the pairs of a class, the highest score first."""
-        return np.asarray(self.pairs[self.offsets[number] : self.offsets[number + 1]])
+        return self.part(int(self.offsets[number]), int(self.offsets[number + 1]))
+
+    def part(self, first: int, end: int) -> Array:
+        """Return some of the pairs of all classes. Read, not mapped: mapped pages would stay in memory."""
+        found: Array = np.fromfile(self._pairs, PAIR, end - first, offset=first * PAIR.itemsize)
+        return found
 
 
 def value_of(pairs: Array, order: str) -> NDArray[np.float32]:
