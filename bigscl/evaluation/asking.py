@@ -22,7 +22,7 @@ Floats = NDArray[np.float32]
 TRUST, TRUST_LABELS = 8.0, 2.0
 """How many answers about a class, and about labels, weigh as much as the memory's own word."""
 WRONG_LABEL = 0.2
-"""What cold labels are taken for before anybody was asked about one: a few are tried, then answers decide."""
+"""What cold labels are taken for before anybody was asked about one: a few are tried, answers decide."""
 AGAIN = 0.95
 """What a further question about the same image is worth, in questions about another."""
 SPREAD, ENOUGH = 0.05, 10
@@ -88,8 +88,9 @@ def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np
 
     The log odds are those of the warmth (of its absence, for a class that a label names: a label whose class
     never warms is perhaps wrong) plus a number for each class, and one for all labels. These are 0 for
-    classes and the log odds of WRONG_LABEL for labels, until answers move them: they are the most likely values for
-    the `answered` pairs, whose answers are `yes`, and a prior that weighs TRUST (TRUST_LABELS) answers.
+    classes and the log odds of WRONG_LABEL for labels, until answers move them: they are the most likely
+    values for the `answered` pairs, whose answers are `yes`, and a prior that weighs TRUST (TRUST_LABELS)
+    answers.
     """
     odds, told = _log_odds(pairs), _log_odds(answered)
     groups = np.concatenate([np.where(one.named, 0, one.classes + 1) for one in (pairs, answered)])
