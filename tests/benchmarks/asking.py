@@ -27,8 +27,9 @@ score 246 457 737 1047, so not better at 500), and a run with 229 wrong labels (
 
 Validation mAP is still to be measured with the trainer. With a linear layer on cached features of VOC's
 training images (a third held out, 4 seeds, two thirds of the answers) the queue (SPREAD 0.06)
-gained 0.06 0.22 0.43 0.91, score -0.10 0.14 0.52 0.70, uncertainty 0.14 0.18 0.50 0.93: the same within the noise, which is about 0.1.
-More spread over classes gained more with few answers, and found fewer positives.
+gained 0.06 0.22 0.43 0.91, score -0.10 0.14 0.52 0.70, uncertainty 0.14 0.18 0.50 0.93: the same within
+the noise, which is about 0.1. More spread over classes gained more with few answers,
+and found fewer positives.
 """
 
 import argparse
