@@ -97,7 +97,6 @@ OPTIONS = {
     "accumulation": {"optimizer.accumulate": 3},
     "sgd": {"optimizer.name": "sgd"},
     "K from validation": {"selection.K": "auto"},
-    "K from the memory": {"selection.K": "auto", "data.val": None},
     "pictures": {"log.pictures_every": 2, "log.trackers": ["tensorboard"]},
 }
 
@@ -117,7 +116,7 @@ RESUMED = [
     "debiased",
     "average of weights",
 ]
-RESUMED += ["erasing", "accumulation", "sgd", "K from the memory"]
+RESUMED += ["erasing", "accumulation", "sgd"]
 
 
 @pytest.fixture(scope="module")
