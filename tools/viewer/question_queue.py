@@ -109,6 +109,10 @@ class QuestionQueue:
         if len(known):
             pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
         own = self._as_pairs(pairs)
+        if self._run.store.group.layout == "topk":
+            # As `bigscl ask`: of the others only those that have a heatmap.
+            kept = own.named | (pairs["peak"] > 0)
+            pairs, own = pairs[kept], own.take(kept)
         order = np.argsort(np.where(own.named, own.warmth, -own.warmth), kind="stable")
         named = own.named[order]
         return np.concatenate([pairs[order[~named][:most]], pairs[order[named][:most]]])
