@@ -22,8 +22,9 @@ of two finished runs (EN; EN+SCL with corrected targets, spatial selection and K
 
 The constants of the queue were chosen on these memories and two more of the same labels. Looked at once,
 afterwards: another draw of labels, in the middle of a training (EN, epoch 5 of 18; queue 245 445 755 1134,
-score 246 457 737 1047, so not better at 500), and a run with 229 wrong labels (EN+SCL, noise 0.05; queue 247
-488 883 1227 and 0 0 1 166 wrong labels refuted, score 247 486 845 1244 and none).
+score 246 457 737 1047, so not better at 500). A run with 229 wrong labels (EN+SCL, noise 0.05; queue 247
+488 883 1227 and 0 0 1 166 wrong labels refuted, score 247 486 845 1244 and none) has changed the queue: it
+shares what it learns of labels among all classes since.
 
 Validation mAP is still to be measured with the trainer. With a linear layer on cached features of VOC's
 training images (a third held out, 4 seeds, two thirds of the answers) the queue (SPREAD 0.06)
