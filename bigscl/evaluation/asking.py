@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 By = Literal["queue", "score", "uncertainty", "random"]
 """An order of questions: by value, or what it is compared with."""
 Floats = NDArray[np.float32]
-TRUST = 8.0
-"""How many answers about a class weigh as much as the score's own word."""
-WRONG_LABEL = 0.05
-"""The share of labels that are taken to be wrong before anybody was asked about one."""
+TRUST, TRUST_LABELS = 8.0, 2.0
+"""How many answers about a class, and about labels, weigh as much as the memory's own word."""
+WRONG_LABEL = 0.2
+"""What cold labels are taken for before anybody was asked about one: a few are tried, answers decide."""
 AGAIN = 0.95
 """What a further question about the same image is worth, in questions about another."""
 SPREAD, ENOUGH = 0.05, 10
@@ -87,30 +87,25 @@ def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np
     """Return [p]: how likely the answer to each pair corrects the labels.
 
     The log odds are those of the warmth (of its absence, for a class that a label names: a label whose class
-    never warms is perhaps wrong) plus a number for each class and kind. That is 0 for classes that no label
-    names and the log odds of WRONG_LABEL for the others, until answers move it: it is the most likely value
-    for the `answered` pairs, whose answers are `yes`, and a prior that weighs TRUST answers.
+    never warms is perhaps wrong) plus a number for each class, and one for all labels. These are 0 for
+    classes and the log odds of WRONG_LABEL for labels, until answers move them: they are the most likely
+    values for the `answered` pairs, whose answers are `yes`, and a prior that weighs TRUST (TRUST_LABELS)
+    answers.
     """
     odds, told = _log_odds(pairs), _log_odds(answered)
-    groups, start = _groups(pairs, answered)
+    groups = np.concatenate([np.where(one.named, 0, one.classes + 1) for one in (pairs, answered)])
+    start = np.zeros(int(groups.max(initial=0)) + 1)
+    start[0], trust = np.log(WRONG_LABEL / (1 - WRONG_LABEL)), np.full(len(start), TRUST)
+    trust[0] = TRUST_LABELS
     own = groups[len(pairs) :]
     shift = start.copy()
     corrects = yes != answered.named
     for _ in range(20):  # Newton's steps; the curve is strictly concave
         likely = _sigmoid(told + shift[own])
-        slope = np.bincount(own, corrects - likely, len(shift)) - TRUST * (shift - start) / 4
-        curve = np.bincount(own, likely * (1 - likely), len(shift)) + TRUST / 4
+        slope = np.bincount(own, corrects - likely, len(shift)) - trust * (shift - start) / 4
+        curve = np.bincount(own, likely * (1 - likely), len(shift)) + trust / 4
         shift += np.clip(slope / curve, -1, 1)
     return _sigmoid(odds + shift[groups[: len(pairs)]])
-
-
-def _groups(pairs: Pairs, answered: Pairs) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the group of each pair and answered pair, and what is added to the log odds of each group."""
-    both = Pairs.concatenate([pairs, answered])
-    groups = 2 * both.classes + both.named
-    start = np.zeros(int(groups.max(initial=0)) + 2)
-    start[1::2] = np.log(WRONG_LABEL / (1 - WRONG_LABEL))
-    return groups, start
 
 
 def _log_odds(pairs: Pairs) -> NDArray[np.float64]:

@@ -43,12 +43,12 @@ def test_without_answers_the_chance_of_a_missing_label_is_its_warmth():
     assert (found[named] < 1 - pairs.warmth[named]).all()
 
 
-def slow_shift(odds, corrects, start):
+def slow_shift(odds, corrects, start, trust):
     """The most likely shift of a group by bisection of the slope."""
 
     def slope(shift):
         return sum(y - 1 / (1 + np.exp(-(x + shift))) for x, y in zip(odds, corrects, strict=True)) - (
-            asking.TRUST / 4 * (shift - start)
+            trust / 4 * (shift - start)
         )
 
     low, high = -30.0, 30.0
@@ -58,24 +58,34 @@ def slow_shift(odds, corrects, start):
     return low
 
 
+def log_odds(pairs):
+    likely = pairs.warmth.astype(float).clip(0.001, 0.999)
+    likely = np.where(pairs.named, 1 - likely, likely)
+    return np.log(likely / (1 - likely))
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_answers_shift_the_chances_of_their_class_and_kind_most_likely(seed):
+def test_answers_shift_the_chances_of_their_class_or_of_all_labels_most_likely(seed):
     pairs, told = some_pairs(50, seed), some_pairs(40, seed + 100)
     yes = np.random.default_rng(seed).random(40) < 0.6
     found = chances(pairs, told, yes)
-    for number in range(4):
-        for named in (False, True):
-            own = (told.classes == number) & (told.named == named)
-            warm = told.warmth[own].astype(float).clip(0.001, 0.999)
-            warm = 1 - warm if named else warm
-            share = asking.WRONG_LABEL
-            start = np.log(share / (1 - share)) if named else 0.0
-            shift = slow_shift(np.log(warm / (1 - warm)), yes[own] != named, start)
-            asked = (pairs.classes == number) & (pairs.named == named)
-            likely = pairs.warmth[asked].astype(float).clip(0.001, 0.999)
-            likely = 1 - likely if named else likely
-            expected = 1 / (1 + np.exp(-(np.log(likely / (1 - likely)) + shift)))
-            np.testing.assert_allclose(found[asked], expected, rtol=1e-4)
+    labels = np.log(asking.WRONG_LABEL / (1 - asking.WRONG_LABEL))
+    groups = [(one.classes * 0 - 1) * one.named + one.classes * ~one.named for one in (pairs, told)]
+    for group in range(-1, 4):
+        start, trust = (labels, asking.TRUST_LABELS) if group < 0 else (0.0, asking.TRUST)
+        own, asked = groups[1] == group, groups[0] == group
+        shift = slow_shift(log_odds(told)[own], (yes != told.named)[own], start, trust)
+        expected = 1 / (1 + np.exp(-(log_odds(pairs)[asked] + shift)))
+        np.testing.assert_allclose(found[asked], expected, rtol=1e-4)
+
+
+def test_cold_labels_are_tried_and_their_answers_decide():
+    warm = np.full(10, 0.1, np.float32)
+    ids = np.arange(10)
+    pairs = Pairs(ids=ids, classes=ids % 3, scores=warm, warmth=warm, named=np.ones(10, bool))
+    before = chances(pairs, Pairs.none(), NOTHING)[0]
+    right, wrong = (chances(pairs, pairs.take(ids[:3]), np.full(3, yes))[0] for yes in (True, False))
+    assert wrong > before > 0.5 > right
 
 
 def test_a_class_whose_answers_disappoint_comes_later():
