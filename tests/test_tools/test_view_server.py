@@ -574,7 +574,9 @@ def test_hostile_names_travel_as_text_and_hostile_images_not_at_all(tmp_path, in
         assert "\u202e" not in run["classes"][2]
         for path in ("/api/runs", "/api/samples", "/api/sample?row=0"):
             assert site.ask(path).headers["content-type"] == "application/json"
-        assert site.ask("/api/image?row=0").headers["content-type"] == "image/jpeg"
+        whole, small = site.ask("/api/image?row=0"), site.ask("/api/thumbnail?row=0&side=32")
+        assert whole.headers["content-type"] == "image/jpeg"
+        assert small.body == whole.body  # a small JPEG is sent as it is
         for path in ("/api/image?row=5", "/api/thumbnail?row=5"):
             got = site.ask(path)
             assert got.status == 503
