@@ -1,7 +1,5 @@
 """Runs that learn from answers of people: from the start, and resumed with more of them."""
 
-import signal
-
 import numpy as np
 import pytest
 
@@ -54,15 +52,13 @@ def stopped(tmp_path_factory, shards, answers):
     """The config of a run that was stopped in its second epoch; it knows of the first answers."""
     folder = tmp_path_factory.mktemp("stopped")
     append_answers(folder / "answers.jsonl", answers[:FIRST])
-    config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), log=LOG)
-    with Running(config.with_suffix(""), config) as running:
-        assert running.wait_for_step(12)
-        running.ranks()[0].send_signal(signal.SIGTERM)
+    config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), model=MODEL)
+    with Running(config.with_suffix(""), config, environment={"STOP_AT_BATCH": "3"}) as running:
         assert running.wait(120) == 0, running.output
     return config
 
 
-LOG = {"trackers": [], "pictures_every": 0, "every_steps": 1}
+MODEL = {"backbone": "tests.integration.tiny:stopping_net"}
 
 
 def data_of(shards, folder):
@@ -74,7 +70,7 @@ def again(stopped, folder, shards, answers):
     """A copy of the stopped run with more answers."""
     folder.mkdir()
     append_answers(folder / "answers.jsonl", answers)
-    config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), log=LOG)
+    config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), model=MODEL)
     copy_run(stopped.with_suffix(""), config.with_suffix(""))
     return config
 

@@ -1,6 +1,8 @@
 """Networks small enough that a whole training run costs less than its imports."""
 
 import os
+import signal
+import time
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,23 @@ class FailingNet(TinyNet):
 
 def failing_net(num_classes: int) -> nn.Module:
     return FailingNet(num_classes)
+
+
+class StoppingNet(TinyNet):
+    """Asks its own process to stop, at the batch of this number of those that train the whole network."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training and self.calls == int(os.environ.get("STOP_AT_BATCH", "0")):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)  # until the thread that listens has heard it
+        return super().forward(images)
+
+
+def stopping_net(num_classes: int) -> nn.Module:
+    return StoppingNet(num_classes)
 
 
 def net_of_rank_0(num_classes: int) -> nn.Module:
