@@ -146,8 +146,9 @@ class SelectionConfig:
     """First epoch in which expected positives are used; before it only observed positives count."""
     by: RankBy = "score"
     """What images are ranked by: the score in the memory (the paper), or score and heatmap (spatial)."""
-    per_class: bool = False
-    """Estimate K of each class from the memory; K is then their mean over the labels."""
+    per_class: bool | Literal["labelled"] = False
+    """Give each class its own K, with the mean K over the labels: from the memory (`true`; assumes labels
+    drawn uniformly from an image's classes), or from a data.val with full labels (`labelled`)."""
     asserted: Share = 0.5
     """Share of the unnamed expected positives, the surest first, that `enp` counts as positives."""
 

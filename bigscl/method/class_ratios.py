@@ -5,6 +5,7 @@ with probability 1/m. So for each label of class c there are in the mean K_c = E
 that show c: classes that appear in company (table, chair) are named less often than those that appear alone
 (bird). Labels that are drawn by size or salience break this: K_c is then too small for what they overlook. On
 VOC's labels drawn by size its error is 15.5% instead of 8.7% (one K for all: 23.3%; configs/RESULTS.md).
+`labelled_ratios` makes no such assumption, but needs about a thousand images with full labels.
 """
 
 # Shapes: L classes, n expected positives.
@@ -31,6 +32,18 @@ def class_ratios(
     level = (positives_per_image - 1) * counts.sum() / extra.sum()
     ratios: NDArray[np.float64] = 1 + level * extra / np.maximum(counts, 1)
     return ratios
+
+
+def labelled_ratios(
+    shares: NDArray[np.float64], counts: NDArray[np.int64], num_samples: int
+) -> NDArray[np.float64]:
+    """Return K_c of each class from the share of fully labelled images that show it, at least 1.
+
+    `counts` are the annotated positives of each class in the `num_samples` training images, which show as
+    many classes as the labelled ones. A class without annotated positives has 1: nothing can be found of it.
+    """
+    ratios: NDArray[np.float64] = np.maximum(shares * num_samples / np.maximum(counts, 1), 1)
+    return np.where(counts > 0, ratios, 1.0)
 
 
 def at_level(

@@ -11,6 +11,7 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
+from bigscl.method.class_ratios import labelled_ratios
 from bigscl.method.losses import BASES
 from bigscl.method.selection import expected_counts
 from bigscl.training.selecting import Level
@@ -72,6 +73,22 @@ def positives_per_image(config: Config, val: Index | None) -> Level | None:
     k = estimate_k(torch.from_numpy(true_labels(val, val.ids())[0]))
     logger.info("K = %.3f positives per image, from the %d validation images", k, val.num_samples)
     return k
+
+
+def k_per_class(
+    config: Config, counts: NDArray[np.int64], num_samples: int, val: Index | None
+) -> bool | NDArray[np.float64]:
+    """Return K of each class by the full labels of data.val, or whether the memory estimates it."""
+    wanted = config.selection.per_class
+    if wanted != "labelled":
+        return wanted
+    if val is None or not has_full_labels(val):
+        raise UserError(
+            "selection.per_class: labelled takes K of each class from the full labels of data.val, but no "
+            "image of it names more than one class. Give data.val with full labels, or choose true or false."
+        )
+    shares = (true_labels(val, val.ids())[0] == 1).mean(0)
+    return labelled_ratios(shares, counts, num_samples)
 
 
 def has_full_labels(val: Index) -> bool:

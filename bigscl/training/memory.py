@@ -84,7 +84,7 @@ class Memory(Closing):
         positives_per_image: Level | None = None,
         selection_start: int = 1,
         rank_by: RankBy = "score",
-        k_per_class: bool = False,
+        k_per_class: bool | NDArray[np.float64] = False,
         asserted: float | None = None,
         answered: Answered | None = None,
         device: torch.device | str = "cpu",
@@ -101,7 +101,7 @@ class Memory(Closing):
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
         With "auto" K is estimated from the memory before each selection: see `bigscl.method.level`.
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
-        `k_per_class` each class has a K of its own, estimated at the end of epochs; their mean is K.
+        `k_per_class` each class has a K of its own, given or estimated at the end of epochs; their mean is K.
         `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
         `answered` are the answers of people that the annotations contain: rows that were learnt before an
         answer came are changed when the memory starts, see `HeatmapStore.answer`. The ranks are those of
@@ -118,7 +118,8 @@ class Memory(Closing):
                 positives_per_image=positives_per_image,
                 start_epoch=selection_start,
                 rank_by=rank_by,
-                per_class=k_per_class,
+                per_class=k_per_class is True,
+                given_ratios=None if isinstance(k_per_class, bool) else k_per_class,
                 asserted=asserted,
             )
         self._settings = checked_settings(settings, drops_snapshots)

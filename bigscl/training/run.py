@@ -5,7 +5,9 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data import sample_list
@@ -32,7 +34,7 @@ from bigscl.store import (
 )
 from bigscl.text import first_few
 from bigscl.training.checkpoint import Checkpoints
-from bigscl.training.expectation import positives_per_image
+from bigscl.training.expectation import k_per_class, positives_per_image
 from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
@@ -58,6 +60,8 @@ class Data:
     """Answers of people that are among them."""
     positives_per_image: Level | None
     """K, if the objective needs it."""
+    k_per_class: bool | NDArray[np.float64]
+    """Whether each class has its own K; that K if it is known."""
 
 
 def open_data(config: Config, ranks: Transport | None = None) -> Data:
@@ -93,6 +97,7 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
         annotations=annotations,
         answered=answered,
         positives_per_image=positives_per_image(config, val),
+        k_per_class=k_per_class(config, annotations.counts(), train.num_samples, val),
     )
 
 
@@ -190,7 +195,7 @@ def open_memory(
         positives_per_image=run.data.positives_per_image if config.objective.needs.expected else None,
         selection_start=config.selection.start_epoch,
         rank_by=config.selection.by,
-        k_per_class=config.selection.per_class,
+        k_per_class=run.data.k_per_class,
         asserted=config.selection.asserted if config.objective.needs.asserted else None,
         answered=run.data.answered,
         device=device,

@@ -29,6 +29,8 @@ class SelectionRule:
     rank_by: RankBy = "score"
     per_class: bool = False
     """Whether each class has a K of its own, estimated from the memory; K is then their mean."""
+    given_ratios: NDArray[np.float64] | None = None
+    """K of each class if it is known, up to the level: their mean becomes K."""
 
     asserted: float | None = None
     """Share of the unnamed expected positives whose cut is wanted too, the surest first."""
@@ -36,7 +38,7 @@ class SelectionRule:
     @property
     def named_first(self) -> bool:
         """Whether annotated positives are always expected: the paper ranks by the score alone."""
-        return self.per_class or self.rank_by == "spatial"
+        return self.per_class or self.given_ratios is not None or self.rank_by == "spatial"
 
     def completed(self, selection: Selection) -> Selection:
         """Return a committed selection; before the first one no expected positive is asserted."""
@@ -62,7 +64,9 @@ class SelectionRule:
         ratios = ratios if self.per_class else None
         counts = annotations.counts()
         used = np.full(len(counts), level) if ratios is None else ratios
-        if self.positives_per_image == "auto":
+        if self.given_ratios is not None:
+            used = at_level(self.given_ratios, counts, level)
+        elif self.positives_per_image == "auto":
             used = at_level(used, counts, level)
         num_expected = expected_counts(counts, used)
         surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)

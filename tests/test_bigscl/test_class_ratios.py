@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.method.class_ratios import at_level, class_ratios, count_positives
+from bigscl.method.class_ratios import at_level, class_ratios, count_positives, labelled_ratios
 from bigscl.method.ranking import named_first, rank
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
@@ -48,6 +48,17 @@ def test_ratios_of_another_level_keep_their_proportions():
     moved = at_level(class_ratios(1.5, counts, positives), counts, 2.2)
     np.testing.assert_allclose(moved, class_ratios(2.2, counts, positives))
     np.testing.assert_array_equal(at_level(np.ones(4), counts, 1.7), np.full(4, 1.7))
+
+
+def test_ratios_from_full_labels_are_those_of_the_training_images():
+    """However labels are drawn: here the largest class number of an image is never named if there are two."""
+    random = np.random.default_rng(0)
+    shown = random.random((1000, 5)) < [0.6, 0.3, 0.2, 0.1, 0.02]
+    named = np.array([row.argmax() if row.any() else -1 for row in shown])
+    counts = np.bincount(named[named >= 0], minlength=5)
+    found = labelled_ratios(shown.mean(0), counts, len(shown))
+    np.testing.assert_allclose(found, shown.sum(0) / counts)
+    np.testing.assert_array_equal(labelled_ratios(np.array([0.1, 0.5]), np.array([50, 0]), 100), [1, 1])
 
 
 def test_without_expected_positives_every_class_has_k():

@@ -3,7 +3,7 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.data.scan import scan
-from bigscl.training.expectation import check_k, expectation, positives_per_image
+from bigscl.training.expectation import check_k, expectation, k_per_class, positives_per_image
 from tests.tars import labelled, write_shards, write_tar
 
 VALUES = {
@@ -53,6 +53,19 @@ def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_l
     check_k(config(objective={"base": "an"}), one_label)
     check_k(config(), all_labels)
     assert positives_per_image(config(), all_labels) == 2.0
+
+
+def test_k_of_each_class_comes_from_full_labels_if_asked(one_label, all_labels):
+    wanted, counts = config(selection={"per_class": "labelled"}), np.array([2, 4, 1] + [0] * 7)
+    found = k_per_class(wanted, counts[: all_labels.num_classes], 12, all_labels)
+    # Shown by 3, 2 and 1 of 3 images; the second would expect 8 of 12 images for 4 labels.
+    np.testing.assert_allclose(found[:3], [6, 2, 4])
+    assert (found[3:] == 1).all()
+    for val in (one_label, None):
+        with pytest.raises(ValueError, match=r"selection\.per_class: labelled .* full labels"):
+            k_per_class(wanted, counts, 12, val)
+    for plain in (False, True):
+        assert k_per_class(config(selection={"per_class": plain}), counts, 12, None) is plain
 
 
 def test_expected_positives_are_counted_per_image_and_in_total():

@@ -30,6 +30,7 @@ RULES = {
     "spatial": {"rank_by": "spatial"},
     "per class": {"k_per_class": True},
     "both": {"rank_by": "spatial", "k_per_class": True},
+    "given per class": {"k_per_class": np.array([1.0, 2, 1.5, 1, 4, 1, 2])},
     "asserted": {"rank_by": "spatial", "asserted": 0.5},
     "estimated": {"positives_per_image": "auto"},
     "estimated per class": {"positives_per_image": "auto", "k_per_class": True},
@@ -97,6 +98,21 @@ def test_k_of_each_class_is_that_of_the_selection_before(tmp_path):
             np.testing.assert_array_equal(found & unnamed, expected & unnamed, err_msg=f"epoch {epoch}")
             memory.load_state_dict(memory.state_dict())
         np.testing.assert_allclose((ratios * counts).sum() / counts.sum(), K)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top": 4, "compact_after": 1}], ids=["dense", "topk"])
+def test_given_k_of_each_class_is_used_at_the_level(tmp_path, settings):
+    given, counts = np.array([1.0, 2, 1.5, 1, 4, 1, 2]), ANNOTATIONS.counts()
+    num_expected = np.rint(at_level(given, counts, K) * counts).astype(int)
+    with open_memory(tmp_path / "store", k_per_class=given, settings=settings) as memory:
+        for _ in range(2):
+            train_epoch(memory)
+            memory.end_epoch()
+            assert memory.class_ratios is None
+            expected = slow_selection(rows_at(tmp_path / "store").scores, num_expected)
+            found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+            unnamed = ~ANNOTATED[IDS]
+            np.testing.assert_array_equal(found & unnamed, expected & unnamed)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
