@@ -143,6 +143,20 @@ def test_filters_change_the_grid_and_the_address_which_shows_the_same_again(page
     page.wait_for_selector("text=No sample matches.")
 
 
+def test_what_is_typed_survives_a_page_that_arrives_meanwhile(page, site):
+    page.goto(at(site))
+    for name, first, rest in [("key", "train_0000", "0"), ("low", "0.", "1")]:
+        page.wait_for_selector(".tile")
+        page.focus(f"[name={name}]")
+        page.keyboard.type(first)
+        page.evaluate("window.before = document.querySelector('.grid'); dispatchEvent(new Event('state'))")
+        until(page, "document.querySelector('.grid') !== window.before")
+        page.keyboard.type(rest)
+        page.keyboard.press("Enter")
+        page.wait_for_url(re.compile(f"{name}={first}{rest}(&|$)"))
+        assert page.locator("form.filters, .summary, .grid").count() == 3
+
+
 def test_sample_is_opened_and_looked_at_with_the_keyboard(page, site):
     page.goto(at(site))
     page.wait_for_selector(".tile")

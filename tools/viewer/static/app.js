@@ -33,11 +33,26 @@ async function show() {
   try {
     const made = await current.show({ state: state(), runs, number: number(), run: runs[number()] });
     if (mine !== turn) return;
-    main.replaceChildren(made);
+    place(made);
     current.shown?.();
   } catch (error) {
     if (mine === turn) main.replaceChildren(el("p", { className: "failure" }, error.message));
   }
+}
+
+// Somebody who is typing in a filter keeps it when a page arrives.
+function place(made) {
+  const field = document.activeElement;
+  const form = field.closest("#main form.filters");
+  const next = made.querySelector("form.filters");
+  const typed = field.matches("input[name]:not([type=checkbox])") && (field.validity.badInput || field.value !== (state()[field.name] ?? ""));
+  if (!form || !next || !typed) {
+    main.replaceChildren(made);
+    return;
+  }
+  const shown = form.parentElement;
+  [...shown.children].filter((one) => one !== form).forEach((one) => one.remove());
+  shown.append(...[...made.children].filter((one) => one !== next));
 }
 
 function header() {
