@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bigscl.command_line import AsJson
 from bigscl.store import HeatmapStore
+from bigscl.tools.choosing import next_epoch
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, Store, locate, open_store, run_folder
 from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import class_name, name_of
@@ -114,8 +115,7 @@ def _run_of(store: str) -> Path:
 def _epochs(folder: Path, store: HeatmapStore, data: Data) -> dict[int, NDArray[Any]]:
     from bigscl.training.score_log import read_score_log
 
-    next_epoch = store.snapshot.attributes.get("next_epoch", store.snapshot.epoch + 1)
-    epochs = read_score_log(folder, data.annotations, next_epoch)
+    epochs = read_score_log(folder, data.annotations, next_epoch(store))
     if not epochs:
         raise UserError(
             f"{folder}: has no scores of finished epochs in {folder / 'scores'}. Runs keep them with "

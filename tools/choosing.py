@@ -107,3 +107,9 @@ def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
     ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return ids[np.lexsort((ids, -values))]
+
+
+def next_epoch(store: HeatmapStore) -> int:
+    """Return the first epoch that the store's snapshot has not finished."""
+    number: int = store.snapshot.attributes.get("next_epoch", store.snapshot.epoch + 1)
+    return number

@@ -54,7 +54,7 @@ class Looks:
 
     def _sizes(self, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Yield (id, width, height) of images of one shard."""
-        from bigscl.data.decode import image_size
+        from bigscl.data.headers import image_size
         from bigscl.data.plan import Stream
         from bigscl.data.reader import encoded_images
         from bigscl.data.sources import Unreadable

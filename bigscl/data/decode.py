@@ -14,8 +14,6 @@ from bigscl.data.headers import FORMATS, check_header, check_pixels
 from bigscl.data.sources import Unreadable
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB
-# The EXIF tag, and its values for images that lie on their side.
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 
 
 @cache
@@ -58,17 +56,6 @@ def _decode_with_pillow(data: bytearray) -> Tensor:
     except Exception as error:  # A broken file can make Pillow's plugins raise anything.
         raise Unreadable(f"cannot be decoded: {str(error) or type(error).__name__}") from error
     return torch.from_numpy(np.array(upright)).permute(2, 0, 1)
-
-
-def image_size(data: bytearray) -> tuple[int, int]:
-    """Return (width, height) of the image that `decode` returns, from its header alone."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            is_turned = image.getexif().get(ORIENTATION) in TURNED
-    except Exception as error:  # As above.
-        raise Unreadable(f"its header cannot be read: {str(error) or type(error).__name__}") from error
-    return (height, width) if is_turned else (width, height)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,7 +1,9 @@
 """Read an image file's header without a decoder: its size, to refuse decompression bombs unopened."""
 
+import io
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 USUAL_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 START_OF_SCAN, END_OF_IMAGE, APP1 = 0xDA, 0xD9, 0xE1
 ORIENTATION, SHORT = 0x0112, 3
+# Orientations of images that lie on their side.
+TURNED = (5, 6, 7, 8)
 PROGRESSIVE = 0xC2
 # What may follow 0xFF in the data of a scan: 0, and restarts; of a progressive JPEG further scans and tables.
 IN_SCAN = np.isin(np.arange(256), [0x00, *range(0xD0, 0xD8)])
@@ -49,6 +53,26 @@ def check_pixels(width: int, height: int) -> None:
     """Raise Unreadable for an image of more than MAX_PIXELS."""
     if width * height > MAX_PIXELS:
         raise Unreadable(f"{width} x {height} pixels, more than the {MAX_PIXELS} that are decoded")
+
+
+def image_size(data: bytes | bytearray) -> tuple[int, int]:
+    """Return (width, height) of an image once it is turned upright by its EXIF orientation; raise Unreadable.
+
+    The first bytes of the file are enough. A damaged EXIF part turns nothing, as for the decoder.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            with suppress(Exception):
+                if image.getexif().get(ORIENTATION) in TURNED:
+                    return height, width
+    except UnidentifiedImageError as error:
+        raise Unreadable(f"cannot be decoded: it is none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # A broken file can make Pillow's plugins raise anything.
+        raise Unreadable(f"cannot be decoded: {str(error) or type(error).__name__}") from error
+    return width, height
 
 
 def plain_jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:

@@ -1,6 +1,5 @@
 """Read samples from their shards: encoded images in a stream's order, and a few chosen samples."""
 
-import io
 import json
 import logging
 import tarfile
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.headers import FORMATS
+from bigscl.data.headers import image_size
 from bigscl.data.index import Index
 from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
@@ -192,17 +191,10 @@ def read_image_heads(
 
 
 def _upright_size(shard: Shard, member: Member) -> tuple[int, int] | None:
-    """Return width and height, turned by the EXIF orientation; None if the file is not a readable image."""
-    from PIL import Image
-
-    # Its tag, and those of its values that swap width and height.
-    orientation, quarter_turns = 274, (5, 6, 7, 8)
+    """Return the size of an image from its first bytes, or from all; None if it is not a readable image."""
     for count in sorted({min(HEAD_BYTES, member.size), min(LARGEST_IMAGE_BYTES, member.size)}):
         try:
-            with Image.open(io.BytesIO(shard.read_at(member.offset, count)), formats=FORMATS) as image:
-                turned = image.getexif().get(orientation) in quarter_turns
-                width, height = image.size
-                return (height, width) if turned else (width, height)
-        except Exception as error:  # a broken file can make Pillow's plugins raise anything
+            return image_size(shard.read_at(member.offset, count))
+        except Unreadable as error:
             logger.debug("%s: %s in %d bytes", member.name, error, count)
     return None

@@ -1,7 +1,6 @@
 """What the page asks for: each address has a function that answers it from the runs."""
 
 import base64
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from bigscl.data.sources import Unreadable
 from bigscl.files import free_bytes
 from bigscl.store import Array, HeatmapStore, Rows, StoreError, read_holder
 from bigscl.text import printable
+from bigscl.tools.choosing import next_epoch
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import checkpoints_by_snapshot
 from bigscl.tools.show import bytes_by_array, is_alive, snapshot_facts
@@ -409,7 +409,7 @@ def _logged(run: OpenRun, row: int) -> dict[int, Any]:
     if run.folder is None:
         return {}
     place = int(np.searchsorted(run.data.index.ids(), row))
-    epochs = read_score_log(run.folder, run.data.annotations, math.inf)  # type: ignore[arg-type]
+    epochs = read_score_log(run.folder, run.data.annotations, next_epoch(run.store))
     return {
         epoch: {"scores": {int(one["class"]): float(one["score"]) for one in pairs[place]}, "maps": None}
         for epoch, pairs in epochs.items()

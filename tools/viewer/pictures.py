@@ -4,13 +4,12 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from bigscl.data.headers import FORMATS, check_header, check_pixels
+from bigscl.data.headers import FORMATS, check_header, check_pixels, image_size
 from bigscl.data.index import Index
 from bigscl.data.reader import read_encoded, read_metadata
 from bigscl.data.sources import Unreadable
@@ -87,11 +86,10 @@ def thumbnail(index: Index, row: int, side: int) -> bytes:
 
 def upright_size(index: Index, row: int) -> tuple[int, int]:
     """Return (width, height) of a sample's image as it is shown."""
-    image = _opened(read_encoded(index, row))
-    width, height = image.size
-    with suppress(Exception):  # as above
-        if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):
-            return height, width
+    data = read_encoded(index, row)
+    check_header(data)
+    width, height = image_size(data)
+    check_pixels(width, height)
     return width, height
 
 
