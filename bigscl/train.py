@@ -295,6 +295,7 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
             decoder=data.decoder,
+            device=self.device,
         )
 
     # Saving and stopping

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
 from bigscl.data.decoders import find_decoder
+from bigscl.data.gpu_decoding import EncodedJpeg, decode_batch, gpu_decoder, pack
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import DecoderName, Transform, TransformedImage
+from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
 from bigscl.data.workers import obey_parent_only, receive
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error about too many of them.
 MOST_WARNINGS = 100
 MOST_LISTED = 20
+# An image that the GPU will decode, and where it comes from.
+NOT_YET = TransformedImage(torch.empty(0), (0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 class TooManyBadSamples(UserError):
@@ -98,6 +101,7 @@ class Loader:
         pin_memory: bool = False,
         allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
+        device: torch.device | str = "cpu",
         workers: "LoaderWorkers | None" = None,
     ) -> None:
         """Load with `workers` that live on after the epoch, or with new ones that end with it."""
@@ -116,8 +120,10 @@ class Loader:
             pin_memory=pin_memory,
             allow_pipe=allow_pipe,
             decoder=decoder,
+            device=device,
             persistent=False,
         )
+        self._transform = transform
 
     def __len__(self) -> int:
         return self._num_batches
@@ -128,7 +134,8 @@ class Loader:
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         started = time.perf_counter()
-        for batch in batches:
+        for found in batches:
+            batch = self._workers.decoded(found, self._transform)
             self.wait_seconds += time.perf_counter() - started
             self.bad.record(batch)
             yield batch
@@ -160,11 +167,16 @@ class LoaderWorkers:
         pin_memory: bool = False,
         allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
+        device: torch.device | str = "cpu",
         persistent: bool = True,
     ) -> None:
-        """With no workers, this process does the work of the only stream."""
+        """With no workers, this process does the work of the only stream.
+
+        `device` is the GPU that decodes, with `decoder: nvimgcodec_gpu`; batches are there then.
+        """
         check_shards(index)
         find_decoder(decoder)  # here, once: forked workers inherit the import
+        self._gpu_decoder = gpu_decoder(torch.device(device)) if decoder == "nvimgcodec_gpu" else None
         self._num_workers, self._persistent = num_workers, persistent
         self._batches = Batches(index, labels, allow_pipe, decoder)
         self._outboxes: list[Connection] = []
@@ -194,6 +206,10 @@ class LoaderWorkers:
             # The worker is waiting for it: a plan may be longer than what a pipe holds.
             outbox.send(each)
         return batches
+
+    def decoded(self, batch: Batch, transform: Transform) -> Batch:
+        """Return a batch with all its images: a GPU decodes what the workers have left to it."""
+        return batch if self._gpu_decoder is None else decode_batch(batch, transform, self._gpu_decoder)
 
     def close(self) -> None:
         """End the processes."""
@@ -227,13 +243,19 @@ class Batches(IterableDataset[Batch]):
         # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
         images = _empty((len(samples), size, size, 3)).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
+        waiting: dict[int, EncodedJpeg] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
             try:
                 if isinstance(content, Unreadable):
                     raise content
-                transformed[sample_id] = transform(self._decode(content), sample_id)
-                images[len(transformed) - 1] = transformed[sample_id].pixels
+                image = self._decode(content)
+                if isinstance(image, EncodedJpeg):
+                    waiting[len(transformed)] = image
+                    transformed[sample_id] = NOT_YET
+                    continue
+                transformed[sample_id] = transform_image(transform, image, sample_id)
+                images[len(transformed) - len(waiting) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
         views = torch.tensor([one.view for one in transformed.values()], dtype=torch.float32)
@@ -241,12 +263,13 @@ class Batches(IterableDataset[Batch]):
         ids = np.array(list(transformed), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
-            images=images[: len(transformed)],
+            images=images[: len(transformed) - len(waiting)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
             views=views.reshape(-1, 5),
             erased=erased.reshape(-1, 4) if transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
+            encoded=pack(waiting, _empty) if waiting else None,
         )
 
 

@@ -32,6 +32,11 @@ class View:
     image_width: int
     image_height: int
 
+    @property
+    def box(self) -> tuple[slice, slice, slice]:
+        """Where it is in an image [3,H,W]."""
+        return slice(None), slice(self.top, self.top + self.height), slice(self.left, self.left + self.width)
+
     def fractions(self) -> tuple[float, float, float, float, float]:
         """Return (left, top, width, height, flip) in fractions of the image: a row of a batch's views."""
         return (

@@ -112,7 +112,8 @@ def network_batches(loader: Iterable[Batch], size: int = NETWORK_BATCH) -> Itera
     for batch in loader:
         if not len(images):
             shape = (size, *batch.images.shape[1:])
-            images = torch.zeros(shape, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+            images = torch.zeros(shape, dtype=torch.uint8, device=batch.images.device)
+            images = images.contiguous(memory_format=torch.channels_last)
         first = 0
         while first < len(batch):
             count = min(size - filled, len(batch) - first)

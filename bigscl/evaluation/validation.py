@@ -44,6 +44,7 @@ def validate(
         config.data.evaluation_transform(),
         allow_pipe=config.data.allow_pipe,
         decoder=config.data.decoder,
+        device=device,
     )
     was_training = model.training
     model.eval()

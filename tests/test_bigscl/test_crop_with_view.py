@@ -7,7 +7,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from bigscl import RandomResizedCropWithView
-from bigscl.data.transforms import crop_and_resize
+from bigscl.data.transforms import TrainingTransform
 from bigscl.data.views import View
 from bigscl.method.heatmaps import to_view
 
@@ -37,7 +37,8 @@ def test_pixels_are_those_of_the_view(seed):
         image_height=HEIGHT,
     )
     np.testing.assert_allclose(view.tolist(), expected.fractions(), atol=1e-6)
-    reference = crop_and_resize(gradients(), expected, SIZE)
+    transform = TrainingTransform(size=SIZE, seed=0, epoch=0)
+    reference = transform.finish(gradients()[expected.box], expected, 0).pixels
     assert (pixels.int() - reference.int()).abs().max() <= 1
 
 

@@ -26,7 +26,7 @@ from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
-from bigscl.data.transforms import EvaluationTransform, TrainingTransform, crop_and_resize, resize
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
 from bigscl.data.views import View
 from tests.decoders import decoded, every_decoder
 from tests.tars import (
@@ -164,7 +164,7 @@ def test_pixels_are_the_view_that_is_named(index):
 
 @given(st.integers(1, 90), st.integers(1, 90), st.data())
 @settings(max_examples=80, deadline=None)
-def test_crop_and_resize_equal_torchvisions_resized_crop(width, height, data):
+def test_views_equal_torchvisions_resized_crop(width, height, data):
     image = torch.from_numpy(np.array(picture(width * 100 + height, width, height))).permute(2, 0, 1)
     left, top = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
     view = View(
@@ -179,7 +179,8 @@ def test_crop_and_resize_equal_torchvisions_resized_crop(width, height, data):
     size = data.draw(st.integers(1, 64))
     reference = V.resized_crop(image, top, left, view.height, view.width, [size, size], antialias=True)
     reference = V.horizontal_flip(reference) if view.flip else reference
-    assert_same_pixels(crop_and_resize(image, view, size), reference)
+    transform = TrainingTransform(size=size, seed=0, epoch=0)
+    assert_same_pixels(transform.finish(image[view.box], view, 0).pixels, reference)
 
 
 def test_waits_are_counted(index):
