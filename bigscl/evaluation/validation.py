@@ -8,7 +8,7 @@ import torch
 from bigscl.config import Config, ValidationConfig
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index
-from bigscl.data.loader import Loader
+from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
@@ -42,6 +42,7 @@ def validate(
         plan,
         ranks.rank,
         config.data.evaluation_transform(),
+        bad=BadSamples(index, plan.num_samples(ranks.rank), max_share=config.data.max_bad_share),
         allow_pipe=config.data.allow_pipe,
         decoder=config.data.decoder,
         device=device,

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from bigscl.config import load_config
 from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
+from bigscl.data.scan import scan
 from bigscl.store import Rows
 from bigscl.training.checkpoint import Checkpoints
+from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_runs,
@@ -23,6 +25,7 @@ from tests.integration.runs import (
     weights_of,
     write_config,
 )
+from tests.tars import encoded, jpeg, picture, write_shards, write_tar
 
 
 def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, trainer_server, plain, shards):
@@ -50,6 +53,36 @@ def test_memory_store_of_two_processes_equals_disk_store_and_is_gone_after_the_r
 def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):
     train(write_config(tmp_path / "run.yaml", shards, data={"workers": 0}))
     assert_same_runs(tmp_path / "run", plain, shards)
+
+
+@needs_nvimgcodec
+@pytest.mark.parametrize("processes", [1, 3])
+def test_decoding_in_the_training_process_changes_no_bit(tmp_path, trainer_server, processes):
+    """With another image format and a broken file among the JPEGs, and with validation."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    broken = [
+        ("z.jpg", jpeg(1)[:-100]),
+        ("z.cls", b"1"),
+        ("y.png", encoded(picture(2), "PNG")),
+        ("y.cls", b"2"),
+    ]
+    tars = [*write_shards(photos, [16, 16, 9]), str(write_tar(photos / "train-000003.tar", broken))]
+    scan(tars)[0].save(photos / "bigscl-index-train.npz")
+    runs = {}
+    for decoder, module in (
+        ("nvimgcodec", "bigscl.train"),
+        ("nvimgcodec_gpu", "tests.integration.decode_here"),
+    ):
+        data = {"decoder": decoder, "val": str(photos / "train-*.tar"), "max_bad_share": 0.1}
+        config = write_config(tmp_path / f"{decoder}.yaml", photos, data=data)
+        done = trainer_server.run_module(module, config, processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert "skipped" in done.stderr
+        runs[decoder] = config.with_suffix("")
+    assert_same_runs(runs["nvimgcodec_gpu"], runs["nvimgcodec"], photos)
+    scores = [(run / "best" / "metrics.json").read_text() for run in runs.values()]
+    assert scores[0] == scores[1]
 
 
 def test_saving_by_the_clock_of_one_rank_changes_no_bit(tmp_path, noisy, shards):

@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from bigscl.config import ValidationConfig, make_config
-from bigscl.data.loader import Loader
+from bigscl.data.loader import Loader, TooManyBadSamples
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import scan
 from bigscl.evaluation.inference import predict
@@ -58,3 +58,18 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
 def test_the_setting_chooses_the_metric_that_decides(settings, expected):
     metrics = {"map": 1, "top1": 2, "map_with_map_pooling": 3, "top1_with_map_pooling": 4}
     assert deciding(metrics, ValidationConfig(**settings)) == expected
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_unreadable_images_are_tolerated_as_the_setting_says(tmp_path, share):
+    members = [part for n in range(5) for part in labelled(f"image{n}", n, labels=[n % 3])]
+    members[0], members[2] = ("image0.jpg", b"no image"), ("image1.jpg", b"no image")
+    index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=3)[0]
+    data = {"train": "t", "val": "v", "size": 48, "resize": "square", "workers": 0, "max_bad_share": share}
+    config = make_config({"run": str(tmp_path), "data": data, "model": {"backbone": BACKBONE}})
+    model = build_model(BACKBONE, 3)
+    if share == 0.5:
+        assert validate(model, index, config, torch.device("cpu"), process_group(), show_nothing)["map"] > 0
+        return
+    with pytest.raises(TooManyBadSamples, match="2 of 5 samples"):
+        validate(model, index, config, torch.device("cpu"), process_group(), show_nothing)
