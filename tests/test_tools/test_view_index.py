@@ -11,7 +11,8 @@ import pytest
 from bigscl.store import ChunkCorrupt, HeatmapStore
 from bigscl.tools.expected import expected_at
 from bigscl.tools.opening import DataFlags, StorageFlags, open_store
-from bigscl.tools.viewer import listing, score_index
+from bigscl.tools.viewer import index_building, listing
+from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against, Query, listed, rows_with
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.score_index import (
@@ -20,8 +21,8 @@ from bigscl.tools.viewer.score_index import (
     EXPECTED,
     KNOWN,
     PRESENT,
-    build_index,
     disagreement,
+    index_name,
     open_index,
 )
 from tests.test_tools.conftest import bigscl
@@ -148,9 +149,9 @@ def test_filters_keep_what_a_loop_keeps(made, number, order, asked):
 
 
 def test_index_of_many_samples_keeps_the_highest_classes_and_all_that_is_named(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(score_index, "ALL_PAIRS", 0)
-    monkeypatch.setattr(score_index, "KEPT", 3)
-    monkeypatch.setattr(score_index, "PART", 7)  # so that pairs are sorted in many parts
+    monkeypatch.setattr(index_building, "ALL_PAIRS", 0)
+    monkeypatch.setattr(index_building, "KEPT", 3)
+    monkeypatch.setattr(index_building, "PART", 7)  # so that pairs are sorted in many parts
     store, data = opened(runs / "dense")
     index = build_index(tmp_path, store, data)
     wanted = reference(store, data)
@@ -245,13 +246,13 @@ def test_interrupted_build_leaves_nothing_that_is_taken_for_an_index(run, tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(score_index._Pass, "add", fail)
+        patch.setattr(index_building._Pass, "add", fail)
         with pytest.raises(KeyboardInterrupt):
             build_index(cache, store, data)
     assert open_index(cache, store) is None
     assert not list(cache.iterdir())
     # A build that was killed leaves its folder; it goes a day later.
-    left = cache / f".{score_index._name(store)}.0123"
+    left = cache / f".{index_name(store)}.0123"
     left.mkdir()
     assert build_index(cache, store, data).snapshot == store.snapshot.id
     assert left.exists()

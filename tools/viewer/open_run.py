@@ -15,8 +15,9 @@ from bigscl.errors import explain
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
 from bigscl.text import printable
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
+from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against
-from bigscl.tools.viewer.score_index import ScoreIndex, build_index, disagreement, open_index
+from bigscl.tools.viewer.score_index import ScoreIndex, disagreement, open_index
 from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
