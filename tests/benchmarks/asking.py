@@ -1,6 +1,6 @@
 """What answers are worth: missing positives found, and validation mAP after training again, by their number.
 
-    python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --seeds 3
+    python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --seeds 3 --parallel 2
     python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --run runs/mine --found-only
 
 For each seed a run is trained, and the full labels of its shards answer the questions of its memory
@@ -34,11 +34,14 @@ and found fewer positives.
 """
 
 import argparse
+import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -68,6 +71,8 @@ class Plan:
     config: Path
     settings: tuple[str, ...]
     numbers: tuple[int, ...]
+    parallel: int = 1
+    """Trainings at a time, which share the cores."""
 
     def train(self, run: Path, seed: int, answers: Path | None = None) -> None:
         """Train a run, or what is left of it."""
@@ -81,7 +86,7 @@ class Plan:
         for setting in self.settings:
             name, _, value = setting.partition("=")
             words += [f"--{name}", value]
-        bigscl("train", self.config, *words)
+        bigscl("train", self.config, *words, threads=max(1, (os.cpu_count() or 1) // self.parallel))
         if answers is not None:
             shutil.rmtree(run / "store", ignore_errors=True)
         (run / DONE).touch()
@@ -103,9 +108,12 @@ class Plan:
         return target
 
 
-def bigscl(*words: object) -> None:
+def bigscl(*words: object, threads: int | None = None) -> None:
     """Call a verb; it must end well."""
-    subprocess.run([sys.executable, "-m", "bigscl", *map(str, words)], check=True)
+    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run(
+        [sys.executable, "-m", "bigscl", *map(str, words)], check=True, env={**os.environ, **variables}
+    )
 
 
 def found(path: Path, index: Index) -> int:
@@ -125,24 +133,55 @@ class Result:
     metric: float | None
 
 
-def measure(plan: Plan, seed: int, base: Path | None, retrain: bool) -> Iterator[Result]:
-    """Train, ask, and train again with one seed; without `retrain` only ask."""
-    folder = plan.out / f"seed-{seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    run = base or folder / "base"
-    if base is None:
-        plan.train(run, seed)
-    index = open_data(load_config(run / "config.yaml")).train
-    yield Result(seed=seed, by="none", number=0, found=0, metric=best_of(run))
-    for by in ORDERS:
-        everything = plan.answer(run, folder, by, seed)
-        for number in plan.numbers:
-            answers = plan.first(everything, number)
-            trained = folder / f"{by}-{number}"
-            if retrain:
-                plan.train(trained, seed, answers)
-            metric = best_of(trained) if retrain else None
-            yield Result(seed=seed, by=by, number=number, found=found(answers, index), metric=metric)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One order and number of answers for one seed; without an order: the run without answers."""
+
+    seed: int
+    by: By | None = None
+    number: int = 0
+
+    def measure(self, plan: Plan, base: Path, retrain: bool) -> Result:
+        """Ask the memory of the run `base`, train again with the answers, and return what came of it."""
+        if self.by is None:
+            return Result(seed=self.seed, by="none", number=0, found=0, metric=best_of(base))
+        folder = plan.out / f"seed-{self.seed}"
+        answers = plan.first(folder / f"{self.by}.jsonl", self.number)
+        trained = folder / f"{self.by}-{self.number}"
+        if retrain:
+            plan.train(trained, self.seed, answers)
+        index = open_data(load_config(base / "config.yaml")).train
+        return Result(
+            seed=self.seed,
+            by=self.by,
+            number=self.number,
+            found=found(answers, index),
+            metric=best_of(trained) if retrain else None,
+        )
+
+
+def measure_all(plan: Plan, seeds: Sequence[int], given: Path | None, retrain: bool) -> None:
+    """Train, ask, and train again with every seed; without `retrain` only ask. Reports after each trial."""
+    folders = {seed: plan.out / f"seed-{seed}" for seed in seeds}
+    bases = {seed: folder / "base" for seed, folder in folders.items()}
+    if given is not None:
+        bases[seeds[0]] = given
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    trials = [Trial(seed=seed) for seed in seeds]
+    trials += [
+        Trial(seed=seed, by=by, number=number) for seed in seeds for number in plan.numbers for by in ORDERS
+    ]
+    results: list[Result] = []
+    with ThreadPoolExecutor(plan.parallel) as pool:
+        missing = [seed for seed in seeds if bases[seed] != given]
+        list(pool.map(lambda seed: plan.train(bases[seed], seed), missing))
+        for seed, by in itertools.product(seeds, ORDERS):
+            plan.answer(bases[seed], folders[seed], by, seed)
+        for result in pool.map(lambda trial: trial.measure(plan, bases[trial.seed], retrain), trials):
+            results.append(result)
+            report(results, plan)
+    print(tables(results, plan.numbers))
 
 
 def best_of(run: Path) -> float | None:
@@ -164,19 +203,35 @@ def spread(values: Sequence[float | int | None], digits: int) -> str:
     return f"{np.mean(known):.{digits}f}{deviation}"
 
 
-def table(results: Sequence[Result], numbers: Sequence[int]) -> str:
-    """Return the results as Markdown, the mean over the seeds."""
+Value = Callable[[Result], float | None]
+
+
+def gain_in(results: Sequence[Result]) -> Value:
+    """Return what gives the gain of a result over the run of its seed without answers."""
+    without = {one.seed: one.metric for one in results if one.by == "none"}
+
+    def gain(one: Result) -> float | None:
+        before = without.get(one.seed)
+        return None if before is None or one.metric is None else one.metric - before
+
+    return gain
+
+
+def tables(results: Sequence[Result], numbers: Sequence[int]) -> str:
+    """Return the results as Markdown: means over the seeds, and gains within them."""
+    columns: list[tuple[str, Value, int]] = [
+        ("missing positives found", lambda one: one.found, 0),
+        ("validation mAP", lambda one: one.metric, 2),
+        ("gain within a seed", gain_in(results), 2),
+    ]
     lines = []
-    for name, field, digits in (
-        ("missing positives found", "found", 0),
-        ("validation mAP", "metric", 2),
-    ):
+    for name, value, digits in columns:
         lines += [f"| {name} | " + " | ".join(f"{n:,}" for n in (0, *numbers)) + " |"]
         lines += ["|---|" + "---:|" * (1 + len(numbers))]
-        start = spread([getattr(one, field) for one in results if one.by == "none"], digits)
+        start = spread([value(one) for one in results if one.by == "none"], digits)
         for by in ORDERS:
             cells = [
-                spread([getattr(one, field) for one in results if (one.by, one.number) == (by, n)], digits)
+                spread([value(one) for one in results if (one.by, one.number) == (by, n)], digits)
                 for n in numbers
             ]
             lines.append(f"| {by} | {start} | " + " | ".join(cells) + " |")
@@ -185,23 +240,29 @@ def table(results: Sequence[Result], numbers: Sequence[int]) -> str:
 
 
 def draw(results: Sequence[Result], numbers: Sequence[int], path: Path) -> None:
-    """Draw both measures against the number of answers."""
+    """Draw both measures against the number of answers, with the standard deviation over the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, field, title in zip(
-        axes, ("found", "metric"), ("missing positives found", "validation mAP"), strict=True
-    ):
-        start = [getattr(one, field) for one in results if one.by == "none"]
-        for by in ORDERS:
-            columns = [start] + [
-                [getattr(one, field) for one in results if (one.by, one.number) == (by, n)] for n in numbers
-            ]
-            means = [np.nan if None in column or not column else np.mean(column) for column in columns]
-            axis.plot([0, *numbers], means, marker="o", label=by)
+    values: list[tuple[str, Value]] = [
+        ("missing positives found", lambda one: one.found),
+        ("gain in validation mAP", gain_in(results)),
+    ]
+    for axis, (title, value) in zip(axes, values, strict=True):
+        for shift, by in enumerate(ORDERS):
+            places, means, bars = [0.0], [0.0], [0.0]
+            for number in numbers:
+                found = [value(one) for one in results if (one.by, one.number) == (by, number)]
+                known = [each for each in found if each is not None]
+                if known:
+                    # A little apart, so that bars do not hide each other.
+                    places.append(number + 12 * (shift - 1.5))
+                    means.append(float(np.mean(known)))
+                    bars.append(float(np.std(known, ddof=1)) if len(known) > 1 else 0.0)
+            axis.errorbar(places, means, bars, marker="o", capsize=3, label=by)
         axis.set(xlabel="answers", title=title)
         axis.grid(alpha=0.3)
     axes[0].legend()
@@ -213,7 +274,7 @@ def report(results: Sequence[Result], plan: Plan) -> None:
     """Write what is known so far."""
     rows = [{name: getattr(one, name) for name in Result.__dataclass_fields__} for one in results]
     write_text(plan.out / "asking.json", json.dumps(rows, indent=1))
-    write_text(plan.out / "asking.md", table(results, plan.numbers))
+    write_text(plan.out / "asking.md", tables(results, plan.numbers))
     draw(results, plan.numbers, plan.out / "asking.png")
 
 
@@ -227,6 +288,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="a finished run in place of the first seed's base run")
     parser.add_argument("--numbers", type=int, nargs="+", default=list(NUMBERS))
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--parallel", type=int, default=1, help="number of trainings at a time")
     parser.add_argument("--found-only", action="store_true", help="ask, and do not train again")
     words = parser.parse_args()
     plan = Plan(
@@ -234,14 +296,10 @@ def main() -> None:
         config=words.config.absolute(),
         settings=tuple(words.settings),
         numbers=tuple(sorted(words.numbers)),
+        parallel=words.parallel,
     )
-    results: list[Result] = []
-    for seed in range(words.seeds):
-        base = words.run.absolute() if words.run is not None and seed == 0 else None
-        for result in measure(plan, seed, base, not words.found_only):
-            results.append(result)
-            report(results, plan)
-    print(table(results, plan.numbers))
+    given = None if words.run is None else words.run.absolute()
+    measure_all(plan, range(words.seeds), given, not words.found_only)
 
 
 if __name__ == "__main__":
