@@ -5,7 +5,7 @@ These names are the public surface of the store. Modules outside this folder imp
 
 from bigscl.store.annotations import Annotations
 from bigscl.store.answered import ATTRIBUTE as ANSWERS
-from bigscl.store.answered import Answered, with_answers
+from bigscl.store.answered import Answered, label_counts, with_answers
 from bigscl.store.backends import Backend, LocalBackend, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
@@ -80,6 +80,7 @@ __all__ = [
     "in_order",
     "initial_shard",
     "is_dead",
+    "label_counts",
     "list_objects",
     "on_rank_zero",
     "open_backend",

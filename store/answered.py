@@ -119,6 +119,15 @@ def with_answers(annotations: Annotations, answered: Answered, *, from_start: bo
     return replace(annotations, offsets=offsets, classes=classes)
 
 
+def label_counts(annotations: Annotations, answered: Answered) -> NDArray[np.int64]:
+    """Return how many labels of each class the annotations have, without those that only answers named, [L].
+
+    There are K positives for each label. An answer says which image is one of them, not that there are more.
+    """
+    found = answered.classes[(answered.says == 1) & ~answered.named]
+    return annotations.counts() - np.bincount(found, minlength=annotations.num_classes)
+
+
 def answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
     """Return the rows of a shard after the answers about those at `positions`, by the rule of this module.
 

@@ -10,8 +10,19 @@ from numpy.typing import NDArray
 from bigscl.data.answered import match_answers
 from bigscl.data.answers import FILE, read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import By, Pairs, Shortlist, chances, first_values, pairs_of, rank
+from bigscl.evaluation.asking import (
+    FOLLOWING,
+    By,
+    Pairs,
+    Shortlist,
+    chances,
+    first_values,
+    following_values,
+    pairs_of,
+    rank,
+)
 from bigscl.store import Array, HeatmapStore, Rows
+from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import answer_key
@@ -61,11 +72,11 @@ class Questions:
         self._index, self._by = data.labelled, by
         self._said = self._read(answers)
         shortlist, told = Shortlist(min(most, store.spec.num_samples)), []
-        said = np.array(list(self._said), np.int64)
+        said, expected = np.array(list(self._said), np.int64), expected_at(store)
         for shard, rows in pass_over(
             "collecting questions", range(store.spec.num_shards), store.load_shard, [store]
         ):
-            pairs = _pairs_of_shard(store, data.labelled, shard, rows, only_kept=by != "random")
+            pairs = _pairs_of_shard(store, data.labelled, expected, shard, rows, only_kept=by != "random")
             if only is not None:
                 pairs = pairs.take(pairs.classes == only)
             values = first_values(pairs, by, seed)
@@ -101,8 +112,9 @@ class Questions:
         pairs = self._pairs.take(places)
         yes = np.array([self._said[key] for key in self._keys(self._told).tolist()], bool)
         likely = chances(pairs, self._told, yes)
-        if self._by == "queue":
-            order = rank(likely, pairs, self._told, most=count)
+        if self._by in FOLLOWING:
+            values = following_values(pairs, self._by, self._told, yes)
+            order = rank(values, pairs, self._told, most=count)
         else:
             order = np.argsort(-self._values[places], kind="stable")[:count]
         return [self._question(pairs, place, float(likely[place])) for place in order.tolist()]
@@ -153,7 +165,9 @@ def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path
     return list(dict.fromkeys([chosen, *([data.answers] if data.answers is not None else [])]))
 
 
-def _pairs_of_shard(store: HeatmapStore, index: Index, shard: int, rows: Rows, *, only_kept: bool) -> Pairs:
+def _pairs_of_shard(
+    store: HeatmapStore, index: Index, expected: Expected, shard: int, rows: Rows, *, only_kept: bool
+) -> Pairs:
     """Return the pairs of a shard; with `only_kept` those of classes that are named or have a heatmap."""
     ids = store.spec.sample_ids(shard)
     rows = rows.take(slice(0, len(ids)))
@@ -163,7 +177,8 @@ def _pairs_of_shard(store: HeatmapStore, index: Index, shard: int, rows: Rows, *
         others = known == -1
         np.put_along_axis(others, rows.classes.astype(np.int64), False, 1)
         known[others] = 0
-    return pairs_of(ids, rows.scores, _peaks(store, ids, rows, known), known)
+    selected = expected.of(rows.ranked_by(), ids)
+    return pairs_of(ids, rows.scores, _peaks(store, ids, rows, known), known, selected)
 
 
 def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArray[np.int8]) -> Array | None:

@@ -1,10 +1,11 @@
 """Which pairs of image and class a person should be asked about: the queue.
 
-The value of a question is the chance that its answer corrects the labels: that an image shows a class which
-no label names, or that a label names a class which its image does not show. `chances` estimates it from the
-memory and from the answers so far, and `rank` spreads the questions over classes and images. Both are pure,
-and fast enough to be repeated after each answer, so that the queue follows what it hears. A `Shortlist`
-collects the pairs that can come up, from any number of images in one pass.
+A question is worth what its answer is expected to change in training (`worth`). That follows from the chance
+that the answer corrects the labels: that an image shows a class which no label names, or that a label names a
+class which its image does not show. `chances` estimates it from the memory and from the answers so far, and
+`rank` spreads the questions over classes and images. All are pure, and fast enough to be repeated after each
+answer, so that the queue follows what it hears. A `Shortlist` collects the pairs that can come up, from any
+number of images in one pass.
 """
 
 # Shapes: n images of a shard, L classes, p pairs.
@@ -16,8 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-By = Literal["queue", "score", "uncertainty", "random"]
-"""An order of questions: by value, or what it is compared with."""
+By = Literal["queue", "chance", "score", "uncertainty", "random"]
+"""An order of questions: by their worth in training, by the chance that they correct a label, or what these
+are compared with."""
+FOLLOWING = ("queue", "chance")
+"""Orders that follow the answers."""
 Floats = NDArray[np.float32]
 TRUST, TRUST_LABELS = 8.0, 2.0
 """How many answers about a class, and about labels, weigh as much as the memory's own word."""
@@ -42,6 +46,8 @@ class Pairs:
     """The mean of the score and the hottest cell of the heatmap, without its initial value."""
     named: NDArray[np.bool_]
     """Whether a label names the class: then the question is whether it is wrong."""
+    expected: NDArray[np.bool_]
+    """Whether the image is an expected positive of the class."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,21 +72,34 @@ class Pairs:
             scores=np.empty(0, np.float32),
             warmth=np.empty(0, np.float32),
             named=np.empty(0, bool),
+            expected=np.empty(0, bool),
         )
 
 
 def pairs_of(
-    ids: NDArray[np.int64], scores: NDArray[np.floating], peaks: Floats | None, known: NDArray[np.int8]
+    ids: NDArray[np.int64],
+    scores: NDArray[np.floating],
+    peaks: Floats | None,
+    known: NDArray[np.int8],
+    expected: NDArray[np.bool_],
 ) -> Pairs:
     """Return every pair of some images, in their order; those known to be absent are left out.
 
-    `scores` and `peaks`, the hottest cells of the heatmaps, are [n,L]; `known` [n,L] is 1 where a label names
-    the class, 0 where it is known to be absent, and -1 elsewhere. Without heatmaps the scores must do.
+    `scores` and `peaks`, the hottest cells of the heatmaps, are [n,L], and so is `expected`; `known` [n,L] is
+    1 where a label names the class, 0 where it is known to be absent, and -1 elsewhere. Without heatmaps the
+    scores must do.
     """
     rows, classes = np.nonzero(known)
     found = scores[rows, classes].astype(np.float32)
     warmth = found if peaks is None else ((found + peaks[rows, classes]) / 2).astype(np.float32)
-    return Pairs(ids=ids[rows], classes=classes, scores=found, warmth=warmth, named=known[rows, classes] == 1)
+    return Pairs(
+        ids=ids[rows],
+        classes=classes,
+        scores=found,
+        warmth=warmth,
+        named=known[rows, classes] == 1,
+        expected=expected[rows, classes],
+    )
 
 
 def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -106,6 +125,20 @@ def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np
         curve = np.bincount(own, likely * (1 - likely), len(shift)) + trust / 4
         shift += np.clip(slope / curve, -1, 1)
     return _sigmoid(odds + shift[groups[: len(pairs)]])
+
+
+def worth(pairs: Pairs, chance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [p]: how much the answer to each pair is expected to change the gradient of its logit.
+
+    Cross-entropy pulls the logit of a positive up by 1 - f and that of a negative down by f, with f the
+    score. An expected positive that no label names is left out of the loss: a yes adds 1 - f, a no adds f, so
+    what the memory is sure of is worth little. Every other unnamed class counts as absent, and every named
+    one as present: an answer that corrects that turns the gradient around, by 1, and any other changes
+    nothing.
+    """
+    scores = pairs.scores.astype(np.float64)
+    left_out = chance * (1 - scores) + (1 - chance) * scores
+    return np.where(pairs.expected & ~pairs.named, left_out, chance)
 
 
 def _log_odds(pairs: Pairs) -> NDArray[np.float64]:
@@ -167,13 +200,20 @@ class Shortlist:
         self.pairs, self.values = merged.take(kept), values[kept]
 
 
+def following_values(pairs: Pairs, by: By, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [p]: what pairs are ranked by after some answers, in an order that follows them."""
+    likely = chances(pairs, answered, yes)
+    return worth(pairs, likely) if by == "queue" else likely
+
+
 def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:
     """Return [p]: what pairs are ranked by before any answer, in one of the orders.
 
-    Pairs that a label names come last in all orders but the queue, which are about missing labels.
+    Pairs that a label names come last in all orders but those that follow the answers: they are about missing
+    labels.
     """
-    if by == "queue":
-        return chances(pairs, Pairs.none(), np.empty(0, bool))
+    if by in FOLLOWING:
+        return following_values(pairs, by, Pairs.none(), np.empty(0, bool))
     values = pairs.scores.astype(np.float64)
     if by == "uncertainty":
         values = 1 - abs(values - 0.5)

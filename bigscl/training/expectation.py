@@ -40,12 +40,20 @@ class Expectation:
         )
 
 
-def expectation(k: float, counts: NDArray[np.int64], num_samples: int) -> Expectation:
-    """Return what K expects of a dataset, from the annotated positives of each class."""
-    expected = np.minimum(expected_counts(counts, k), num_samples)
+def expectation(
+    k: float, labels: NDArray[np.int64], num_samples: int, annotated: NDArray[np.int64] | None = None
+) -> Expectation:
+    """Return what K expects of a dataset, from the labels of each class.
+
+    `annotated` are its annotated positives if answers are among them, which are no further labels.
+    """
+    annotated = labels if annotated is None else annotated
+    expected = np.minimum(expected_counts(labels, k), num_samples)
+    if (annotated != labels).any():
+        expected = np.maximum(expected, annotated)
     return Expectation(
         positives_per_image=k,
-        annotated=int(counts.sum()),
+        annotated=int(annotated.sum()),
         total=int(expected.sum()),
         num_samples=num_samples,
     )

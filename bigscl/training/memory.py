@@ -30,6 +30,7 @@ from bigscl.store import (
     StoreError,
     Transport,
     Update,
+    label_counts,
     on_rank_zero,
     with_answers,
 )
@@ -393,7 +394,7 @@ class Memory(Closing):
                     pass
                 return
             selection, self.class_ratios = rule.select(
-                chunks, self._annotations, self.class_ratios, self._ranks, level=level
+                chunks, self._annotations, self._labels, self.class_ratios, self._ranks, level=level
             )
         self.selection = selection.to(self._device)
 
@@ -412,8 +413,15 @@ class Memory(Closing):
                 (ids, scores, start.remaining(visits))
                 for ids, scores, visits in counted(self.store.visits_by_shard(shards), show)
             )
-            self.level = estimate_level(chunks, self._annotations, self._ranks)
+            level = estimate_level(chunks, self._annotations, self._ranks)
+        # It is for each annotated positive, and answers are among these.
+        self.level = level * len(self._annotations.classes) / self._labels.sum()
         return self.level
+
+    @property
+    def _labels(self) -> NDArray[np.int64]:
+        """The labels of each class, without what only answers named."""
+        return label_counts(self._annotations, self._answered)
 
     def _compact(self) -> None:
         """From now on keep only the heatmaps of each image's top classes."""

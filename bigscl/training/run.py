@@ -29,6 +29,7 @@ from bigscl.store import (
     SnapshotLog,
     StoreError,
     Transport,
+    label_counts,
     on_rank_zero,
     open_backend,
 )
@@ -91,13 +92,14 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
         raise UserError(
             "data.train: no image has a positive label. Give data.labels_file, or shards with labels."
         )
+    labels = label_counts(annotations, answered or Answered.of())
     return Data(
         train=train,
         val=val,
         annotations=annotations,
         answered=answered,
         positives_per_image=positives_per_image(config, val),
-        k_per_class=k_per_class(config, annotations.counts(), train.num_samples, val),
+        k_per_class=k_per_class(config, labels, train.num_samples, val),
     )
 
 

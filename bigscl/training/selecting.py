@@ -50,6 +50,7 @@ class SelectionRule:
         self,
         chunks: Iterable[ranking.Chunk],
         annotations: Annotations,
+        labels: NDArray[np.int64],
         ratios: NDArray[np.float64] | None,
         ranks: Transport,
         *,
@@ -57,18 +58,22 @@ class SelectionRule:
     ) -> tuple[Selection, NDArray[np.float64] | None]:
         """Return the selection over the chunks of all ranks, and K of each class for the next one.
 
-        `chunks` are what samples are ranked by: each rank gives those of its own shards. `ratios` are K of
-        each class by the selection before; without them every class has K, which is `level`.
+        `chunks` are what samples are ranked by: each rank gives those of its own shards. `labels` are those
+        of each class, without what only answers named. `ratios` are K of each class by the selection before;
+        without them every class has K, which is `level`.
         """
         # A run that was resumed without `per_class` has ratios from before.
         ratios = ratios if self.per_class else None
         counts = annotations.counts()
+        has_answers = bool((labels != counts).any())
         used = np.full(len(counts), level) if ratios is None else ratios
         if self.given_ratios is not None:
-            used = at_level(self.given_ratios, counts, level)
-        elif self.positives_per_image == "auto":
-            used = at_level(used, counts, level)
-        num_expected = expected_counts(counts, used)
+            used = at_level(self.given_ratios, labels, level)
+        elif self.positives_per_image == "auto" or has_answers:
+            used = at_level(used, labels, level)
+        num_expected = expected_counts(labels, used)
+        if has_answers:
+            num_expected = np.maximum(num_expected, counts)
         surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)
         if self.named_first:
             chunks = ranking.named_first(chunks, annotations)

@@ -3,7 +3,7 @@
 import torch
 
 from bigscl.config import Config
-from bigscl.store import spec_for
+from bigscl.store import Answered, label_counts, spec_for
 from bigscl.text import size
 from bigscl.training.epoch_plan import plan_epoch
 from bigscl.training.expectation import expectation
@@ -30,7 +30,8 @@ def summary(
         lines.append("K: estimated from the memory at the end of each epoch")
     elif data.positives_per_image is not None:
         counts = data.annotations.counts()
-        lines.append(str(expectation(data.positives_per_image, counts, index.num_samples)))
+        labels = label_counts(data.annotations, data.answered or Answered.of())
+        lines.append(str(expectation(data.positives_per_image, labels, index.num_samples, counts)))
     if config.store.kind == "none":
         return [*lines, "no store: this objective remembers nothing"]
     disk = size(needs.disk_bytes)

@@ -1,10 +1,14 @@
 """The queue of questions: chances, their order, and the shortlist, against slow references."""
 
+from dataclasses import replace
+from typing import get_args
+
 import numpy as np
 import pytest
+import torch
 
 from bigscl.evaluation import asking
-from bigscl.evaluation.asking import Pairs, Shortlist, chances, first_values, pairs_of, rank
+from bigscl.evaluation.asking import By, Pairs, Shortlist, chances, first_values, pairs_of, rank, worth
 
 NOTHING = np.empty(0, bool)
 
@@ -18,19 +22,22 @@ def some_pairs(count, seed=0, images=8, classes=4):
         scores=random.random(count).astype(np.float32),
         warmth=warmth,
         named=random.random(count) < 0.3,
+        expected=random.random(count) < 0.4,
     )
 
 
 def test_pairs_are_those_that_are_not_known_to_be_absent():
     known = np.array([[1, -1, 0], [-1, -1, 1]], np.int8)
     scores = np.arange(6).reshape(2, 3).astype(np.float16) / 10
-    found = pairs_of(np.array([7, 9]), scores, scores.astype(np.float32) + 0.2, known)
+    selected = np.array([[True, True, True], [False, True, False]])
+    found = pairs_of(np.array([7, 9]), scores, scores.astype(np.float32) + 0.2, known, selected)
+    assert found.expected.tolist() == [True, True, False, True, False]
     assert list(zip(found.ids, found.classes, found.named, strict=True)) == [
         (7, 0, True), (7, 1, False), (9, 0, False), (9, 1, False), (9, 2, True),
     ]  # fmt: skip
     np.testing.assert_allclose(found.scores, [0, 0.1, 0.3, 0.4, 0.5], atol=1e-3)
     np.testing.assert_allclose(found.warmth, found.scores + 0.1, atol=1e-3)
-    without = pairs_of(np.array([7, 9]), scores, None, known)
+    without = pairs_of(np.array([7, 9]), scores, None, known, selected)
     np.testing.assert_array_equal(without.warmth, without.scores)
 
 
@@ -82,7 +89,14 @@ def test_answers_shift_the_chances_of_their_class_or_of_all_labels_most_likely(s
 def test_cold_labels_are_tried_and_their_answers_decide():
     warm = np.full(10, 0.1, np.float32)
     ids = np.arange(10)
-    pairs = Pairs(ids=ids, classes=ids % 3, scores=warm, warmth=warm, named=np.ones(10, bool))
+    pairs = Pairs(
+        ids=ids,
+        classes=ids % 3,
+        scores=warm,
+        warmth=warm,
+        named=np.ones(10, bool),
+        expected=np.zeros(10, bool),
+    )
     before = chances(pairs, Pairs.none(), NOTHING)[0]
     right, wrong = (chances(pairs, pairs.take(ids[:3]), np.full(3, yes))[0] for yes in (True, False))
     assert wrong > before > 0.5 > right
@@ -91,7 +105,12 @@ def test_cold_labels_are_tried_and_their_answers_decide():
 def test_a_class_whose_answers_disappoint_comes_later():
     warm = np.full(4, 0.8, np.float32)
     pairs = Pairs(
-        ids=np.arange(4), classes=np.array([0, 0, 1, 1]), scores=warm, warmth=warm, named=np.zeros(4, bool)
+        ids=np.arange(4),
+        classes=np.array([0, 0, 1, 1]),
+        scores=warm,
+        warmth=warm,
+        named=np.zeros(4, bool),
+        expected=np.zeros(4, bool),
     )
     told = Pairs.concatenate([pairs] * 5)
     found = chances(pairs, told, told.classes == 1)
@@ -128,11 +147,11 @@ def test_of_equal_chances_no_image_and_no_class_comes_twice_before_others_came_o
     values = np.full(6, 0.5)
     pairs = some_pairs(6)
     ids, classes = np.array([0, 0, 0, 1, 2, 3]), np.array([0, 1, 2, 0, 1, 2])
-    pairs = Pairs(ids=ids, classes=classes, scores=pairs.scores, warmth=pairs.warmth, named=np.zeros(6, bool))
+    pairs = replace(pairs, ids=ids, classes=classes, named=np.zeros(6, bool))
     assert set(ids[rank(values, pairs, Pairs.none())[:4]].tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("by", ["queue", "score", "uncertainty", "random"])
+@pytest.mark.parametrize("by", get_args(By))
 @pytest.mark.parametrize("parts", [1, 2, 7, 100])
 def test_a_shortlist_of_parts_keeps_the_best_of_each_class_and_kind(by, parts):
     pairs = some_pairs(100)
@@ -161,3 +180,34 @@ def test_orders_to_compare_with():
     assert (one != other).any()
     for values in (by_score, by_doubt, one):
         assert values[pairs.named].max() < values[missing].min()
+
+
+def gradient(logit, state):
+    """Of the loss of one class by autograd: a label, nothing, or what EN makes of an unknown one."""
+    if state == "left out":
+        return 0.0
+    value = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
+    log_f = torch.nn.functional.logsigmoid
+    (-log_f(value) if state == "positive" else -log_f(-value)).backward()
+    return value.grad.item()
+
+
+def test_worth_is_the_expected_change_of_the_gradient_of_en():
+    pairs = some_pairs(60)
+    chance = np.random.default_rng(3).random(60)
+    for place, found in enumerate(worth(pairs, chance)):
+        score = float(pairs.scores[place])
+        logit = np.log(score / (1 - score))
+        named, expected = bool(pairs.named[place]), bool(pairs.expected[place])
+        now = gradient(logit, "positive" if named else "left out" if expected else "negative")
+        changes = {
+            yes: abs(gradient(logit, "positive" if yes else "negative") - now) for yes in (True, False)
+        }
+        present = 1 - chance[place] if named else chance[place]
+        assert found == pytest.approx(present * changes[True] + (1 - present) * changes[False], abs=1e-6)
+
+
+def test_without_expected_positives_worth_is_the_chance():
+    pairs = replace(some_pairs(30), expected=np.zeros(30, bool))
+    chance = np.random.default_rng(1).random(30)
+    np.testing.assert_array_equal(worth(pairs, chance), chance)

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from bigscl.config import StoreConfig
 from bigscl.method.class_ratios import at_level, class_ratios
 from bigscl.method.level import estimate_level
 from bigscl.method.spatial_ranking import spatial_ranking
-from bigscl.store import HeatmapStore, SingleProcess, StoreError
+from bigscl.store import Answered, HeatmapStore, SingleProcess, StoreError, with_answers
+from bigscl.training.memory import Memory
 from bigscl.training.recalled import SampleViews
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,
     IDS,
+    SIDE,
     K,
     batches_of,
     learn,
@@ -270,3 +273,38 @@ def test_earlier_stores_without_counts_are_learnt_on(tmp_path):
         with pytest.raises(ValueError, match="does not count the visits of heatmap cells"):
             recalled.corrected_target(3)
     assert rows_at(tmp_path / "store").counts is None
+
+
+def some_answers():
+    """Yes to six pairs that no label names, no to one label and to one unnamed pair."""
+    unnamed = [pair for pair in np.argwhere(~ANNOTATED).tolist() if pair[0] in IDS]
+    pairs = [*unnamed[:42:7], np.argwhere(ANNOTATED)[3].tolist(), unnamed[50]]
+    says = [1] * 6 + [0, 0]
+    places = tuple(np.transpose(pairs))
+    return Answered.of(*places, says, named=ANNOTATED[places])
+
+
+@pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "asserted", "estimated"])
+def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_path, rule):
+    answered = some_answers()
+    annotations = with_answers(ANNOTATIONS, answered)
+    options = {"heatmap_size": 2 * SIDE, "positives_per_image": K, **RULES.get(rule, {})}
+    settings = StoreConfig(url=str(tmp_path / "store"), tracked=0)
+    with Memory(annotations, settings, answered=answered, **options) as memory:
+        for _ in range(3):
+            train_epoch(memory)
+            memory.end_epoch()
+        selected, level = memory.selection.num_expected.numpy(), memory.level or K
+    # The labels that stand: the refuted one was none.
+    labels = ANNOTATIONS.counts()
+    labels[answered.classes[(answered.says == 0) & answered.named]] -= 1
+    counts = annotations.counts()
+    assert (counts > labels).sum() >= 3
+    ratios = np.full(len(labels), level)
+    if rule == "given per class":
+        ratios = at_level(RULES[rule]["k_per_class"], labels, K)
+    if rule == "per class":
+        assert abs(selected.sum() - K * labels.sum()) <= len(labels)
+        assert selected.sum() < K * counts.sum() - 4
+    else:
+        np.testing.assert_array_equal(selected, np.maximum(np.rint(ratios * labels), counts))

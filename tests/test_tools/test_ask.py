@@ -11,6 +11,7 @@ from bigscl.data.answers import Answer, append_answers, now, read_answers
 from bigscl.data.scan import scan
 from bigscl.store import HeatmapStore, update
 from bigscl.tools.answer_files import Asked, read_answered, write_questions
+from bigscl.tools.expected import expected_at
 from bigscl.tools.questions import Question
 from tests.tars import labelled, write_tar
 from tests.test_store.conftest import random_update
@@ -28,8 +29,8 @@ def pairs(questions):
 
 
 @pytest.mark.parametrize("name", ["dense", "topk"])
-def test_questions_are_about_what_no_label_names_and_the_warmest_come_first(runs, index, name):
-    found = asked(runs / name, "--count", 40)
+def test_by_chance_the_warmest_of_what_no_label_names_come_first(runs, index, name):
+    found = asked(runs / name, "--count", 40, "--by", "chance")
     assert len(found) == 40
     assert len(set(pairs(found))) == 40
     observed = index.labels_of(index.ids())
@@ -40,11 +41,28 @@ def test_questions_are_about_what_no_label_names_and_the_warmest_come_first(runs
     first = [truth[one["sample"], one["number"]] == 1 for one in found[:15]]
     assert np.mean(first) > 0.8
     shares = {by: len(missing_found(asked(runs / name, "--count", 20, "--by", by), truth)) for by in ORDERS}
-    assert shares["queue"] >= max(shares.values()) - 1
-    assert shares["random"] < shares["queue"]
+    assert shares["chance"] >= max(shares.values()) - 1
+    assert shares["random"] < shares["chance"]
 
 
-ORDERS = ("queue", "score", "uncertainty", "random")
+ORDERS = ("chance", "score", "uncertainty", "random")
+
+
+@pytest.mark.parametrize("name", ["dense", "topk"])
+def test_the_queue_asks_what_changes_training_most(runs, index, name):
+    """Of an expected positive both answers teach something; of all else only what corrects the labels."""
+    store = HeatmapStore.open(runs / name / "store", annotations=index.annotations())
+    expected = expected_at(store).of(store.read(index.ids()).ranked_by(), index.ids())
+    found = asked(runs / name, "--count", 100_000)
+    values = []
+    for one in found:
+        score, chance = one["score"], one["chance"]
+        left_out = expected[one["sample"], one["number"]] and not one["named"]
+        values.append(chance * (1 - score) + (1 - chance) * score if left_out else chance)
+    assert values[0] == max(values)
+    assert np.mean(values[:50]) > np.mean(values[50:100]) > np.mean(values[100:])
+    surest = max(one["chance"] for one in found)
+    assert found[0]["chance"] < surest, "the surest answer comes first, which teaches little"
 
 
 def missing_found(questions, truth):

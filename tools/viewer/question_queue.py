@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from bigscl.data.answers import Answer, Answers, append_answers, now, read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import Pairs, chances, rank
+from bigscl.evaluation.asking import Pairs, first_values, following_values, rank
 from bigscl.store import Array
 from bigscl.tools.halves import to_float32
 from bigscl.tools.questions import answers_files
 from bigscl.tools.samples import answer_key
 from bigscl.tools.viewer.listing import rows_with
 from bigscl.tools.viewer.open_run import OpenRun
-from bigscl.tools.viewer.score_index import PAIR, ScoreIndex, find_rows
+from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
 from bigscl.user_error import UserError
 
 SHORTLIST = 100_000
@@ -83,7 +83,8 @@ class QuestionQueue:
         told = _find(index, said)
         yes = np.array([said[int(pair["row"]), int(pair["class"])] for pair in told], bool)
         pairs, answered = pairs.take(open_), self._as_pairs(told)
-        found: Array = listed[open_[rank(chances(pairs, answered, yes), pairs, answered, most=count)]]
+        values = following_values(pairs, "queue", answered, yes)
+        found: Array = listed[open_[rank(values, pairs, answered, most=count)]]
         return found
 
     def _numbers(self, rows: Array, classes: Array) -> NDArray[np.int64]:
@@ -102,10 +103,7 @@ class QuestionQueue:
         return self._shortlist[1:]
 
     def _valuable(self, pairs: Array, known: NDArray[np.int64], most: int) -> Array:
-        """Return the most valuable pairs of a class before any answer, unnamed and named apart.
-
-        Then the value depends on the warmth alone: the warmest unnamed ones, the coldest named ones.
-        """
+        """Return the most valuable pairs of a class before any answer, unnamed and named apart."""
         if len(known):
             pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
         own = self._as_pairs(pairs)
@@ -113,7 +111,7 @@ class QuestionQueue:
             # As `bigscl ask`: of the others only those that have a heatmap.
             kept = own.named | (pairs["peak"] > 0)
             pairs, own = pairs[kept], own.take(kept)
-        order = np.argsort(np.where(own.named, own.warmth, -own.warmth), kind="stable")
+        order = np.argsort(-first_values(own, "queue"), kind="stable")
         named = own.named[order]
         return np.concatenate([pairs[order[~named][:most]], pairs[order[named][:most]]])
 
@@ -127,6 +125,7 @@ class QuestionQueue:
             warmth=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
             # What labels said before anybody answered.
             named=self._run.data.annotations.includes(rows, classes),
+            expected=pairs["flags"] & EXPECTED != 0,
         )
 
     # Answers
