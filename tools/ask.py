@@ -38,7 +38,13 @@ def command(
             help="File of answers. Default: data.answers of the run, or answers.jsonl in its folder."
         ),
     ] = None,
-    by: Annotated[By, typer.Option(help="Order: the queue, or what it is compared with.")] = "queue",
+    by: Annotated[
+        By,
+        typer.Option(
+            help="Order: queue, what changes training most; chance, what most likely corrects a label; or "
+            "what these are compared with."
+        ),
+    ] = "queue",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the random order.")] = 0,
     listing: Annotated[bool, typer.Option("--list", help="Only print the questions.")] = False,
     export: Annotated[
@@ -63,9 +69,10 @@ def command(
 ) -> None:
     """Ask whether images show classes: what the memory expects and no label names, or labels it doubts.
 
-    Questions come in the order of the chance that their answers correct the labels, spread over classes and
-    images; the order follows the answers. These are added to a file, which `data.answers` of a config names:
-    then training counts yes as an annotated positive and no as a known negative.
+    First come the questions whose answers are expected to change training most, spread over classes and
+    images; the order follows the answers. `--by chance` asks what most likely corrects the labels, which
+    finds the most missing ones. Answers are added to a file, which `data.answers` of a config names: then
+    training counts yes as an annotated positive and no as a known negative.
 
     Example: bigscl ask runs/mine --count 50
     """
