@@ -113,8 +113,7 @@ class Questions:
         yes = np.array([self._said[key] for key in self._keys(self._told).tolist()], bool)
         likely = chances(pairs, self._told, yes)
         if self._by in FOLLOWING:
-            values = following_values(pairs, self._by, self._told, yes)
-            order = rank(values, pairs, self._told, most=count)
+            order = rank(following_values(pairs, self._by, likely), pairs, self._told, most=count)
         else:
             order = np.argsort(-self._values[places], kind="stable")[:count]
         return [self._question(pairs, place, float(likely[place])) for place in order.tolist()]

@@ -200,10 +200,9 @@ class Shortlist:
         self.pairs, self.values = merged.take(kept), values[kept]
 
 
-def following_values(pairs: Pairs, by: By, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return [p]: what pairs are ranked by after some answers, in an order that follows them."""
-    likely = chances(pairs, answered, yes)
-    return worth(pairs, likely) if by == "queue" else likely
+def following_values(pairs: Pairs, by: By, chance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [p]: what pairs are ranked by in an order that follows the answers, from their chances."""
+    return worth(pairs, chance) if by == "queue" else chance
 
 
 def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:
@@ -213,7 +212,7 @@ def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:
     labels.
     """
     if by in FOLLOWING:
-        return following_values(pairs, by, Pairs.none(), np.empty(0, bool))
+        return following_values(pairs, by, chances(pairs, Pairs.none(), np.empty(0, bool)))
     values = pairs.scores.astype(np.float64)
     if by == "uncertainty":
         values = 1 - abs(values - 0.5)

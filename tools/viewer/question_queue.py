@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.data.answers import Answer, Answers, append_answers, now, read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import Pairs, first_values, following_values, rank
+from bigscl.evaluation.asking import Pairs, chances, first_values, rank, worth
 from bigscl.store import Array
 from bigscl.tools.halves import to_float32
 from bigscl.tools.questions import answers_files
@@ -83,7 +83,7 @@ class QuestionQueue:
         told = _find(index, said)
         yes = np.array([said[int(pair["row"]), int(pair["class"])] for pair in told], bool)
         pairs, answered = pairs.take(open_), self._as_pairs(told)
-        values = following_values(pairs, "queue", answered, yes)
+        values = worth(pairs, chances(pairs, answered, yes))
         found: Array = listed[open_[rank(values, pairs, answered, most=count)]]
         return found
 
