@@ -122,6 +122,18 @@ def precision_recall_at_threshold(scores: Tensor, targets: Tensor, threshold: fl
     return _precision_recall(scores >= threshold, targets)
 
 
+def threshold_by_count(scores: Tensor, targets: Tensor) -> float:
+    """Return the threshold that as many scores reach as there are positives; NaN if there are none.
+
+    Decisions there have about the same precision and recall (the break-even point), so it suits scores that
+    rank well and are all too high or too low. Scores of unknown labels do not count.
+    """
+    num_positives = int((targets > 0).sum())
+    if num_positives == 0:
+        return float("nan")
+    return float(scores[targets >= 0].topk(num_positives, sorted=False).values.min())
+
+
 def best_classes(scores: Tensor, k: int) -> Tensor:
     """Return the k classes of highest score of each image [N,k], best first."""
     return scores.topk(k, dim=1).indices

@@ -26,6 +26,7 @@ from bigscl.evaluation.metrics import (
     precision_recall_at_k,
     precision_recall_at_threshold,
     score_distribution,
+    threshold_by_count,
     top_k_accuracy,
 )
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
@@ -91,6 +92,11 @@ class Report:
     """Per image: classes ranked within each image, mean over the images with a positive."""
     by_num_labels: dict[str, Subset]
     at_threshold: PrecisionRecall
+    """Of decisions at 0.5."""
+    count_threshold: float
+    """The score that as many classes reach, over all images, as there are labels."""
+    at_count: PrecisionRecall
+    """Of decisions at that score."""
     at_k: dict[str, PrecisionRecall]
     score_distribution: list[list[int]]
     """Images by their 1st, 2nd, 3rd and 4th highest score, in bins from 0 to 1."""
@@ -201,7 +207,8 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
     num_classes = ranking.shape[1]
     classes = per_class(ranking, targets, class_names, scored.cut)
     highest = ranking.topk(min(4, num_classes), dim=1).values
-    scores = highest.sigmoid() if activation == "sigmoid" else highest.exp()
+    to_scores = torch.sigmoid if activation == "sigmoid" else torch.exp
+    count_cut = threshold_by_count(ranking, targets)
     subsets = by_num_labels(ranking, targets, ranked)
     return {
         "top1": top_k_accuracy(ranked, targets, 1),
@@ -210,8 +217,10 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
         "image_ap": subsets["all"].image_ap,
         "by_num_labels": subsets,
         "at_threshold": precision_recall_at_threshold(ranking, targets, scored.cut),
+        "count_threshold": float(to_scores(torch.tensor(count_cut))),
+        "at_count": precision_recall_at_threshold(ranking, targets, count_cut),
         "at_k": {str(k): precision_recall_at_k(ranked, targets, k) for k in AT_K if k <= num_classes},
-        "score_distribution": score_distribution(scores).tolist(),
+        "score_distribution": score_distribution(to_scores(highest)).tolist(),
         "per_class": classes,
     }
 

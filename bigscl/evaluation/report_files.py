@@ -164,6 +164,8 @@ def _accuracies(report: Report) -> list[str]:
 def _precision_table(report: Report) -> str:
     header = ["predicted", "precision", "recall", "F1", "class precision", "class recall", "class F1"]
     decisions = {"score of 0.5 and more": report.at_threshold}
+    if not math.isnan(report.count_threshold):
+        decisions[f"as many as labels: score of {report.count_threshold:.2f} and more"] = report.at_count
     decisions |= {f"the {k} best" if k != "1" else "the best": found for k, found in report.at_k.items()}
     return markdown_table(header, [[name, *_six(found)] for name, found in decisions.items()])
 

@@ -25,6 +25,7 @@ from bigscl.evaluation.metrics import (
     precision_recall_at_k,
     precision_recall_at_threshold,
     score_distribution,
+    threshold_by_count,
     top_k_accuracy,
 )
 
@@ -193,6 +194,23 @@ def test_precision_and_recall_at_a_threshold_equal_scikit_learn(threshold):
     predicted = (scores >= threshold).numpy()
     found = as_list(precision_recall_at_threshold(scores, targets, threshold))
     np.testing.assert_allclose(found, sklearn_precision_recall(predicted, targets.numpy()))
+
+
+def test_the_threshold_by_count_lets_as_many_scores_through_as_there_are_positives():
+    scores, targets = random_problem(300, 20, share=0.05)
+    threshold = threshold_by_count(scores, targets)
+    assert int((scores >= threshold).sum()) == int((targets > 0).sum())
+    found = precision_recall_at_threshold(scores, targets, threshold)
+    assert found.overall_precision == found.overall_recall == pytest.approx(found.overall_f1)
+    # The same decisions from scores that are all higher, where 0.5 lets everything through.
+    assert threshold_by_count(10 + scores, targets) == pytest.approx(10 + threshold)
+
+
+def test_the_threshold_by_count_leaves_unknown_labels_out_and_needs_a_positive():
+    scores = torch.tensor([[0.9, 0.8, 0.1], [0.7, 0.6, 0.5]])
+    labels = torch.tensor([[-1, 1, 0], [0, -1, 1]], dtype=torch.int8)
+    assert threshold_by_count(scores, labels) == pytest.approx(0.7)
+    assert math.isnan(threshold_by_count(scores, torch.zeros_like(labels)))
 
 
 def test_unknown_pairs_are_neither_right_nor_wrong():

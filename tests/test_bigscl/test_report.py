@@ -69,6 +69,24 @@ def test_multi_label_figures_equal_scikit_learn():
     )
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_decisions_by_count_do_not_depend_on_the_level_of_the_scores(activation):
+    logits, labels = problem()
+    # With ties, more scores than labels reach the threshold.
+    logits = logits + np.random.default_rng(2).normal(0, 0.01, logits.shape).astype(np.float32)
+    report, higher = (make_report(saved(one, labels), activation=activation) for one in (logits, logits + 5))
+    assert report.at_count.overall_precision == report.at_count.overall_recall
+    assert higher.at_count.overall_f1 == pytest.approx(report.at_count.overall_f1, abs=0.005)
+    if activation == "sigmoid":
+        assert higher.count_threshold > report.count_threshold
+        assert higher.at_threshold.overall_f1 < report.at_count.overall_f1
+    without = make_report(saved(logits, np.zeros_like(labels)), activation=activation)
+    assert math.isnan(without.count_threshold)
+    assert "as many as labels" not in to_markdown(without)
+    row = f"| as many as labels: score of {report.count_threshold:.2f} and more |"
+    assert row in to_markdown(report)
+
+
 def test_results_by_number_of_labels_are_those_of_the_subsets_alone():
     logits, labels = problem()
     report = make_report(saved(logits, labels))
@@ -305,6 +323,8 @@ def test_a_pooling_is_scored_as_its_logits_are_with_both_side_by_side():
             "mean_ap",
             "image_ap",
             "at_threshold",
+            "count_threshold",
+            "at_count",
             "at_k",
             "per_class",
             "by_num_labels",
