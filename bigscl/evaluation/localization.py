@@ -4,7 +4,7 @@ Every pair of an image and a class with boxes is one trial, in the frame of the 
 are positives that training sees, `missing` pairs are positives that it does not see.
 """
 
-# Shapes: p pairs of image and class, m boxes, W side of the heatmaps.
+# Shapes: p pairs of image and class, n heatmaps, m boxes, W side of the heatmaps.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from torch import Tensor
 from bigscl.data.index import Index
 from bigscl.data.reader import read_metadata
 from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
-from bigscl.evaluation.metrics import energy_in_boxes, pointing_hits
 from bigscl.method.heatmaps import to_image
 from bigscl.store import HeatmapStore, Rows
 from bigscl.user_error import UserError
@@ -169,3 +168,48 @@ def _by_shard(ids: NDArray[np.int64], rows_per_shard: int) -> Iterator[NDArray[n
     shards = ids // rows_per_shard
     for shard in np.unique(shards):
         yield ids[shards == shard]
+
+
+# Heat in boxes
+
+
+def pointing_hits(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Return whether each heatmap [n,W,W] is hottest inside one of its boxes: 1 or 0, float64 [n].
+
+    Boxes [m,4] are (x0, y0, x1, y1) in 0 to 1; box j belongs to heatmap `owners[j]`, which may have several.
+    If several cells are hottest, the fraction of them in a box counts; so a flat heatmap scores chance. NaN
+    for a heatmap without a box.
+    """
+    hottest = heatmaps == heatmaps.amax((1, 2), keepdim=True)
+    return _share_in_boxes(hottest, boxes, owners)
+
+
+def energy_in_boxes(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Return the fraction of each heatmap's heat in its boxes, float64 [n]; boxes as in `pointing_hits`.
+
+    NaN for a heatmap without a box, or without heat.
+    """
+    return _share_in_boxes(heatmaps, boxes, owners)
+
+
+def _share_in_boxes(heat: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
+    """Return the fraction of heat [n,W,W] in the cells that any box of the heatmap covers."""
+    cells = _cells_of(boxes, heat.shape[-1])
+    owned = torch.zeros(heat.shape, dtype=torch.int32, device=heat.device)
+    held = owned.index_add_(0, owners.long(), cells.int()) > 0
+    heat = heat.double()
+    share = torch.where(held, heat, 0).sum((1, 2)) / heat.sum((1, 2))
+    return torch.where(held.any(2).any(1), share, torch.nan)
+
+
+def _cells_of(boxes: Tensor, size: int) -> Tensor:
+    """Return the cells [m,size,size] whose centre is in each box, and the cell at the box's centre.
+
+    So a box smaller than a cell, which may be between the centres of cells, still covers one.
+    """
+    low, high = boxes.double()[:, :2, None], boxes.double()[:, 2:, None]
+    grid = torch.arange(size, device=boxes.device)
+    centres = (grid + 0.5) / size
+    middle = ((low + high) / 2 * size).long().clamp(0, size - 1)
+    x, y = (((centres >= low) & (centres <= high)) | (grid == middle)).unbind(1)
+    return y[:, :, None] & x[:, None, :]

@@ -1,10 +1,10 @@
-"""Metrics of multi-label classifiers: average precision, accuracy, precision and recall, localization.
+"""Metrics of multi-label classifiers: average precision, accuracy, precision and recall.
 
 Targets are [N,L] with 1 positive, 0 negative, -1 unknown; an unknown pair of image and class counts in no
 metric. Targets may be bool. All figures are fractions, not percent, computed on the tensors' device.
 """
 
-# Shapes: N images, L classes, P most positives of a class, n heatmaps of side W, m boxes.
+# Shapes: N images, L classes, P most positives of a class.
 
 import os
 from collections.abc import Sequence
@@ -223,25 +223,6 @@ def estimate_k(labels: Tensor) -> float:
     return float((full > 0).sum(1).double().mean())
 
 
-def pointing_hits(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Return whether each heatmap [n,W,W] is hottest inside one of its boxes: 1 or 0, float64 [n].
-
-    Boxes [m,4] are (x0, y0, x1, y1) in 0 to 1; box j belongs to heatmap `owners[j]`, which may have several.
-    If several cells are hottest, the fraction of them in a box counts; so a flat heatmap scores chance. NaN
-    for a heatmap without a box.
-    """
-    hottest = heatmaps == heatmaps.amax((1, 2), keepdim=True)
-    return _share_in_boxes(hottest, boxes, owners)
-
-
-def energy_in_boxes(heatmaps: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Return the fraction of each heatmap's heat in its boxes, float64 [n]; boxes as in `pointing_hits`.
-
-    NaN for a heatmap without a box, or without heat.
-    """
-    return _share_in_boxes(heatmaps, boxes, owners)
-
-
 def _check(scores: Tensor, targets: Tensor) -> None:
     if scores.shape != targets.shape or scores.dim() != 2:
         raise UserError(
@@ -381,26 +362,3 @@ def _subset(scores: Tensor, targets: Tensor, ranked: Tensor, image_precisions: T
         mean_ap=mean_ap(average_precision(scores, targets)),
         image_ap=float(image_precisions.mean()),
     )
-
-
-def _share_in_boxes(heat: Tensor, boxes: Tensor, owners: Tensor) -> Tensor:
-    """Return the fraction of heat [n,W,W] in the cells that any box of the heatmap covers."""
-    cells = _cells_of(boxes, heat.shape[-1])
-    owned = torch.zeros(heat.shape, dtype=torch.int32, device=heat.device)
-    held = owned.index_add_(0, owners.long(), cells.int()) > 0
-    heat = heat.double()
-    share = torch.where(held, heat, 0).sum((1, 2)) / heat.sum((1, 2))
-    return torch.where(held.any(2).any(1), share, torch.nan)
-
-
-def _cells_of(boxes: Tensor, size: int) -> Tensor:
-    """Return the cells [m,size,size] whose centre is in each box, and the cell at the box's centre.
-
-    So a box smaller than a cell, which may be between the centres of cells, still covers one.
-    """
-    low, high = boxes.double()[:, :2, None], boxes.double()[:, 2:, None]
-    grid = torch.arange(size, device=boxes.device)
-    centres = (grid + 0.5) / size
-    middle = ((low + high) / 2 * size).long().clamp(0, size - 1)
-    x, y = (((centres >= low) & (centres <= high)) | (grid == middle)).unbind(1)
-    return y[:, :, None] & x[:, None, :]

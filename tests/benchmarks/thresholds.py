@@ -16,49 +16,42 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from bigscl.evaluation.metrics import precision_recall_at_threshold, threshold_by_count
 from bigscl.evaluation.predictions import load_predictions
 
 GRID = np.linspace(0.01, 0.99, 99)
 
 
-def f1(decided, truth):
-    """F1 over all images and classes, from booleans [N,L]."""
-    return 2 * (decided & truth).sum() / max(1, decided.sum() + truth.sum())
+def f1(scores, targets, threshold):
+    """F1 over all images and classes."""
+    return precision_recall_at_threshold(scores, targets, float(threshold)).overall_f1
 
 
-def best_threshold(scores, truth):
+def best_threshold(scores, targets):
     """The threshold of the grid with the highest F1."""
-    return max(GRID, key=lambda threshold: f1(scores >= threshold, truth))
+    return max(GRID, key=lambda threshold: f1(scores, targets, threshold))
 
 
-def two_fold(scores, truth):
+def two_fold(scores, targets):
     """F1 of decisions by thresholds that the other half of the images chose."""
-    even = np.arange(len(scores)) % 2 == 0
-    decided = np.zeros_like(truth)
-    for half in (even, ~even):
-        decided[half] = scores[half] >= best_threshold(scores[~half], truth[~half])
-    return f1(decided, truth)
-
-
-def by_count(scores, truth):
-    """F1 if as many classes are predicted as there are positives."""
-    cut = np.sort(scores, axis=None)[-truth.sum()]
-    return f1(scores >= cut, truth)
+    reached = torch.empty_like(scores)
+    for half, other in ((0, 1), (1, 0)):
+        reached[half::2] = scores[half::2] - best_threshold(scores[other::2], targets[other::2])
+    return f1(reached, targets, 0)
 
 
 def measured(evaluation):
     """What is printed of an evaluation."""
     saved = load_predictions(evaluation)
-    truth = saved.labels == 1
-    # No decision on labels that nobody knows.
-    scores = np.where(saved.labels == -1, 0, 1 / (1 + np.exp(-saved.logits.astype(np.float64))))
-    decided = scores >= 0.5
-    hits, highest = (decided & truth).sum(), best_threshold(scores, truth)
+    scores, targets = torch.from_numpy(saved.logits).double().sigmoid(), torch.from_numpy(saved.labels)
+    found = precision_recall_at_threshold(scores, targets)
+    count, highest = threshold_by_count(scores, targets), best_threshold(scores, targets)
     return (
-        f"0.5: {f1(decided, truth):.2%} ({hits / max(1, decided.sum()):.1%}, {hits / truth.sum():.1%}), "
-        f"two-fold: {two_fold(scores, truth):.2%}, count: {by_count(scores, truth):.2%}, "
-        f"highest: {f1(scores >= highest, truth):.2%} at {highest:.2f}"
+        f"0.5: {found.overall_f1:.2%} ({found.overall_precision:.1%}, {found.overall_recall:.1%}), "
+        f"two-fold: {two_fold(scores, targets):.2%}, count: {f1(scores, targets, count):.2%}, "
+        f"highest: {f1(scores, targets, highest):.2%} at {highest:.2f}"
     )
 
 

@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn_metrics
 
+from bigscl.evaluation.localization import energy_in_boxes, pointing_hits
 from bigscl.evaluation.metrics import (
     SMALL,
     average_precision,
     best_classes,
     by_num_labels,
-    energy_in_boxes,
     estimate_k,
     image_average_precision,
     mean_ap,
     per_class,
-    pointing_hits,
     precision_recall_at_k,
     precision_recall_at_threshold,
     score_distribution,
