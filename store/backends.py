@@ -5,6 +5,7 @@ once, syncing, listing and sizes.
 """
 
 import contextlib
+import errno
 import functools
 import os
 import shutil
@@ -20,10 +21,13 @@ import zarr.abc.store
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
-from bigscl.store.errors import AlreadyExists, NotAStore, StoreError, storage_errors
+from bigscl.store.errors import AlreadyExists, NotAStore, StorageFailed, StoreError, storage_errors
 from bigscl.store.object_storage import STORE_SCHEMES, Location, StorageOptions
 
 FILE_THREADS = 8
+PROBES = 3
+# What the kernel and FUSE answer where a file system cannot do it.
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -154,9 +158,16 @@ class LocalBackend:
         """Give a file its name. NFS may do it, lose the answer, ask again, and say that the name is taken."""
         try:
             os.link(private, path)
-        except OSError:
-            if not (path.exists() and path.samefile(private)):
-                raise
+        except OSError as error:
+            if path.exists() and path.samefile(private):
+                return
+            if error.errno in NO_HARD_LINKS:
+                raise StorageFailed(
+                    f"{path.parent}: this file system has no hard links ({error.strerror}), which commits "
+                    f"need. Choose a folder on another one, or, for a mounted bucket, the bucket itself "
+                    f"(store.url: s3://bucket/prefix)."
+                ) from error
+            raise
 
     def _sync_folder_of(self, path: Path) -> None:
         try:
@@ -336,6 +347,29 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
     raise StoreError(
         f"{text}: no stores behind {parsed.scheme!r}. Use a path, file://, memory://name, or "
         f"{', '.join(f'{scheme}://' for scheme in STORE_SCHEMES)} with bucket/prefix."
+    )
+
+
+def check_creates_once(backend: Backend) -> None:
+    """Raise StorageFailed if a file can be created twice here: two runs would both commit one snapshot.
+
+    Tried on a name of its own. Whoever tidies up here meanwhile may delete that, and it is free again: the
+    place is refused if it happens each time.
+    """
+    for _ in range(PROBES):
+        key = f"probe.{uuid.uuid4().hex}.partial"
+        try:
+            backend.create(key, b"first")
+            backend.create(key, b"second")
+        except AlreadyExists:
+            return
+        finally:
+            with contextlib.suppress(StoreError):
+                backend.delete(key)
+    raise StorageFailed(
+        f"{backend.url}: a file that exists was created again, expected to be refused: this server ignores "
+        f"conditions (If-None-Match), so two runs could overwrite each other's commits. Use a server that "
+        f"honours them, or a store on disk."
     )
 
 

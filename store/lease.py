@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-from bigscl.store.backends import Backend
+from bigscl.store.backends import Backend, check_creates_once
 from bigscl.store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
 from bigscl.store.fields import Fields
 
@@ -181,7 +181,11 @@ class Lease:
         patience_seconds: float = LEASE_PATIENCE_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
     ) -> Self:
-        """The lease, taken over from a holder that is certainly dead; or LeaseHeld, naming the holder."""
+        """The lease, taken over from a holder that is certainly dead; or LeaseHeld, naming the holder.
+
+        StorageFailed where a lease, or a commit, would exclude nobody.
+        """
+        check_creates_once(backend)
         ours = Holder.this_process(run)
         while True:
             try:
