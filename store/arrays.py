@@ -1,6 +1,8 @@
 """The Zarr arrays of one group: whole versions of shards in, whole versions out."""
 
 import asyncio
+import errno
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +22,12 @@ from bigscl.store.fields import Fields
 from bigscl.store.layout import ArrayPlan, array_plans
 from bigscl.store.rounding import LEVELS, from_bytes, to_bytes
 from bigscl.store.spec import Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.waiting import Check, nothing, pauses
 
+logger = logging.getLogger(__name__)
+
+STALE_SECONDS = 60.0
+"""How long caches of NFS and FUSE may show a file that another node has renamed over: NFS's acregmax."""
 REMEDY = "Restore it from a copy, or create the store again at another place."
 # Nested chunk folders make deletes slow.
 CHUNK_KEYS: Any = {"name": "default", "separator": "."}
@@ -95,6 +102,8 @@ class ArrayGroup:
             plan.name: open_array(store, f"{group.name}/{plan.name}", "r" if read_only else "r+")
             for plan in self.plans
         }
+        # A store with damage is not waited for again and again.
+        self._waited_in_vain = False
         for plan in self.plans:
             self._check_shape(plan)
 
@@ -137,22 +146,50 @@ class ArrayGroup:
         slot: int,
         names: tuple[str, ...] | None = None,
         digests: Mapping[str, int] | None = None,
+        check: Check = nothing,
     ) -> dict[str, Array]:
         """The arrays of one version (or only those named); ChunkCorrupt names what is broken.
 
-        `digests` say which version it must be: chunks that are whole but of another one are refused.
+        `digests` say which version it must be: chunks that are whole but of another one are read again for
+        as long as a cache may be stale, and then refused. `check` raises to end that.
         """
         wanted = [plan for plan in self.plans if names is None or plan.name in names]
         known = digests or {}
-        return {plan.name: self._read_whole(plan, shard, slot, known.get(plan.name)) for plan in wanted}
+        return {
+            plan.name: self._read_whole(plan, shard, slot, known.get(plan.name), check) for plan in wanted
+        }
 
-    def _read_whole(self, plan: ArrayPlan, shard: int, slot: int, expected: int | None) -> Array:
-        with watched() as checksums:
-            values = self._read_one(plan, shard, slot)
-        if expected is not None and self._digest(plan, shard, slot, checksums) != expected:
+    def _read_whole(
+        self, plan: ArrayPlan, shard: int, slot: int, expected: int | None, check: Check
+    ) -> Array:
+        values = self._read_version(plan, shard, slot, expected)
+        if values is None and not self._waited_in_vain:
+            place = f"{self._backend.url}/{self.spec.name}/{plan.name}"
+            logger.warning(
+                "%s: shard %d, slot %d is of another version; reading it again", place, shard, slot
+            )
+            for _ in pauses(STALE_SECONDS, check):
+                values = self._read_version(plan, shard, slot, expected)
+                if values is not None or self._waited_in_vain:
+                    break
+        if values is None:
+            self._waited_in_vain = True
             reason = "whole, but not the version that the snapshot names (overwritten, or stale)"
             raise self.corrupt(plan.name, shard, slot, reason)
         return values
+
+    def _read_version(self, plan: ArrayPlan, shard: int, slot: int, expected: int | None) -> Array | None:
+        """An array of one version; None if what is there, or is shown, is another version."""
+        try:
+            with watched() as checksums:
+                values = self._read_one(plan, shard, slot)
+        except ChunkCorrupt as error:
+            # NFS: the file was renamed over while it was open.
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
+                return None
+            raise
+        is_it = expected is None or self._digest(plan, shard, slot, checksums) == expected
+        return values if is_it else None
 
     def peek(self, places: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
         """Single rows, given as (shard, slot, position), without the rest of their chunks.

@@ -17,6 +17,7 @@ from bigscl.store.evidence import StartValues
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
+from bigscl.store.waiting import Check
 from bigscl.user_error import UserError
 
 
@@ -85,15 +86,21 @@ class StoreReader:
             totals[name] = totals.get(name, 0) + size
         return totals
 
-    def load_shard(self, shard: int) -> Rows:
-        """All rows of a shard as last saved or committed; initial values if it never was."""
-        return Rows(**self._load(shard))
+    def load_shard(self, shard: int, check: Check | None = None) -> Rows:
+        """All rows of a shard as last saved or committed; initial values if it never was.
 
-    def _load(self, shard: int, names: tuple[str, ...] | None = None) -> dict[str, Array]:
+        If a cache still shows an older version, this waits; `check` raises to end that.
+        """
+        return Rows(**self._load(shard, check=check))
+
+    def _load(
+        self, shard: int, names: tuple[str, ...] | None = None, check: Check | None = None
+    ) -> dict[str, Array]:
         with self._lock:
             arrays, version = self._arrays, self._version(shard)
         if version.slot >= 0:
-            return arrays.read(shard, version.slot, names, version.digests)
+            check = check or self._check_still_retained
+            return arrays.read(shard, version.slot, names, version.digests, check)
         if self.annotations is None:
             raise StoreError(
                 f"{self.backend.url}: shard {shard} was never visited; its initial values come from the "

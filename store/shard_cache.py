@@ -102,7 +102,7 @@ class ShardCache(Closing):
             return self._shards[shard]
 
     def _load(self, shard: int) -> CachedShard:
-        rows = self.store.load_shard(shard)
+        rows = self.store.load_shard(shard, self._check_open)
         size = self.store.spec.shard_sizes[shard]
         return CachedShard(rows, int((rows.visited[:size] != self.epoch).sum()))
 

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ Check = Callable[[], None]
 OnStart = Callable[[], object]
 """Called by a thread before its work."""
 POLL_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
 WARN_SECONDS = 30.0
 
 
@@ -70,6 +71,16 @@ def result_of(future: "Future[Item]", check: Check) -> Item:
             if future.done():
                 return future.result()  # its own TimeoutError, or the result that came just now
             check()
+
+
+def pauses(seconds: float, check: Check) -> Iterator[None]:
+    """Yield after pauses that grow, for so many seconds in all; `check` raises to end that."""
+    deadline, pause = time.monotonic() + seconds, POLL_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        check()
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        yield
 
 
 def join(thread: threading.Thread, what: str) -> None:

@@ -255,7 +255,7 @@ def test_waits_are_counted_under_the_name_of_what_was_waited_for(store, annotati
         assert prefetcher.waits.data > max(0.2, prefetcher.waits.heatmaps)
 
     load = store.load_shard
-    monkeypatch.setattr(store, "load_shard", lambda shard: (time.sleep(0.15), load(shard))[1])
+    monkeypatch.setattr(store, "load_shard", lambda *given: (time.sleep(0.15), load(*given))[1])
     with ShardCache(store, 0) as cache, Prefetcher(cache) as prefetcher:
         list(prefetcher.pair([np.array([0]), np.array([5])], lambda ids: ids))
         assert prefetcher.waits.heatmaps > max(0.2, prefetcher.waits.data)
