@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,3 +102,17 @@ def store(tmp_path, annotations):
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4)
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="test") as opened:
         yield opened
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of pauses, which takes no time: its `seconds`, and what to call after each pause."""
+    ticking = SimpleNamespace(seconds=0.0, after_pause=lambda: None)
+
+    def sleep(seconds):
+        ticking.seconds += seconds
+        ticking.after_pause()
+
+    fake = SimpleNamespace(monotonic=lambda: ticking.seconds, sleep=sleep)
+    monkeypatch.setattr("bigscl.store.waiting.time", fake)
+    return ticking

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bigscl.store.backends import LocalBackend, open_backend
-from bigscl.store.errors import AlreadyExists, StoreError
+from bigscl.store import HeatmapStore
+from bigscl.store.backends import LocalBackend, check_creates_once, open_backend
+from bigscl.store.errors import AlreadyExists, StorageFailed, StoreError
 
 
 @pytest.fixture
@@ -74,6 +75,44 @@ def test_a_link_that_was_made_but_reported_as_failed_is_a_success(tmp_path, monk
     with pytest.raises(AlreadyExists):
         backend.create("lease", b"ours again")
     assert backend.names("") == ["lease"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_is_refused_in_one_line(tmp_path, annotations, monkeypatch, number):
+    """As mounted buckets answer (FUSE)."""
+
+    def no_links(source, target):
+        raise OSError(number, os.strerror(number))
+
+    HeatmapStore.create(tmp_path / "before", annotations, heatmap_size=3)
+    monkeypatch.setattr(os, "link", no_links)
+    told = r"this file system has no hard links .*which commits need\. .*store\.url: s3://bucket/prefix"
+    with pytest.raises(StorageFailed, match=told) as raised:
+        HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=3)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(StorageFailed, match="no hard links"):
+        HeatmapStore.open(tmp_path / "before", annotations=annotations, mode="w", run="run")
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_probing_a_place_leaves_nothing_behind(backend):
+    check_creates_once(backend)
+    assert backend.names("") == []
+
+
+def test_a_probe_that_another_process_tidied_away_is_tried_again(tmp_path):
+    class Tidied(LocalBackend):
+        tries = 0
+
+        def create(self, key, data):
+            super().create(key, data)
+            self.tries += 1
+            if self.tries == 1:
+                self.delete(key)
+
+    backend = Tidied(tmp_path)
+    check_creates_once(backend)
+    assert backend.tries == 3  # twice the first name, once the second
 
 
 def test_a_folder_that_cannot_be_synced_is_an_error_and_the_file_is_there(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A writer that was frozen, and thawed after another took its place: nothing that was committed changes."""
 
+import errno
 import json
 from functools import partial
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, StoreError, update
+from bigscl.store.arrays import STALE_SECONDS
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from bigscl.store.layout import initial_shard
 from bigscl.store.lease import Lease, break_lease
@@ -157,7 +159,7 @@ def test_generations_start_over_without_touching_what_is_named(place, annotation
 
 
 @pytest.mark.parametrize("layout", ["dense", "topk"])
-def test_a_stale_and_a_swapped_chunk_are_found_on_load_and_by_verify(tmp_path, annotations, layout):
+def test_a_stale_and_a_swapped_chunk_are_found_on_load_and_by_verify(tmp_path, annotations, layout, clock):
     """Whole chunks with a right checksum of their own, but not those that the snapshot names."""
     place = str(tmp_path / "store"), None
     make(place, annotations, layout=layout, top=4 if layout == "topk" else None)
@@ -181,6 +183,68 @@ def test_a_stale_and_a_swapped_chunk_are_found_on_load_and_by_verify(tmp_path, a
             store.visited()
         with pytest.raises(ChunkCorrupt):
             list(store.scores_by_shard([0]))
+        # Only the first of them was waited for: damage everywhere would take hours.
+        assert clock.seconds == pytest.approx(STALE_SECONDS)
+
+
+@pytest.fixture
+def stale_chunk(tmp_path, annotations):
+    """A store, a chunk's file that shows an older version, its right bytes, and the rows of its shard."""
+    place = str(tmp_path / "store"), None
+    make(place, annotations)
+    with open_writer(place, annotations) as store:
+        older, newer = (commit_epoch(store, annotations, epoch) for epoch in (0, 1))
+        folder = tmp_path / "store" / "arrays-000" / "scores"
+        file, before = (folder / f"c.{snapshot.slots[0]}.0.0.0" for snapshot in (newer, older))
+        newest, expected = file.read_bytes(), store.load_shard(0)
+        file.write_bytes(before.read_bytes())
+        yield store, file, newest, expected
+
+
+def test_a_chunk_that_a_cache_shows_in_an_older_version_is_read_again(stale_chunk, clock, caplog):
+    store, file, newest, expected = stale_chunk
+    clock.after_pause = lambda: file.write_bytes(newest) if clock.seconds > 40 else None
+    assert_same_rows(store.load_shard(0), expected)
+    assert 40 < clock.seconds < 50
+    assert "shard 0, slot" in caplog.text
+    assert "of another version; reading it again" in caplog.text
+
+
+def test_a_chunk_of_another_version_is_corrupt_after_a_minute(stale_chunk, clock):
+    store, file, newest, expected = stale_chunk
+    with pytest.raises(ChunkCorrupt, match=r"scores: shard 0.*not the version"):
+        store.load_shard(0)
+    assert clock.seconds == pytest.approx(60)
+    file.write_bytes(newest)
+    assert_same_rows(store.load_shard(0), expected)
+
+
+def test_a_file_handle_that_went_stale_is_read_again(stale_chunk, clock, monkeypatch):
+    """NFS: another node renamed over the file between opening and reading it."""
+    store, file, newest, expected = stale_chunk
+    file.write_bytes(newest)
+    whole = store.arrays._read_one
+
+    def stale_for_a_while(plan, shard, slot):
+        if plan.name == "scores" and clock.seconds < 5:
+            stale = OSError(errno.ESTALE, "Stale file handle")
+            raise store.arrays.corrupt(plan.name, shard, slot, str(stale)) from stale
+        return whole(plan, shard, slot)
+
+    monkeypatch.setattr(store.arrays, "_read_one", stale_for_a_while)
+    assert_same_rows(store.load_shard(0), expected)
+    assert clock.seconds >= 5
+
+
+def test_waiting_for_a_stale_chunk_ends_when_the_run_does(stale_chunk, clock):
+    store, *_ = stale_chunk
+
+    def stop():
+        raise StoreError("stopped")
+
+    with pytest.raises(StoreError, match="stopped"):
+        store.load_shard(0, stop)
+    assert clock.seconds == 0
 
 
 def test_snapshots_have_no_digests_without_checksums(place, annotations):
