@@ -23,6 +23,7 @@ from bigscl.processes.failures import (
     report_to_launcher,
 )
 from bigscl.text import printable
+from bigscl.url_secrets import hide, hide_in_logs, take_words
 
 # Click, or the copy of it inside typer, raises this for a command line that it cannot parse.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -146,7 +147,10 @@ def start_is_over() -> None:
 def run(command: Any, arguments: list[str] | None, program: str) -> int:
     """Run a command and return its exit code: 2 after an error of the user's, with one line on stderr."""
     _Start.is_over = False
-    words = sys.argv[1:] if arguments is None else arguments
+    # From here on nothing but url_secrets has the secrets in URLs, not even trackers that note sys.argv.
+    hide_in_logs()
+    sys.argv[1:] = take_words(sys.argv[1:])
+    words = sys.argv[1:] if arguments is None else take_words(arguments)
     if {*HELP} & {*words} and not first_on_this_machine():
         return 0
     try:
@@ -161,13 +165,22 @@ def run(command: Any, arguments: list[str] | None, program: str) -> int:
         if in_a_group():
             _leave_group(error, reason, program)
         if reason is None:
-            raise
+            _report_bug(error)
+            return 1
         _say(_line(program, reason))
         return 2
 
 
 def _line(program: str, reason: str) -> str:
-    return f"{program}: {printable(reason, keep=chr(10))}"
+    return f"{program}: {printable(hide(reason), keep=chr(10))}"
+
+
+def _report_bug(error: Exception) -> None:
+    """Raise the error again, or print its traceback if that must be without a secret."""
+    text = "".join(traceback.format_exception(error))
+    if hide(text) == text:
+        raise error
+    print(hide(text), file=sys.stderr)
 
 
 def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn:
@@ -177,7 +190,8 @@ def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn
     # reported it. If this rank is still here after a while, it is the only one that knows.
     if lost_other_ranks(error) or not reports:
         time.sleep(SECONDS_FOR_THE_FIRST)
-    text = "".join(traceback.format_exception(error)) if reason is None else _line(program, reason)
+    whole = "".join(traceback.format_exception(error))
+    text = hide(whole) if reason is None else _line(program, reason)
     print(text, file=sys.stderr)
     if _Start.is_over or not reports:
         report_to_launcher(text)
@@ -191,7 +205,7 @@ def _say(message: str) -> None:
 
 def _usage(error: Any) -> str:
     """Return what is wrong with the command line; a call without any argument gets the help."""
-    message: str = error.format_message()
+    message: str = hide(error.format_message())
     if "\n" in message or not message:  # without a message, the help has been printed
         return message
     command = "bigscl" if error.ctx is None else error.ctx.command_path

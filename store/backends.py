@@ -23,6 +23,7 @@ from zarr.storage import LocalStore, MemoryStore
 
 from bigscl.store.errors import AlreadyExists, NotAStore, StorageFailed, StoreError, storage_errors
 from bigscl.store.object_storage import STORE_SCHEMES, Location, StorageOptions
+from bigscl.url_secrets import public
 
 FILE_THREADS = 8
 PROBES = 3
@@ -345,7 +346,7 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
 
         return ObjectBackend(Location.parse(text, options))
     raise StoreError(
-        f"{text}: no stores behind {parsed.scheme!r}. Use a path, file://, memory://name, or "
+        f"{public(text)}: no stores behind {parsed.scheme!r}. Use a path, file://, memory://name, or "
         f"{', '.join(f'{scheme}://' for scheme in STORE_SCHEMES)} with bucket/prefix."
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from bigscl.store.errors import StoreError
 from bigscl.store.retries import Credentials
+from bigscl.url_secrets import AGAIN, public, take, with_secret
 
 # The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
 # pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and
@@ -53,10 +54,12 @@ class Location:
     @classmethod
     def parse(cls, url: str, options: StorageOptions | None = None) -> Self:
         """The location that a URL names, or StoreError if no client could reach it."""
+        url = take(url)
         scheme, _, rest = url.partition("://")
         bucket, _, path = rest.partition("/")
         location = cls(url=url, scheme=scheme, bucket=bucket, path=path, options=options or StorageOptions())
         # The client panics, with a page of text, on an endpoint that is no address.
+        location._refuse_secrets()
         if not bucket or not ENDPOINT.fullmatch(location.endpoint or "https://aws"):
             found = f"bucket {bucket!r}, endpoint {location.endpoint!r}"
             raise StoreError(
@@ -64,6 +67,17 @@ class Location:
                 f"an endpoint such as https://host:port. Correct them."
             )
         return location
+
+    def _refuse_secrets(self) -> None:
+        """Raise StoreError for a secret in the URL of a bucket, or of its server: no client takes it."""
+        if self.scheme in ("http", "https"):
+            return
+        for url in (self.url, self.endpoint or ""):
+            if with_secret(url) != url or public(url) != url:
+                raise StoreError(
+                    f"{public(url)}: has a user, a password or a query in its URL. Leave them out: "
+                    f"credentials come from the environment. {self.credentials.missing}"
+                )
 
     @property
     def endpoint(self) -> str | None:
@@ -134,7 +148,7 @@ def _az(location: Location, settings: dict[str, Any]) -> Any:
 def _http(location: Location, settings: dict[str, Any]) -> Any:
     from obstore.store import HTTPStore
 
-    return HTTPStore.from_url(location.url, **settings)
+    return HTTPStore.from_url(with_secret(location.url), **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +166,7 @@ class Scheme:
 _HTTP = Scheme(
     connect=_http,
     credentials=Credentials(
-        missing="Check the URL.", refused="Check the URL, and whether it may be read without credentials."
+        missing="Check the URL.", refused=f"Check the URL, and its signature or password. {AGAIN}"
     ),
     holds_stores=False,
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bigscl.store.errors import StoreError
+from bigscl.url_secrets import hide
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,8 +49,8 @@ class NotImplementedByServer(StoreError):
 
 
 def cause_of(error: Exception) -> str:
-    """One line about a failure of the client, without its debug output."""
-    text, _, debug = str(error).partition("Debug source:")
+    """One line about a failure of the client, without its debug output and without secrets."""
+    text, _, debug = hide(str(error)).partition("Debug source:")
     line = " ".join(text.split())
     if status := re.search(r" - Server returned non-2xx status code: (\d{3}[^:]*)", line):
         fields = [re.search(f"<{name}>(.*?)</{name}>", line) for name in ("Code", "Message")]

@@ -30,12 +30,12 @@ class ObjectReader(io.RawIOBase):
 
     def __init__(self, url: str, options: StorageOptions | None = None) -> None:
         location = Location.parse(url, options)
-        self._url, self._server = url, location.server
+        self._url, self._server = location.url, location.server
         self._client, self._key = location.object()
         self._patience = _patience.setdefault(
             location.server,
             Patience(
-                url,
+                location.url,
                 location.credentials,
                 retry_seconds=RETRY_SECONDS,
                 first_contact_seconds=FIRST_CONTACT_SECONDS,
@@ -166,5 +166,5 @@ def list_objects(url: str, options: StorageOptions | None = None) -> list[str]:
     def list_all() -> list[str]:
         return sorted(entry["path"] for page in obstore.list(client, prefix or None) for entry in page)
 
-    names = Patience(url, location.credentials).call("list the shards", list_all)
+    names = Patience(location.url, location.credentials).call("list the shards", list_all)
     return [f"{location.scheme}://{location.bucket}/{name}" for name in names]

@@ -16,6 +16,7 @@ from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Stor
 from bigscl.tools.questions import Question, Questions, answers_files
 from bigscl.tools.samples import find_class
 from bigscl.tools.text import counted, table, tell
+from bigscl.url_secrets import with_image_names
 from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def command(
     session = Session(questions, files[0], person, str(opened.snapshot.id))
     if export is not None and output is not None:
         chosen = questions.next(count)
-        write_questions(export, output, chosen, snapshot=session.snapshot, images=images)
+        write_questions(export, output, chosen, snapshot=session.snapshot, images=with_image_names(images))
         tell(*_exported(export, output, chosen), as_json)
     elif simulate is not None:
         tell(*_simulate(session, data, simulate), as_json)

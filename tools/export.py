@@ -25,6 +25,7 @@ from bigscl.tools.samples import find_samples
 from bigscl.tools.score_files import write_scores
 from bigscl.tools.tables import table_writer
 from bigscl.tools.text import size, tell
+from bigscl.url_secrets import with_image_names
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ def command(
         elif what == "labels":
             found = find_labels(opened, needed, which)
             fit = found.fit(box_share)
-            rows = _labels(found, fit, form, output, run_folder(store), images or "")
+            rows = _labels(found, fit, form, output, run_folder(store), with_image_names(images or ""))
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id

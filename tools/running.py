@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from bigscl.config.packaged import FOLDER
+from bigscl.url_secrets import environment
 from bigscl.user_error import UserError
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
@@ -52,7 +53,7 @@ class Runner:
                     command,
                     stdout=output,
                     stderr=output and subprocess.STDOUT,
-                    env={**os.environ, **(variables or {})},
+                    env={**os.environ, **environment(), **(variables or {})},
                     start_new_session=True,
                 )
                 self._running.add(process)

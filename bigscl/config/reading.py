@@ -20,6 +20,7 @@ from bigscl.method.objective import Objective
 from bigscl.method.schedule import Ramp
 from bigscl.store import STORE_SCHEMES
 from bigscl.text import first_few, printable, reason_of
+from bigscl.url_secrets import hide, take, take_all
 from bigscl.user_error import UserError
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
@@ -83,10 +84,19 @@ def parse_yaml(text: str, source: str) -> Any:
         _count(node, {}, frozenset())
         return loader.construct_document(node)
     except yaml.YAMLError as error:
+        if hide(text) != text:
+            _drop_quotations(error)
         reason = printable(" ".join(str(error).split()))
     except Exception as error:  # PyYAML raises many types of error for malformed tags.
         reason = reason_of(error)
     raise ConfigError(f"{printable(source)}: cannot be read: {reason}. Expected YAML: `key: value`.")
+
+
+def _drop_quotations(error: yaml.YAMLError) -> None:
+    """Let the message of an error quote nothing of its text, which has secrets."""
+    for name in ("context_mark", "problem_mark"):
+        if (mark := getattr(error, name, None)) is not None:
+            mark.buffer = None
 
 
 def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> int:
@@ -138,7 +148,7 @@ def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tu
 def _validated(adapter: TypeAdapter[Section], values: Any, source: str) -> Section:
     """Return plain values as a dataclass of the config; ConfigError lists all mistakes."""
     try:
-        return adapter.validate_python(values)
+        return adapter.validate_python(take_all(values))
     except ValidationError as error:
         problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
         raise ConfigError(_listed(source, problems)) from None
@@ -338,6 +348,7 @@ def _parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if not remaining:
                 raise ConfigError(f"--{name}: expected a value after it")
             text = remaining.pop(0)
+        text = take(text)
         yield name, parse_yaml(text, f"--{name} {text[:LONGEST_INPUT]}")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bigscl.data.index import Index
 from bigscl.text import printable
+from bigscl.url_secrets import public
 from bigscl.user_error import UserError
 
 # Shards whose keys are held at a time; a shuffle buffer mixes the samples of a few.
@@ -49,23 +50,23 @@ class SampleIds:
         place = self._places_in(shard).get(key.encode(errors="surrogateescape"))
         if place is None:
             raise UnknownSample(
-                f"{printable(url)}: sample {printable(key)!r} is not in the index. The shard has changed, or "
-                f"`bigscl index` reported a problem with this sample. Run it again on these shards, or leave "
-                f"unknown samples out with handler=wds.warn_and_continue."
+                f"{printable(public(url))}: sample {printable(key)!r} is not in the index. The shard has "
+                f"changed, or `bigscl index` reported a problem with this sample. Run it again on these "
+                f"shards, or leave unknown samples out with handler=wds.warn_and_continue."
             )
         return shard * self._index.rows_per_shard + place
 
     def _find_shard(self, url: str) -> int:
         """Return the shard of a url: the same url, or the one whose name it shares most of."""
-        if url in self._index.urls:
-            return self._index.urls.index(url)
+        if public(url) in self._index.urls:
+            return self._index.urls.index(public(url))
         found = [(_common_end(url, name), shard) for shard, name in enumerate(self._index.shard_names)]
         best = max(length for length, _ in found)
         shards = [shard for length, shard in found if length == best]
         if best == 0 or len(shards) > 1:
             what = "no shard" if best == 0 else f"{len(shards)} shards"
             raise UnknownSample(
-                f"{printable(url)}: {what} of this name in the index, which has "
+                f"{printable(public(url))}: {what} of this name in the index, which has "
                 f"{printable(self._index.shard_names[0])} and others. Use the index of these shards."
             )
         return shards[0]

@@ -14,6 +14,7 @@ from braceexpand import braceexpand
 from bigscl.data.sources import Shard, Unreadable, scheme
 from bigscl.store import STORE_SCHEMES, list_objects
 from bigscl.text import first_few
+from bigscl.url_secrets import take
 from bigscl.user_error import UserError
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
@@ -48,9 +49,9 @@ def local_bytes(url: str) -> int | None:
 def expand(shards: str | Sequence[str]) -> list[str]:
     """The shards that a pattern or a list of patterns names.
 
-    Braces and lists keep their order; files found by a folder or a glob are sorted.
+    Braces and lists keep their order; files found by a folder or a glob are sorted. URLs are without secrets.
     """
-    patterns = [shards] if isinstance(shards, str) else list(shards)
+    patterns = [take(pattern) for pattern in ([shards] if isinstance(shards, str) else shards)]
     urls: list[str] = []
     for pattern in patterns:
         for url in [pattern] if scheme(pattern) == "pipe" else _expanded(pattern):
@@ -62,7 +63,8 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     if len(set(urls)) < len(urls):
         twice = [url for url, count in Counter(urls).items() if count > 1]
         raise UserError(
-            f"{first_few(twice, len(twice))}: named more than once. Each shard is read once per epoch."
+            f"{first_few(twice, len(twice))}: named more than once. Each shard is read once per epoch; the "
+            f"part of a URL after the ? and the options of a command do not name it."
         )
     return urls
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from bigscl.store import SCHEMES, ObjectReader, StoreError
+from bigscl.url_secrets import AGAIN, lacks_command, public, with_secret
 
 GZIP_MAGIC = b"\x1f\x8b"
 # What a connection, a compressed stream or a disk may raise while it is read.
@@ -137,7 +138,9 @@ def open_shard(url: str, *, allow_pipe: bool = False) -> Shard:
     try:
         if kind == "pipe":
             if not allow_pipe:
-                raise Unreadable(f"{url}: runs a command; say that pipes are allowed if you trust it")
+                raise Unreadable(f"{public(url)}: runs a command; say that pipes are allowed if you trust it")
+            if lacks_command(url):
+                raise Unreadable(f"{url}: its command is not known here. {AGAIN}")
             return StreamedShard(lambda: _open_pipe(url))
         if kind:
             return StreamedShard(lambda: _open_object(url))
@@ -147,7 +150,7 @@ def open_shard(url: str, *, allow_pipe: bool = False) -> Shard:
     except StoreError as error:
         raise Unreadable(str(error)) from error
     except READ_ERRORS as error:
-        raise Unreadable(f"{url}: cannot be opened: {error}") from error
+        raise Unreadable(f"{public(url)}: cannot be opened: {error}") from error
 
 
 def scheme(url: str) -> str:
@@ -189,7 +192,7 @@ class _Pipe(io.RawIOBase):
 
 
 def _open_pipe(url: str) -> tuple[Readable, int | None]:
-    return _decompressed(io.BufferedReader(_Pipe(url.removeprefix("pipe:")))), None
+    return _decompressed(io.BufferedReader(_Pipe(with_secret(url).removeprefix("pipe:")))), None
 
 
 class _Gunzip(gzip.GzipFile):

@@ -5,6 +5,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import TypeVar
 
+from bigscl.url_secrets import environment, receive
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -15,7 +17,10 @@ def map_in_processes(work: Callable[[T], R], items: Sequence[T], processes: int)
         yield from ((item, work(item)) for item in items)
         return
     # Not forked: the caller may have threads (a progress bar has).
-    with ProcessPoolExecutor(min(processes, len(items)), mp_context=get_context("spawn")) as pool:
+    context, secrets = get_context("spawn"), (environment(),)
+    with ProcessPoolExecutor(
+        min(processes, len(items)), context, initializer=receive, initargs=secrets
+    ) as pool:
         try:
             waiting = {pool.submit(work, item): item for item in items}
             for future in as_completed(waiting):
