@@ -94,8 +94,9 @@ def lacks_command(url: str) -> bool:
 
 
 def receive(variables: dict[str, str]) -> None:
-    """Take the secrets of the process that started this one, from its `environment`."""
+    """Take the secrets of the process that started this one, from its `environment`; logs hide them."""
     os.environ.update(variables)
+    hide_in_logs()
 
 
 def environment() -> dict[str, str]:

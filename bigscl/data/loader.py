@@ -28,6 +28,8 @@ from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
 from bigscl.data.workers import obey_parent_only, receive
 from bigscl.text import first_few, printable
+from bigscl.url_secrets import environment
+from bigscl.url_secrets import receive as receive_secrets
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -225,11 +227,14 @@ class Batches(IterableDataset[Batch]):
     ) -> None:
         self._index, self._labels, self._allow_pipe = index, labels, allow_pipe
         self._decode = find_decoder(decoder)
+        self._secrets = environment()
         self.work: Work | None = None
         self.inboxes: list[Connection] = []
 
     def __iter__(self) -> Iterator[Batch]:
         worker: Any = get_worker_info()
+        if worker is not None:
+            receive_secrets(self._secrets)
         work = self.work if worker is None else receive(self.inboxes[worker.id])
         if work is None:
             return
