@@ -6,7 +6,7 @@ These names are the public surface of the store. Modules outside this folder imp
 from bigscl.store.annotations import Annotations
 from bigscl.store.answered import ATTRIBUTE as ANSWERS
 from bigscl.store.answered import Answered, label_counts, with_answers
-from bigscl.store.backends import Backend, LocalBackend, open_backend
+from bigscl.store.backends import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.evidence import StartValues
@@ -75,6 +75,7 @@ __all__ = [
     "array_plans",
     "break_lease",
     "by_version",
+    "check_creates_once",
     "choose_classes",
     "history_bytes",
     "in_order",

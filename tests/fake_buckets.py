@@ -18,6 +18,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     objects: dict[str, tuple[bytes, int]]
     versions: Iterator[int]
     lock: threading.Lock
+    keeps_conditions: bool
 
     def serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -35,6 +36,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def put(self, key: str, body: bytes) -> None:
         found = self.objects.get(key)
+        if not self.keeps_conditions:
+            self.store(key, body)
+            return
         wanted = self.headers.get("x-goog-if-generation-match")
         if self.headers.get("If-None-Match") == "*" and found:
             self.answer(409, b"<Error><Code>BlobAlreadyExists</Code></Error>")
@@ -43,8 +47,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif (tag := self.headers.get("If-Match")) and (not found or tag != _tag(found[1])):
             self.answer(412, b"<Error><Code>ConditionNotMet</Code></Error>")
         else:
-            self.objects[key] = body, next(self.versions)
-            self.answer(201 if self.headers.get("x-ms-blob-type") else 200, b"", self.objects[key][1])
+            self.store(key, body)
+
+    def store(self, key: str, body: bytes) -> None:
+        self.objects[key] = body, next(self.versions)
+        self.answer(201 if self.headers.get("x-ms-blob-type") else 200, b"", self.objects[key][1])
 
     def get(self, key: str, body: bytes) -> None:
         if key not in self.objects:
@@ -138,9 +145,20 @@ def _azure_entry(name: str, data: bytes, version: int) -> str:
 
 
 @contextmanager
-def fake_buckets() -> Iterator[str]:
-    """The address of a running server; buckets and containers need not be created."""
-    parts = {"objects": {}, "versions": itertools.count(1), "lock": threading.Lock()}
+def fake_buckets(
+    objects: dict[str, tuple[bytes, int]] | None = None, *, keeps_conditions: bool = True
+) -> Iterator[str]:
+    """The address of a running server; buckets and containers need not be created.
+
+    Servers that share `objects` show the same ones. Without `keeps_conditions`, it stores what a condition
+    (If-None-Match and the like) forbids, as rclone does.
+    """
+    parts = {
+        "objects": {} if objects is None else objects,
+        "versions": itertools.count(1),
+        "lock": threading.Lock(),
+        "keeps_conditions": keeps_conditions,
+    }
     handler = type("Handler", (_Handler,), parts)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bigscl.store import StorageOptions, StoreError, Transport, open_backend
+from bigscl.store import StorageOptions, StoreError, Transport, check_creates_once, open_backend
 
 # A network file system may show a new file to other nodes only after some seconds.
 PATIENCE_SECONDS = 10.0
@@ -17,25 +17,36 @@ PATIENCE_SECONDS = 10.0
 def probe_place(
     place: str, options: StorageOptions, ranks: Transport, *, patience_seconds: float = PATIENCE_SECONDS
 ) -> list[str] | None:
-    """Return what is wrong with a place, on rank 0 (None elsewhere): every process writes there, all read it.
+    """Return what is wrong with a place, on rank 0 (None elsewhere).
 
-    Files and folders made for this are deleted again.
+    Every process creates a file there and all read it; every process renames another file over its own and
+    all read it again. Files and folders made for this are deleted again.
     """
     token = ranks.broadcast(uuid.uuid4().hex.encode() if ranks.rank == 0 else None).decode()
     missing = _missing_folders(place)
     _wait_for_all(ranks)
-    failures = _shared(ranks, _write(place, options, _key(token, ranks.rank), token))
-    able = [rank for rank, failure in enumerate(failures) if failure is None]
-    deadline = time.monotonic() + patience_seconds
-    unseen = [rank for rank in able if not _sees(place, options, _key(token, rank), token, deadline)]
+
+    def without(content: bytes, from_ranks: list[int]) -> list[int]:
+        """Return the ranks whose file does not get this content before long."""
+        deadline = time.monotonic() + patience_seconds
+        keys = {rank: _key(token, rank) for rank in from_ranks}
+        return [rank for rank, key in keys.items() if not _sees(place, options, key, content, deadline)]
+
+    old, new = f"{token} old".encode(), f"{token} new".encode()
+    failures = _shared(ranks, _write(place, options, _key(token, ranks.rank), old))
+    unseen = without(old, _able(failures))
     all_unseen = _shared(ranks, unseen)
+    if failures[ranks.rank] is None:
+        failures[ranks.rank] = _write(place, options, _key(token, ranks.rank), new, over=True)
+    failures = _shared(ranks, failures[ranks.rank])
+    all_stale = _shared(ranks, without(new, [rank for rank in _able(failures) if rank not in unseen]))
     with contextlib.suppress(Exception):  # without permission to write there is none to delete
         open_backend(place, options).delete(_key(token, ranks.rank))
     _wait_for_all(ranks)
     with contextlib.suppress(OSError):  # the first rank of a node deletes it
         for folder in missing:
             folder.rmdir()
-    return list(_problems(place, failures, all_unseen)) if ranks.rank == 0 else None
+    return list(_problems(place, failures, all_unseen, all_stale)) if ranks.rank == 0 else None
 
 
 def _shared(ranks: Transport, mine: Any) -> list[Any]:
@@ -55,10 +66,21 @@ def _key(token: str, rank: int) -> str:
     return f"bigscl-doctor-{token}-{rank}"
 
 
-def _write(place: str, options: StorageOptions, key: str, token: str) -> str | None:
-    """Return why this process cannot write there; None if it can."""
+def _able(failures: list[str | None]) -> list[int]:
+    return [rank for rank, failure in enumerate(failures) if failure is None]
+
+
+def _write(
+    place: str, options: StorageOptions, key: str, content: bytes, *, over: bool = False
+) -> str | None:
+    """Return why this process cannot create a file there, or rename one over it; None if it can."""
     try:
-        open_backend(place, options).create(key, token.encode())
+        backend = open_backend(place, options)
+        if over:
+            backend.replace(key, content)
+        else:
+            check_creates_once(backend)
+            backend.create(key, content)
     except (StoreError, OSError) as error:
         return str(error)
     except Exception as error:  # the errors of object stores have no common type
@@ -66,11 +88,11 @@ def _write(place: str, options: StorageOptions, key: str, token: str) -> str | N
     return None
 
 
-def _sees(place: str, options: StorageOptions, key: str, token: str, deadline: float) -> bool:
+def _sees(place: str, options: StorageOptions, key: str, content: bytes, deadline: float) -> bool:
     """Return whether this process sees what another one wrote."""
     while True:
         try:
-            if open_backend(place, options).read(key) == token.encode():
+            if open_backend(place, options).read(key) == content:
                 return True
         except Exception:  # reported already by the process that tried to write there
             return False
@@ -87,7 +109,9 @@ def _missing_folders(place: str) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
-def _problems(place: str, failures: list[str | None], all_unseen: list[list[int]]) -> Iterator[str]:
+def _problems(
+    place: str, failures: list[str | None], all_unseen: list[list[int]], all_stale: list[list[int]]
+) -> Iterator[str]:
     for rank, failure in enumerate(failures):
         if failure is not None:
             yield f"rank {rank} cannot write to {place}: {failure}"
@@ -96,4 +120,10 @@ def _problems(place: str, failures: list[str | None], all_unseen: list[list[int]
             yield (
                 f"rank {rank} does not see what ranks {unseen} wrote to {place}: it is not the same place "
                 f"there. Use a shared file system or an object store."
+            )
+    for rank, stale in enumerate(all_stale):
+        if stale:
+            yield (
+                f"rank {rank} still reads the old content of files in {place} that ranks {stale} renamed "
+                f"others over: a cache there is not shared. Mount it without one, or use an object store."
             )

@@ -7,10 +7,11 @@ import pytest
 
 from bigscl.data.shards import expand
 from bigscl.data.sources import open_shard
-from bigscl.store import SCHEMES, STORE_SCHEMES, StorageOptions, StoreError
+from bigscl.store import SCHEMES, STORE_SCHEMES, HeatmapStore, SingleProcess, StorageOptions, StoreError
 from bigscl.store.backends import open_backend
-from bigscl.store.errors import AlreadyExists
+from bigscl.store.errors import AlreadyExists, StorageFailed
 from bigscl.store.object_storage import Location
+from bigscl.tools.reachable import probe_place
 from tests.fake_buckets import fake_buckets
 from tests.test_store.conftest import assert_same_rows, make_annotations
 from tests.test_store.test_bad_connections import epochs
@@ -24,14 +25,19 @@ def server():
         yield url
 
 
-@pytest.fixture(params=["gs", "az"])
-def scheme(request, server, monkeypatch):
-    """A scheme whose server runs on loopback, found by its environment variables."""
+def reach(server, monkeypatch):
+    """Let the environment name this server for gs and az."""
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({"gcs_base_url": server, **NO_LOGIN}))
     monkeypatch.setenv("GOOGLE_BASE_URL", server)
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", server)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+
+
+@pytest.fixture(params=["gs", "az"])
+def scheme(request, server, monkeypatch):
+    """A scheme whose server runs on loopback, found by its environment variables."""
+    reach(server, monkeypatch)
     return request.param
 
 
@@ -89,6 +95,30 @@ def test_a_store_holds_what_one_on_disk_does(scheme, tmp_path):
     np.testing.assert_array_equal(visited, also_visited)
     for one, other in zip(found, expected, strict=True):
         assert_same_rows(one, other)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_a_server_that_ignores_conditions_is_refused(scheme, monkeypatch):
+    """It would let two runs commit different snapshots of one number."""
+    annotations, objects = make_annotations(), {}
+    told = "created again, expected to be refused: this server ignores conditions"
+    with fake_buckets(objects) as good, fake_buckets(objects, keeps_conditions=False) as bad:
+        reach(bad, monkeypatch)
+        with pytest.raises(StorageFailed, match=told):
+            HeatmapStore.create(f"{scheme}://bucket/store", annotations, heatmap_size=3)
+        assert objects == {}
+        (problem,) = probe_place(f"{scheme}://bucket/store", StorageOptions(), SingleProcess())
+        assert told in problem
+        assert objects == {}
+        reach(good, monkeypatch)
+        HeatmapStore.create(f"{scheme}://bucket/store", annotations, heatmap_size=3)
+        assert probe_place(f"{scheme}://bucket/store", StorageOptions(), SingleProcess()) == []
+        before = dict(objects)
+        reach(bad, monkeypatch)
+        with pytest.raises(StorageFailed, match=told):
+            HeatmapStore.open(f"{scheme}://bucket/store", annotations=annotations, mode="w", run="run")
+        assert objects == before
+        assert HeatmapStore.open(f"{scheme}://bucket/store").snapshot.id == 0
 
 
 def test_tars_are_listed_and_read(scheme):

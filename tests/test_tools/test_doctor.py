@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from importlib.metadata import version
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bigscl.store import SingleProcess
+from bigscl.store import LocalBackend, SingleProcess, StorageOptions
 from bigscl.store.testing import run_ranks
 from bigscl.tools import doctor
 from bigscl.tools.reachable import probe_place
@@ -96,6 +97,25 @@ def test_processes_that_see_different_places_are_found_out(tmp_path, same):
         assert "rank 0 does not see what ranks [1] wrote" in problems[0]
         assert "rank 1 does not see what ranks [0] wrote" in problems[1]
     assert [file.name for file in tmp_path.iterdir()] == ["problems.json"]
+
+
+def test_a_cache_that_shows_files_after_they_were_renamed_over_is_found_out(tmp_path, monkeypatch):
+    cache = {}
+    read = LocalBackend.read
+    monkeypatch.setattr(LocalBackend, "read", lambda self, key: cache.setdefault(key, read(self, key)))
+    (problem,) = probe_place(str(tmp_path), StorageOptions(), SingleProcess(), patience_seconds=0.1)
+    assert f"rank 0 still reads the old content of files in {tmp_path} that ranks [0] renamed" in problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_hard_links_is_a_problem(tmp_path, monkeypatch):
+    def no_links(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    answer = bigscl("doctor", tmp_path)
+    assert answer.code == 1
+    assert "this file system has no hard links" in answer.out
 
 
 def test_a_bucket_is_probed_like_a_folder(s3_options):
