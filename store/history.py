@@ -75,16 +75,11 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
         classes = choose_classes(rows.scores, annotated, TOP)
         places = np.arange(len(rows))[:, None]
         values |= {"classes": classes, "heatmaps": rows.heatmaps_of(places, classes)}
-        if rows.counts is not None and _records_counts(backend):
+        if rows.counts is not None:
             values["counts"] = rows.counts
     with storage_errors(f"{backend.url}/{FOLDER}"):
         for name, value in values.items():
             zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
-
-
-def _records_counts(backend: Backend) -> bool:
-    """Whether there is an array for counts; earlier revisions made none."""
-    return backend.read(f"{FOLDER}/counts/zarr.json") is not None
 
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
@@ -93,8 +88,7 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
         return {}
     place = spec.tracked.index(sample)
     store = backend.zarr_store(read_only=True)
-    there = [name for name in RECORDED if name != "counts" or _records_counts(backend)]
-    arrays = {name: zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r") for name in there}
+    arrays = {name: zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r") for name in RECORDED}
     names = (name for name in backend.names(f"{FOLDER}/scores") if name.startswith("c."))
     epochs = sorted(int(name.split(".")[1]) for name in names if not name.endswith(".partial"))
     history = {}
@@ -102,7 +96,7 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
         values = {name: cast(NDArray[Any], array[epoch, place])[None] for name, array in arrays.items()}
         if np.isnan(values["heatmaps"]).all():
             values = {"scores": values["scores"]}
-        elif (values.get("counts", np.zeros(0)) > MAX_COUNT).any():
+        elif (values["counts"] > MAX_COUNT).any():
             del values["counts"]  # this epoch was recorded without
         history[epoch] = Rows(visited=np.full(1, epoch, np.int32), **values)
     return history

@@ -53,7 +53,7 @@ class Snapshot:
         group = fields.text("group")
         if not re.fullmatch(r"arrays-\d{3,9}", group):
             raise fields.bad(f"group: found {group!r:.40}, expected arrays- and a number")
-        digests = fields.inside("digests") if "digests" in fields else Fields({}, place, REMEDY)
+        digests = fields.inside("digests")
         return cls(
             id=fields.integer("id", 0),
             parent=None if fields.is_null("parent") else fields.integer("parent", 0),
@@ -64,7 +64,7 @@ class Snapshot:
             group=group,
             slots=slots,
             attributes=fields.mapping("attributes"),
-            generation=fields.integer("generation", 0) if "generation" in fields else 0,
+            generation=fields.integer("generation", 0),
             digests={name: digests.integers(name, -1, 2**32, len(slots)) for name in digests},
         )
 

@@ -83,13 +83,13 @@ class GroupSpec:
     slots: int = 3
     """Versions of a shard that one writer can keep."""
     generations: int = GENERATIONS
-    """Writers that have slots of their own; 1 in stores of earlier revisions, whose writers share them."""
+    """Writers that have slots of their own."""
     codec: Codec = "none"
     checksum: bool = True
     counts: bool = False
-    """Whether the visits of each heatmap cell are counted; earlier revisions did so only if debiased."""
+    """Whether the visits of each heatmap cell are counted."""
     visits: bool = False
-    """Whether the visits of each sample are counted; not in stores of earlier revisions."""
+    """Whether the visits of each sample are counted."""
     debiased: bool = False
     """Whether the first visit replaces the initial values."""
     ranking: bool = False
@@ -135,14 +135,13 @@ class GroupSpec:
                 layout=cast(Layout, layout),
                 top=fields.integer("top", 1, 2**31) if layout == "topk" else None,
                 slots=fields.integer("slots", 2, 2**15),
-                generations=fields.integer("generations", 1, 2**15) if "generations" in fields else 1,
+                generations=fields.integer("generations", 1, 2**15),
                 codec=cast(Codec, codec),
                 checksum=fields.flag("checksum"),
                 counts=fields.flag("counts"),
-                visits="visits" in fields and fields.flag("visits"),
-                # Earlier revisions counted visits for the debiased EMA only.
-                debiased=fields.flag("debiased" if "debiased" in fields else "counts"),
-                ranking="ranking" in fields and fields.flag("ranking"),
+                visits=fields.flag("visits"),
+                debiased=fields.flag("debiased"),
+                ranking=fields.flag("ranking"),
             )
         except ValueError as error:
             raise fields.bad(str(error)) from None

@@ -1,7 +1,6 @@
 """Configs: strict, complete, and every mistake reported at once."""
 
 import math
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from bigscl.config import (
 )
 from bigscl.config.reference import all_settings, commented_yaml, settings_page
 
-ARCHIVES = sorted((Path(__file__).parents[1] / "integration" / "fixtures").glob("run-*.tar.xz"))
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
@@ -185,16 +183,6 @@ def test_the_resolved_config_loads_again_as_the_same():
     again = make_config(yaml.safe_load(to_yaml(config)))
     assert again == config
     assert isinstance(again, Config)
-
-
-@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.split(".")[0])
-def test_the_config_that_an_earlier_revision_resolved_is_the_one_of_today(archive, tmp_path):
-    """Its settings have the same values; those that came since have their defaults."""
-    with tarfile.open(archive) as files:
-        files.extract("run/config.yaml", tmp_path, filter="data")
-    saved = tmp_path / "run" / "config.yaml"
-    lines = iter(to_yaml(load_config(saved)).splitlines())
-    assert all(line in lines for line in saved.read_text().splitlines())
 
 
 def test_every_setting_has_a_sentence_below_it():

@@ -1,10 +1,8 @@
 """A writer that was frozen, and thawed after another took its place: nothing that was committed changes."""
 
 import errno
-import json
 from functools import partial
 
-import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, StoreError, update
@@ -252,39 +250,6 @@ def test_snapshots_have_no_digests_without_checksums(place, annotations):
     with open_writer(place, annotations) as store:
         assert commit_epoch(store, annotations, 0).digests == {}
         store.read(all_ids(annotations))
-
-
-def test_versions_of_earlier_revisions_are_read_without_digests(tmp_path, annotations):
-    """Snapshots without digests and generation, and arrays whose slot axis has only the slots."""
-    place = str(tmp_path / "store"), None
-    make(place, annotations)
-    for path in (tmp_path / "store").rglob("zarr.json"):
-        described = json.loads(path.read_text())
-        if described["node_type"] == "array" and "arrays-000" in str(path):
-            described["shape"][0] = 3
-        elif "generations" in described["attributes"].get("bigscl", {}):
-            del described["attributes"]["bigscl"]["generations"]
-        path.write_text(json.dumps(described))
-    with open_writer(place, annotations) as store:
-        assert store.group.num_slots == 3
-        rows = {commit_epoch(store, annotations, 0).id: store.read(all_ids(annotations))}
-    for path in (tmp_path / "store" / "snapshots").iterdir():
-        described = json.loads(path.read_text())
-        del described["digests"], described["generation"]
-        path.write_text(json.dumps(described))
-    assert_whole(place, rows, annotations)
-    with open_writer(place, annotations) as store:
-        second = commit_epoch(store, annotations, 1)
-        rows[second.id] = store.read(all_ids(annotations))
-        assert store.snapshot.slots == (1, 1, 1)
-        store.drop_snapshots(keep=rows)
-        update(store, 2, np.array([0]), random_update(store, 1, seed=3))
-        third = store.commit(epoch=2)
-        assert third.digests_of(0).keys() == {"scores", "heatmaps", "visited"}
-        store.drop_snapshots()
-        compacted = store.compact(3)
-        assert store.group.num_slots == 3 * 1024
-        assert compacted.group == "arrays-001"
 
 
 def test_an_error_after_the_snapshot_got_its_name_ends_all_writing(tmp_path, annotations, monkeypatch):
