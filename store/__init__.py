@@ -10,8 +10,9 @@ from bigscl.store.backends import Backend, LocalBackend, check_creates_once, ope
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.evidence import StartValues
+from bigscl.store.fields import seal, seal_fault
 from bigscl.store.heatmap_store import HeatmapStore
-from bigscl.store.history import history_bytes
+from bigscl.store.history import history_bytes, history_faults
 from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
 from bigscl.store.lease import (
     LEASE_PATIENCE_SECONDS,
@@ -78,6 +79,7 @@ __all__ = [
     "check_creates_once",
     "choose_classes",
     "history_bytes",
+    "history_faults",
     "in_order",
     "initial_shard",
     "is_dead",
@@ -88,6 +90,8 @@ __all__ = [
     "process_start",
     "read_holder",
     "read_spec",
+    "seal",
+    "seal_fault",
     "shard_bytes",
     "snapshot_bytes",
     "spec_for",

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -15,10 +16,10 @@ from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
-from bigscl.store.backends import Backend
+from bigscl.store.backends import Backend, MemoryBackend
 from bigscl.store.checksums import WatchedStore, digest, watched
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
-from bigscl.store.fields import Fields
+from bigscl.store.fields import Fields, seal
 from bigscl.store.layout import ArrayPlan, array_plans
 from bigscl.store.rounding import LEVELS, from_bytes, to_bytes
 from bigscl.store.spec import Array, Codec, GroupSpec, Rows, StoreSpec
@@ -75,7 +76,7 @@ def create_array(
 def describe_group(backend: Backend, spec: StoreSpec, group: GroupSpec) -> None:
     """Make the metadata of a group without any version in it."""
     store = backend.zarr_store(read_only=False)
-    zarr.create_group(store, path=group.name, attributes={"bigscl": group.to_json()})
+    zarr.create_group(store, path=group.name, attributes={"bigscl": seal(group.to_json())})
     for plan in array_plans(spec, group):
         create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
 
@@ -87,6 +88,26 @@ def open_array(store: WatchedStore, path: str, mode: Literal["r", "r+"]) -> zarr
     return zarr.Array(
         zarr.AsyncArray(opened.metadata, opened.store_path, config={"write_empty_chunks": True})
     )
+
+
+def metadata_fault(array: zarr.Array[Any], plan: ArrayPlan, group: GroupSpec) -> str | None:
+    """What of an array's metadata is not as it was created; None if all is."""
+    found: dict[str, Any] = dict(array.metadata.to_dict())
+    expected = planned_metadata(plan, group).to_dict()
+    # Others may add attributes of their own.
+    found["attributes"] = {name: found["attributes"].get(name) for name in expected["attributes"]}
+    for name, value in expected.items():
+        if found.get(name) != value:
+            return f"{name} is {found.get(name)!r:.80}, expected {value!r:.80}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def planned_metadata(plan: ArrayPlan, group: GroupSpec) -> Any:
+    """The metadata of an array as this version of zarr creates it."""
+    scratch = MemoryBackend("memory://description")
+    create_array(scratch, plan.name, plan, codecs(group))
+    return zarr.open_array(scratch.zarr_store(read_only=True), path=plan.name, mode="r").metadata
 
 
 class ArrayGroup:
@@ -105,22 +126,8 @@ class ArrayGroup:
         # A store with damage is not waited for again and again.
         self._waited_in_vain = False
         for plan in self.plans:
-            self._check_shape(plan)
-
-    def _check_shape(self, plan: ArrayPlan) -> None:
-        array = self._arrays[plan.name]
-        found = (array.shape, array.chunks, array.dtype)
-        expected = (plan.shape, plan.chunks, plan.stored_dtype)
-        if plan.rounded and array.attrs.get("values") != LEVELS.tolist():
-            raise BadFile(
-                f"{self._backend.url}/{self.spec.name}/{plan.name}/zarr.json: `values` are not the "
-                f"{len(LEVELS)} levels that this version of bigscl rounds to. {REMEDY}"
-            )
-        if found != expected:
-            raise BadFile(
-                f"{self._backend.url}/{self.spec.name}/{plan.name}/zarr.json: shape, chunks and type are "
-                f"{found}, expected {expected}. {REMEDY}"
-            )
+            if fault := metadata_fault(self._arrays[plan.name], plan, group):
+                raise BadFile(f"{backend.url}/{group.name}/{plan.name}/zarr.json: {fault}. {REMEDY}")
 
     @classmethod
     def open(cls, backend: Backend, spec: StoreSpec, name: str, *, read_only: bool) -> Self:
@@ -129,12 +136,22 @@ class ArrayGroup:
         data = backend.read(f"{name}/zarr.json")
         if data is None:
             raise ChunkCorrupt(f"{place}: is missing, but a snapshot names this array group. {REMEDY}")
-        group = GroupSpec.from_fields(Fields.parse(data, place, REMEDY).inside("attributes").inside("bigscl"))
+        group = GroupSpec.from_fields(
+            Fields.parse(data, place, REMEDY).inside("attributes").inside("bigscl").sealed()
+        )
         if group.name != name:
             raise BadFile(f"{place}: describes {group.name!r:.40}, expected {name!r}. {REMEDY}")
         try:
             return cls(backend, spec, group, read_only=read_only)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (
+            OSError,
+            LookupError,
+            ArithmeticError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             # What zarr raises for metadata that is missing or is not its own.
             raise ChunkCorrupt(
                 f"{backend.url}/{name}: the zarr.json of an array cannot be read ({error!r:.200}). {REMEDY}"

@@ -17,8 +17,8 @@ class AlreadyExists(StoreError):
     """A store, or other data, is where one was to be created."""
 
 
-class NewerFormat(StoreError):
-    """Written by a newer bigscl: upgrade."""
+class OtherFormat(StoreError):
+    """Written by a newer bigscl (upgrade), or before its first release."""
 
 
 class IndexMismatch(StoreError):

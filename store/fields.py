@@ -1,7 +1,11 @@
-"""Reading small JSON files: every field is checked, and a bad one is named with its file."""
+"""Reading small JSON files: every field is checked, and a bad one is named with its file.
+
+A sealed file has a digest of its own values: one that was changed by anything but its writer is refused.
+"""
 
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +13,31 @@ from bigscl.store.errors import BadFile
 
 LARGEST = 2**53
 """Integers up to here survive every JSON reader."""
+SEAL = "crc32"
+"""The field with the digest of all others."""
+
+
+def seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with their digest, which `seal_fault` compares."""
+    # As a reader will have them: tuples become lists, and keys strings.
+    plain: dict[str, Any] = json.loads(json.dumps({**values, SEAL: None}))
+    return {**plain, SEAL: _digest(plain)}
+
+
+def seal_fault(values: Mapping[str, Any]) -> str | None:
+    """What is wrong with the digest of a file's values; None if they are those that were written."""
+    found = values.get(SEAL)
+    if found is None:
+        return f"has no digest of its values ({SEAL}): damaged, or written by an earlier revision"
+    expected = _digest(values)
+    if found != expected:
+        return f"damaged: its values have the digest {expected}, its field {SEAL} says {_short(found)}"
+    return None
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in values.items() if name != SEAL}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 class Fields:
@@ -30,6 +59,12 @@ class Fields:
             nothing = "is empty" if not data else "holds only NUL bytes" if not data.strip(b"\0") else None
             raise BadFile(f"{place}: {nothing or f'is not JSON ({error})'}. {remedy}") from None
         return cls(values, place, remedy)
+
+    def sealed(self) -> "Fields":
+        """The same fields, if they are those that were written."""
+        if fault := seal_fault(self._values):
+            raise self.bad(fault)
+        return self
 
     def bad(self, what: str) -> BadFile:
         """The error for this file."""

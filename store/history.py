@@ -1,17 +1,28 @@
-"""How a few tracked samples evolve: each epoch's scores and strongest heatmaps, outside the snapshots."""
+"""How a few tracked samples evolve: each epoch's scores and strongest heatmaps, outside the snapshots.
 
+It serves pictures only, so that damage to it never stops a run: its arrays are opened by the store's spec,
+not by their metadata on the storage, which is for other readers.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
+from zarr.storage import StorePath
 
 from bigscl.store.array_table import ARRAYS
-from bigscl.store.arrays import create_array
+from bigscl.store.arrays import codecs, create_array, metadata_fault, planned_metadata
 from bigscl.store.backends import Backend
 from bigscl.store.errors import storage_errors
 from bigscl.store.layout import ArrayPlan, choose_classes
+from bigscl.store.metadata import described
 from bigscl.store.spec import MAX_COUNT, GroupSpec, Rows, StoreSpec
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "history"
 # Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.
@@ -64,12 +75,21 @@ def describe_history(backend: Backend, spec: StoreSpec) -> None:
         backend.zarr_store(read_only=False), path=FOLDER, attributes={"tracked": list(spec.tracked)}
     )
     for plan in _plans(spec):
-        create_array(backend, f"{FOLDER}/{plan.name}", plan, None)
+        create_array(backend, f"{FOLDER}/{plan.name}", plan, codecs(_group(spec)))
+
+
+def _open(backend: Backend, spec: StoreSpec, *, read_only: bool) -> dict[str, zarr.Array[Any]]:
+    store, group = backend.zarr_store(read_only=read_only), _group(spec)
+    return {
+        plan.name: zarr.Array(
+            zarr.AsyncArray(planned_metadata(plan, group), StorePath(store, f"{FOLDER}/{plan.name}"))
+        )
+        for plan in _plans(spec)
+    }
 
 
 def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated: NDArray[np.bool_]) -> None:
     """Keep this epoch's rows of the tracked samples."""
-    store = backend.zarr_store(read_only=False)
     values: dict[str, NDArray[Any]] = {"scores": rows.scores}
     if rows.heatmaps is not None:
         classes = choose_classes(rows.scores, annotated, TOP)
@@ -78,8 +98,60 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
         if rows.counts is not None:
             values["counts"] = rows.counts
     with storage_errors(f"{backend.url}/{FOLDER}"):
+        arrays = _open(backend, spec, read_only=False)
         for name, value in values.items():
-            zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r+")[epoch] = value
+            arrays[name][epoch] = value
+        _restore_metadata(backend, spec)
+
+
+def _restore_metadata(backend: Backend, spec: StoreSpec) -> None:
+    """Write the metadata again if it was damaged."""
+    faults = list(metadata_faults(backend, spec))
+    if faults:
+        logger.warning("%s/%s: %s. Its metadata is written again", backend.url, *faults[0])
+        files = described(lambda scratch: describe_history(scratch, spec))
+        for key, data in files.items():
+            # Not the root group that comes with it: the store has one.
+            if key.startswith(f"{FOLDER}/"):
+                backend.replace(key, data)
+
+
+def metadata_faults(backend: Backend, spec: StoreSpec) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) of metadata that is not as it was created."""
+    if not spec.tracked:
+        return
+    store = backend.zarr_store(read_only=True)
+    try:
+        tracked = zarr.open_group(store, path=FOLDER, mode="r").attrs.get("tracked")
+        if tracked != list(spec.tracked):
+            yield f"{FOLDER}/zarr.json", "tracked are not the samples that the store says"
+    except Exception as error:  # zarr raises anything for metadata that is missing or is not its own
+        yield f"{FOLDER}/zarr.json", f"cannot be read ({error!r:.120})"
+    for plan in _plans(spec):
+        path = f"{FOLDER}/{plan.name}"
+        try:
+            fault = metadata_fault(zarr.open_array(store, path=path, mode="r"), plan, _group(spec))
+        except Exception as error:
+            fault = f"cannot be read ({error!r:.120})"
+        if fault:
+            yield f"{path}/zarr.json", fault
+
+
+def history_faults(backend: Backend, spec: StoreSpec) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) of all that was kept of the tracked samples."""
+    yield from metadata_faults(backend, spec)
+    for name, array in _open(backend, spec, read_only=True).items() if spec.tracked else ():
+        for chunk, epoch in _chunks(backend, name).items():
+            try:
+                array[epoch]
+            except (ValueError, RuntimeError, OSError) as error:
+                yield f"{FOLDER}/{name}/{chunk}", f"epoch {epoch} cannot be read ({error})"
+
+
+def _chunks(backend: Backend, array: str) -> dict[str, int]:
+    """The epochs that were kept, by the name of the chunk."""
+    names = (re.fullmatch(r"c\.(\d+)[.\d]*", name) for name in backend.names(f"{FOLDER}/{array}"))
+    return {found[0]: int(found[1]) for found in names if found is not None}
 
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
@@ -87,13 +159,15 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
     if sample not in spec.tracked:
         return {}
     place = spec.tracked.index(sample)
-    store = backend.zarr_store(read_only=True)
-    arrays = {name: zarr.open_array(store, path=f"{FOLDER}/{name}", mode="r") for name in RECORDED}
-    names = (name for name in backend.names(f"{FOLDER}/scores") if name.startswith("c."))
-    epochs = sorted(int(name.split(".")[1]) for name in names if not name.endswith(".partial"))
+    arrays = _open(backend, spec, read_only=True)
     history = {}
-    for epoch in epochs:
-        values = {name: cast(NDArray[Any], array[epoch, place])[None] for name, array in arrays.items()}
+    for epoch in sorted(_chunks(backend, "scores").values()):
+        try:
+            values = {name: cast(NDArray[Any], array[epoch, place])[None] for name, array in arrays.items()}
+        except (ValueError, RuntimeError) as error:
+            # What zarr and its codecs raise for a wrong checksum or length.
+            logger.warning("%s/%s: epoch %d is left out: damaged (%s)", backend.url, FOLDER, epoch, error)
+            continue
         if np.isnan(values["heatmaps"]).all():
             values = {"scores": values["scores"]}
         elif (values["counts"] > MAX_COUNT).any():

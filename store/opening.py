@@ -12,8 +12,8 @@ from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import describe_group
 from bigscl.store.backends import Backend
 from bigscl.store.compact import check_top
-from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NewerFormat, NotAStore, StoreError
-from bigscl.store.fields import Fields
+from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore, OtherFormat, StoreError
+from bigscl.store.fields import Fields, seal
 from bigscl.store.lease import KEY as LEASE_KEY
 from bigscl.store.lease import Lease, is_beat
 from bigscl.store.metadata import described, present, write_metadata
@@ -72,11 +72,12 @@ def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
         raise NotAStore(f"{backend.url}: a Zarr hierarchy, but not a heatmap store. Check the path.")
     described = attributes.inside("bigscl")
     version = described.integer("format", 1)
-    if version > FORMAT:
-        raise NewerFormat(
-            f"{backend.url}: written in format {version}, this version reads up to {FORMAT}. Upgrade bigscl."
+    if version != FORMAT:
+        remedy = "Upgrade bigscl" if version > FORMAT else "Use another place for a new store"
+        raise OtherFormat(
+            f"{backend.url}: written in format {version}, this version reads format {FORMAT}. {remedy}."
         )
-    return StoreSpec.from_fields(described)
+    return StoreSpec.from_fields(described.sealed())
 
 
 def first_chunk(backend: Backend) -> str | None:
@@ -120,7 +121,7 @@ def create_store(
 
 
 def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
-    zarr.create_group(scratch.zarr_store(read_only=False), attributes={"bigscl": spec.to_json()})
+    zarr.create_group(scratch.zarr_store(read_only=False), attributes={"bigscl": seal(spec.to_json())})
     describe_group(scratch, spec, group)
     history.describe_history(scratch, spec)
 

@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from bigscl.store.backends import Backend
 from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from bigscl.store.fields import Fields
+from bigscl.store.fields import Fields, seal
 
 FOLDER = "snapshots"
 NO_DIGEST = -1
 Check = Callable[[], None]
 """Raises if the writer has lost its lease."""
-REMEDY = "Restore the file from a copy, or, if no checkpoint names this snapshot, remove it."
+REMEDY = "Restore the file from a copy, or remove it: a run then resumes from an older checkpoint."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        return json.dumps(seal(asdict(self)), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, place: str = "snapshot") -> Self:
         """The snapshot in a file, checked; fields of later versions are ignored."""
-        fields = Fields.parse(data, place, REMEDY)
+        fields = Fields.parse(data, place, REMEDY).sealed()
         slots = fields.integers("slots", -1, 2**31)
         group = fields.text("group")
         if not re.fullmatch(r"arrays-\d{3,9}", group):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bigscl.store.fields import Fields
 from bigscl.user_error import UserError
 
-FORMAT = 1
+FORMAT = 2
 GENERATIONS = 1024
 """Writers, one after the other, that have slots of their own before the first one's are used again."""
 

@@ -1,7 +1,7 @@
 """`bigscl verify`: read all data that the snapshots of a store name, and list the problems."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from bigscl.store import (
     IndexMismatch,
     SnapshotLog,
     Version,
+    history_faults,
     stored_bytes,
     verify,
 )
@@ -58,7 +59,7 @@ def command(
     storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Check checksums, ranges, visit stamps, class ids and the index. Exit code 1 if there are problems.
+    """Check checksums, ranges, visit stamps, class ids, history and index. Exit code 1 if there are problems.
 
     Example: bigscl verify runs/quickstart --all
     """
@@ -76,6 +77,7 @@ def command(
     for one in _stores(store, numbers, storage, findings):
         findings += _check_cuts(one)
         findings += _check_shards(one, annotations, threads, checked)
+    findings += _of_files(history_faults(opened.backend, opened.spec))
     seconds = time.perf_counter() - started
     facts = {
         "url": opened.backend.url,
@@ -90,6 +92,10 @@ def command(
     tell(facts, _text(facts, findings), as_json)
     if findings:
         raise typer.Exit(1)
+
+
+def _of_files(faults: Iterable[tuple[str, str]]) -> list[Finding]:
+    return [Finding(snapshot=None, where=where, samples=(), reason=reason) for where, reason in faults]
 
 
 class _Checked:

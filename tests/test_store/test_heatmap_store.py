@@ -12,9 +12,9 @@ from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
     IndexMismatch,
-    NewerFormat,
     NoFreeSlot,
     NotAStore,
+    OtherFormat,
     ReadOnly,
     SnapshotMissing,
     StoreError,
@@ -320,10 +320,11 @@ def test_foreign_and_newer_hierarchies_are_refused(tmp_path, annotations):
     HeatmapStore.create(tmp_path / "new", annotations, heatmap_size=4)
     root = tmp_path / "new" / "zarr.json"
     described = json.loads(root.read_text())
-    described["attributes"]["bigscl"]["format"] = 99
-    root.write_text(json.dumps(described))
-    with pytest.raises(NewerFormat, match="format 99, this version reads up to 1"):
-        HeatmapStore.open(tmp_path / "new")
+    for version, remedy in ((99, "Upgrade"), (1, "another place")):
+        described["attributes"]["bigscl"]["format"] = version
+        root.write_text(json.dumps(described))
+        with pytest.raises(OtherFormat, match=f"format {version}, this version reads format 2. .*{remedy}"):
+            HeatmapStore.open(tmp_path / "new")
 
 
 def test_half_created_store_is_recognised_and_created_again(tmp_path, annotations):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.store import HeatmapStore, StoreError, update
+from bigscl.store import HeatmapStore, StoreError, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import AlreadyExists, BadFile
 from bigscl.store.lease import Holder, Lease, break_lease, read_holder
 from bigscl.store.snapshots import Snapshot
-from tests.test_store.conftest import all_ids, make_annotations, random_update
+from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()
 JSON = st.recursive(
@@ -100,9 +100,49 @@ HOSTILE = {
 )
 def test_a_snapshot_with_a_field_that_cannot_be_is_refused(damaged, whole, field, value):
     values = json.loads((whole / "snapshots/00000003.json").read_text())
-    path = damaged("snapshots/00000003.json", json.dumps({**values, field: value}).encode())
+    path = damaged("snapshots/00000003.json", json.dumps(seal({**values, field: value})).encode())
     with pytest.raises(StoreError):
         HeatmapStore.open(path, annotations=ANNOTATIONS).read(all_ids(ANNOTATIONS))
+
+
+def test_every_flipped_byte_of_what_a_snapshot_says_is_noticed(damaged, whole):
+    name = "snapshots/00000003.json"
+    before = (whole / name).read_bytes()
+    for place in range(len(before)):
+        changed = bytearray(before)
+        changed[place] ^= 1
+        if _same_json(changed, before):
+            continue  # the last digit of a time, beyond what a float holds
+        with pytest.raises(BadFile, match=f"{name}: .*"):
+            HeatmapStore.open(damaged(name, bytes(changed)), snapshot=3)
+
+
+def _same_json(one, other):
+    with contextlib.suppress(ValueError):
+        return json.loads(one) == json.loads(other)
+    return False
+
+
+@pytest.mark.parametrize("array", ["", "scores/", "visited/"])
+def test_metadata_is_that_of_the_creation_or_refused(damaged, whole, array):
+    """A flipped byte leaves the same rows, or gives an error of ours."""
+    name = f"arrays-000/{array}zarr.json"
+    before = (whole / name).read_bytes()
+    expected = HeatmapStore.open(whole).read(all_ids(ANNOTATIONS))
+    for place in range(0, len(before), 7):
+        changed = bytearray(before)
+        changed[place] ^= 1
+        with contextlib.suppress(StoreError):
+            found = HeatmapStore.open(damaged(name, bytes(changed))).read(all_ids(ANNOTATIONS))
+            assert_same_rows(found, expected)
+
+
+def test_files_of_earlier_revisions_are_refused_in_one_line(damaged, whole):
+    values = json.loads((whole / "snapshots/00000003.json").read_text())
+    del values["crc32"]
+    path = damaged("snapshots/00000003.json", json.dumps(values).encode())
+    with pytest.raises(BadFile, match=r"00000003\.json: has no digest .* earlier revision"):
+        HeatmapStore.open(path)
 
 
 @given(data=st.data())
@@ -113,6 +153,8 @@ def test_any_json_in_any_field_raises_only_our_errors(whole, data):
     inside = values.get("attributes", {}).get("bigscl", values)
     field = data.draw(st.sampled_from(sorted(inside)))
     inside[field] = data.draw(JSON)
+    if data.draw(st.booleans()):
+        inside.update(seal(inside))
     raw = json.dumps(values).encode()
     check(name, raw, whole)
 

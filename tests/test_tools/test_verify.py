@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, seal
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 
@@ -37,6 +37,15 @@ def test_a_flipped_bit_is_found_with_its_samples(run):
     assert problem["samples"] == list(range(16, 24))
     assert bigscl("verify", run, "--snapshot", 3).code == 0
     assert "shard 2, scores (8 samples from 16 on)" in bigscl("verify", run).out
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "scores/zarr.json", "heatmaps/c.1.0.0.0.0"])
+def test_damage_to_the_history_is_found(run, name):
+    flip_a_bit(run / "store" / "history" / name)
+    answer = bigscl("verify", run, "--json")
+    assert answer.code == 1
+    (problem,) = answer.json()["problems"]
+    assert problem["where"] == f"history/{name}"
 
 
 def test_a_missing_file_is_found(run):
@@ -105,7 +114,7 @@ def test_lost_annotated_positives_are_a_problem(topk, index):
 )
 def test_impossible_snapshots_are_found(run, field, value, reason):
     file = run / "store" / "snapshots" / "00000003.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    file.write_text(json.dumps(seal({**json.loads(file.read_text()), field: value})))
     answer = bigscl("verify", run, "--all", "--json")
     assert answer.code == 1
     assert reason in " ".join(problem["reason"] for problem in answer.json()["problems"])
