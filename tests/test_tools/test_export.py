@@ -117,10 +117,10 @@ def test_an_interrupted_export_leaves_no_file_and_the_old_one_in_place(
 ):
     load = HeatmapStore._load
 
-    def interrupted(store, shard, names=None):
+    def interrupted(store, shard, names=None, **options):
         if shard == 2:
             raise error
-        return load(store, shard, names)
+        return load(store, shard, names, **options)
 
     out = tmp_path / f"x.{suffix}"
     out.write_text("mine")
@@ -186,10 +186,10 @@ def test_scores_are_never_all_in_memory(tmp_path):
 def test_what_was_dropped_while_it_was_read_is_not_exported(run, index, tmp_path, monkeypatch):
     load, newest = HeatmapStore._load, HeatmapStore.open(run / "store").snapshot.id
 
-    def meanwhile(store, shard, names=None):
+    def meanwhile(store, shard, names=None, **options):
         if shard == 3:
             SnapshotLog(store.backend).drop(store.snapshot.id)
-        return load(store, shard, names)
+        return load(store, shard, names, **options)
 
     monkeypatch.setattr(HeatmapStore, "_load", meanwhile)
     answer = bigscl("export", run, "labels", "-o", tmp_path / "x.csv")

@@ -258,10 +258,10 @@ def test_the_head_of_an_image_is_enough_unless_a_profile_comes_first(tmp_path):
 def test_an_interrupted_export_can_be_started_again(run, tmp_path, monkeypatch, form):
     load = HeatmapStore._load
 
-    def interrupted(store, shard, names=None):
+    def interrupted(store, shard, names=None, **options):
         if shard == 2:
             raise OSError(28, "No space left on device")
-        return load(store, shard, names)
+        return load(store, shard, names, **options)
 
     output = tmp_path / ("out.json" if form == "coco" else "out")
     words = ("export", run, "labels", "--format", form, "--box-share", 0.5, "-o", output)
