@@ -10,7 +10,8 @@ import typer
 
 from bigscl.command_line import AsJson
 from bigscl.data.index import Index, default_path, stored_fingerprint
-from bigscl.data.scan import LARGEST_CLASS, LONGEST_NUMBER, NoSamples, Problem, scan
+from bigscl.data.reader import LARGEST_CLASS
+from bigscl.data.scan import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
 from bigscl.files import parsing

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from bigscl.command_line import AsJson
 from bigscl.plots.samples import (
-    Box,
     Panel,
     SamplePicture,
+    boxes_by_class,
     classes_to_show,
     draw_samples,
     kinds_of,
@@ -147,7 +147,7 @@ class _Images:
             metadata = read_metadata(data.index, ids)
         except Unreadable as error:
             raise UserError(f"{error}. Choose other samples, or write the shards again.") from error
-        self.boxes = {sample: _boxes(found) for sample, found in metadata.items()}
+        self.boxes = {sample: boxes_by_class(found.get("boxes", [])) for sample, found in metadata.items()}
         self.names = data.index.class_names
         annotated, present = data.annotated(ids), data.present(ids)
         if present is not None:
@@ -165,14 +165,6 @@ class _Images:
     def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
         """Return the sample's picture with these panels."""
         return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
-
-
-def _boxes(metadata: dict[str, Any]) -> dict[int, list[Box]]:
-    """Return the boxes by class."""
-    found: dict[int, list[Box]] = {}
-    for number, x0, y0, x1, y1 in metadata.get("boxes", ()):
-        found.setdefault(int(number), []).append((x0, y0, x1, y1))
-    return found
 
 
 def _side_by_side(

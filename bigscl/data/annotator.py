@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index
 from bigscl.data.observed import Chance, ObservedConfig
 from bigscl.data.reader import read_metadata
-from bigscl.text import printable
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ def label_weights(index: Index, by: Chance, *, allow_pipe: bool = False) -> NDAr
     weights = np.zeros(len(full.values))
     for sample_id, boxes in _boxes(index, allow_pipe):
         places = {int(label): full.offsets[sample_id] + n for n, label in enumerate(full[sample_id])}
-        for number, weight in _box_weights(boxes, by, index, sample_id):
+        for number, weight in _box_weights(boxes, by):
             if number in places:
                 weights[places[number]] += weight
     labelled = np.flatnonzero(full.lengths)
@@ -66,20 +65,12 @@ def _boxes(index: Index, allow_pipe: bool) -> Iterator[tuple[int, Any]]:
     """Yield (id, boxes) of every sample; the json of one shard at a time is held."""
     ids = index.ids()
     for own in np.split(ids, np.flatnonzero(np.diff(ids // index.rows_per_shard)) + 1):
-        for sample_id, fields in read_metadata(index, own, allow_pipe=allow_pipe).items():
+        for sample_id, fields in read_metadata(index, own, allow_pipe=allow_pipe, needs_boxes=True).items():
             yield sample_id, fields.get("boxes", ())
 
 
-def _box_weights(boxes: Any, by: Chance, index: Index, sample_id: int) -> list[tuple[int, float]]:
-    try:
-        table = np.array(boxes, np.float64).reshape(len(boxes), 5)
-        if not np.isfinite(table).all():
-            raise UserError("not finite")
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{index.name(sample_id)}: boxes are {printable(str(boxes)[:80])}, expected a list of "
-            f"[class, x0, y0, x1, y1]. Correct its json, and run `bigscl index` again."
-        ) from None
+def _box_weights(boxes: Any, by: Chance) -> list[tuple[int, float]]:
+    table = np.array(boxes, np.float64).reshape(-1, 5)
     low, high = table[:, 1:3], table[:, 3:5]
     if by == "size":
         weights = (high - low).clip(0, 1).prod(axis=1)

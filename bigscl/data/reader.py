@@ -17,6 +17,7 @@ from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
 from bigscl.text import printable
+from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 Encoded = bytearray | Unreadable
 # Bytes of an image file that hold its size, unless a large thumbnail or profile comes first.
 HEAD_BYTES = 1 << 16
+LARGEST_CLASS = (1 << 24) - 1
 
 
 def encoded_images(
@@ -126,9 +128,12 @@ def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = Fals
 
 
 def read_metadata(
-    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False
+    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False, needs_boxes: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Return the json of a few samples (with `boxes`, if it has any), by id; empty if there is none."""
+    """Return the json of a few samples (with `boxes`, if it has any), by id; empty if there is none.
+
+    Malformed `boxes`, which `bigscl index` reports, are left out; with `needs_boxes` they are refused.
+    """
     found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         wanted = {bytes(index.keys[n]): n for n in found if n // index.rows_per_shard == number}
@@ -137,7 +142,7 @@ def read_metadata(
                 key, extension = member.key_and_extension() or ("", "")
                 row = wanted.get(key.encode(errors="surrogateescape")) if extension == "json" else None
                 if row is not None:
-                    found[row] = _metadata(index.name(row), shard, member)
+                    found[row] = _metadata(index.name(row), shard, member, needs_boxes)
                     del wanted[bytes(index.keys[row])]
                 if not wanted:
                     break
@@ -148,7 +153,7 @@ def _ignore(damage: str) -> None:
     """Ignore damage between members: `bigscl index` has reported it."""
 
 
-def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:
+def _metadata(name: str, shard: Shard, member: Member, needs_boxes: bool) -> dict[str, Any]:
     if member.size > LARGEST_LABEL_BYTES:
         raise Unreadable(f"{name}: json of {member.size} bytes, expected at most {LARGEST_LABEL_BYTES}")
     try:
@@ -157,7 +162,24 @@ def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:
         raise Unreadable(f"{name}: its json cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise Unreadable(f"{name}: its json is of type {type(content).__name__}, expected an object")
+    if not are_boxes(content.get("boxes", [])):
+        boxes = content.pop("boxes")
+        if needs_boxes:
+            raise UserError(
+                f"{name}: boxes are {printable(str(boxes)[:80])}, expected a list of "
+                f"[class, x0, y0, x1, y1]. Correct its json, and run `bigscl index` again."
+            )
     return content
+
+
+def are_boxes(found: Any) -> bool:
+    """Return whether this is a list of boxes, `[class, x0, y0, x1, y1]` each, all finite numbers."""
+    if not isinstance(found, list) or not all(isinstance(box, list) and len(box) == 5 for box in found):
+        return False
+    numbers = [number for box in found for number in box]
+    if not all(type(number) in (int, float) and abs(number) <= LARGEST_CLASS for number in numbers):
+        return False
+    return all(box[0] >= 0 and box[0] == int(box[0]) for box in found)
 
 
 @dataclass(frozen=True, slots=True)

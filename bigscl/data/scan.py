@@ -13,6 +13,7 @@ import numpy as np
 
 from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.ragged import Ragged
+from bigscl.data.reader import LARGEST_CLASS, are_boxes
 from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
 from bigscl.processes.pool import map_in_processes
@@ -21,7 +22,6 @@ from bigscl.user_error import UserError
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")
-LARGEST_CLASS = (1 << 24) - 1
 LONGEST_NUMBER = 20
 # Shortens labels in messages.
 SHORT = reprlib.Repr()
@@ -132,16 +132,20 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelle
                 sample.wrong.append(f"an image of {image.size} bytes, expected at most {LARGEST_IMAGE_BYTES}")
             elif not sample.wrong:
                 rows.append((sample.key, image, labels))
-                sample.wrong += _oddities(sample.key, image)
+                sample.wrong += _oddities(sample, image)
             problems += [Problem(url, sample.key, what) for what in sample.wrong]
     if not rows and not problems:
         problems.append(Problem(url, "", "empty: no samples"))
     return _packed(rows, stored_bytes, problems)
 
 
-def _oddities(key: str, image: Member) -> Iterator[str]:
+def _oddities(sample: _Sample, image: Member) -> Iterator[str]:
     """Yield problems of a sample that is kept."""
-    if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in key):
+    boxes = json.loads(sample.contents.get("json", b"{}")).get("boxes", [])
+    if not are_boxes(boxes):
+        expected = "a list of [class, x0, y0, x1, y1]"
+        yield f"boxes: {SHORT.repr(boxes)}, expected {expected}; the sample is kept without them"
+    if any(0xDC80 <= ord(letter) <= 0xDCFF for letter in sample.key):
         yield "the key is not UTF-8; the sample is kept, other bytes written as \\x.."
     if image.size == 0:
         yield "an image of 0 bytes; the sample is kept, and skipped in training"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.method.selection import Selection
-from bigscl.plots.samples import Box, Kind, SamplePicture, draw_samples, kinds_of, panels_of
+from bigscl.plots.samples import Kind, SamplePicture, boxes_by_class, draw_samples, kinds_of, panels_of
 from bigscl.store import HeatmapStore
 
 PANELS = 5
@@ -52,11 +52,3 @@ def _kinds(
     return [
         kinds_of(observed[n] == 1, expected=expected[n], negatives=observed[n] == 0) for n in range(len(ids))
     ]
-
-
-def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:
-    """Return the boxes (x0, y0, x1, y1) of each class, from rows of a class and its box."""
-    found: dict[int, list[Box]] = {}
-    for number, x0, y0, x1, y1 in boxes:
-        found.setdefault(int(number), []).append((x0, y0, x1, y1))
-    return found

@@ -10,8 +10,15 @@ from numpy.typing import NDArray
 from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
-from bigscl.plots.epochs import boxes_by_class
-from bigscl.plots.samples import MEANINGS, Kind, SamplePicture, draw_samples, kinds_of, panel_of
+from bigscl.plots.samples import (
+    MEANINGS,
+    Kind,
+    SamplePicture,
+    boxes_by_class,
+    draw_samples,
+    kinds_of,
+    panel_of,
+)
 from bigscl.store import Rows
 from bigscl.training.run import open_data, read_store
 

@@ -158,6 +158,14 @@ def peak_of(heatmap: NDArray[Any]) -> tuple[float, float] | None:
     return (float(column) + 0.5) / heatmap.shape[1], (float(row) + 0.5) / heatmap.shape[0]
 
 
+def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:
+    """Return the boxes (x0, y0, x1, y1) of each class, from rows of a class and its box."""
+    found: dict[int, list[Box]] = {}
+    for number, x0, y0, x1, y1 in boxes:
+        found.setdefault(int(number), []).append((x0, y0, x1, y1))
+    return found
+
+
 def is_inside(point: tuple[float, float], boxes: Sequence[Box]) -> bool:
     """Return whether a point lies in one of the boxes: a hit of the pointing game."""
     return any(x0 <= point[0] <= x1 and y0 <= point[1] <= y1 for x0, y0, x1, y1 in boxes)

@@ -17,6 +17,7 @@ from webdataset import tariterators
 
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
 from bigscl.data.ragged import Ragged
+from bigscl.data.reader import read_metadata
 from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import expand, members
 from bigscl.data.sources import Unreadable, open_shard
@@ -543,3 +544,18 @@ def test_an_index_is_a_value(tmp_path):
     with pytest.raises(AttributeError):
         index.fingerprint = "other"
     assert replace(index, urls=("elsewhere/a.tar",)).shard_names == ("a.tar",)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [3, {"0": 1}, [[0, 0, 0, 1]], [["x", 0, 0, 1, 1]], [[0.5, 0, 0, 1, 1]], [[-1, 0, 0, 1, 1]], [None],
+     [[0, 0, 0, 1, float("nan")]], [[0, 0, 0, 1, 10**400]], [[0, 0, True, 1, 1]]],
+)  # fmt: skip
+def test_malformed_boxes_are_reported_and_left_out_and_the_sample_is_kept(tmp_path, boxes):
+    good = [[1, 0.1, 0.2, 0.3, 0.4]]
+    members = [*labelled("a", 0, labels=[0], boxes=boxes), *labelled("b", 1, labels=[1], boxes=good)]
+    index, problems = scan([str(write_tar(tmp_path / "t.tar", members))])
+    assert [problem.key for problem in problems] == ["a"]
+    assert "expected a list of [class, x0, y0, x1, y1]; the sample is kept without them" in str(problems[0])
+    assert keys(index) == ["a", "b"]
+    assert read_metadata(index, index.ids()) == {0: {"labels": [0]}, 1: {"labels": [1], "boxes": good}}

@@ -1,8 +1,11 @@
 import contextlib
 import csv
 import json
+import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from bigscl.data.index import load_index
 from bigscl.data.reader import read_metadata
 from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools import tables
-from tests.test_tools.conftest import bigscl
+from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_store
 
 
@@ -334,3 +338,20 @@ def test_before_the_first_selection_there_is_nothing_to_mine(index, tmp_path):
     assert (
         bigscl("export", tmp_path / "store", "labels", "--which", "all", *out, "--json").json()["rows"] == 30
     )
+
+
+def test_malformed_boxes_of_samples_end_neither_export_nor_render(run, index, tmp_path):
+    shutil.copytree(Path(index.urls[0]).parent, tmp_path / "data")
+    for tar in sorted((tmp_path / "data").glob("train-*.tar")):
+        # A number of the first box in every third json becomes a text of the same length.
+        quoted = partial(re.sub, rb"0\.(\d+)", rb'"\1"', count=1)
+        parts = tar.read_bytes().split(b'"boxes":[[')
+        assert len(parts) > 2
+        parts[1::3] = [quoted(part) for part in parts[1::3]]
+        tar.write_bytes(b'"boxes":[['.join(parts))
+    add_config(run, load_index(str(tmp_path / "data" / "train-*.tar")))
+    answer = bigscl("export", run, "labels", "-o", tmp_path / "x.csv")
+    assert answer.code == 0, answer.err
+    assert "median IoU" in answer.out
+    answer = bigscl("render", run, "--count", 4, "-o", tmp_path / "x.png")
+    assert answer.code == 0, answer.err

@@ -107,12 +107,12 @@ def boxes_of(index: Index, row: int) -> list[list[float]]:
     """Return the boxes of a sample as (class, x0, y0, x1, y1) in 0 to 1; none if the shards have none."""
     try:
         found = read_metadata(index, np.array([row]))[row].get("boxes", [])
-        boxes = np.array(found, np.float64).reshape(-1, 5)[:MAX_BOXES]
-    except (Unreadable, ValueError, TypeError):
+    except Unreadable:
         return []
+    boxes = np.array(found, np.float64).reshape(-1, 5)[:MAX_BOXES]
     boxes[:, 1:] = boxes[:, 1:].clip(0, 1)
-    whole: list[list[float]] = boxes[np.isfinite(boxes).all(axis=1)].tolist()
-    return whole
+    plain: list[list[float]] = boxes.tolist()
+    return plain
 
 
 def views_of(
