@@ -57,7 +57,7 @@ def command(
     """
     from bigscl.config import load_config
 
-    run = load_config(config, settings or [])
+    run = load_config(config, settings or [], to_train=True)
     facts = _rehearse(run, steps)
     if facts is None:  # another rank reports
         return

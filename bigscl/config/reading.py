@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from bigscl.config.packaged import find_config
-from bigscl.config.schema import Config, DataConfig, SelectionConfig
+from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, Tracker
 from bigscl.data.transforms import shorter_side
 from bigscl.method.losses import BASES, Base, Consistency, Norm
 from bigscl.method.objective import Objective
@@ -40,16 +40,17 @@ class ConfigError(UserError):
     """A configuration that cannot be run; the message lists everything that is wrong with it."""
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), *, to_train: bool = False) -> Config:
     """Return the config of a YAML file and `--section.key value` overrides; ConfigError lists mistakes.
 
-    The path may also be the name of a config that comes with bigscl.
+    The path may also be the name of a config that comes with bigscl. A config `to_train` names a network and
+    trackers that are installed here; that imports torch.
     """
     path = find_config(path)
     values = _read(path)
     for dotted, value in _parse_overrides(overrides):
         _set(values, dotted, value)
-    return make_config(values, str(path))
+    return make_config(values, str(path), to_train=to_train)
 
 
 def load_data_settings(path: Path) -> DataConfig:
@@ -114,13 +115,35 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
     return counts[id(node)]
 
 
-def make_config(values: dict[str, Any], source: str = "config") -> Config:
-    """Return the config of plain values; ConfigError lists all mistakes."""
+def make_config(values: dict[str, Any], source: str = "config", *, to_train: bool = False) -> Config:
+    """Return the config of plain values, as `load_config` does; ConfigError lists all mistakes."""
     values, problems = _with_preprocessing(values)
-    config = _validated(_adapter(), values, source)
+    if to_train:
+        named = {name for name, _ in problems}
+        problems += [one for one in _not_installed(values) if one[0] not in named]
+    config = _validated(_adapter(), values, source, problems)
     if problems := [*problems, *_conflicts(config)]:
         raise ConfigError(_listed(source, problems))
     return config
+
+
+def _not_installed(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of a network and of trackers that this machine does not have."""
+    model, log = values.get("model"), values.get("log")
+    if isinstance(model, dict) and isinstance(backbone := model.get("backbone"), str):
+        from bigscl.models.backbones import check_backbone
+
+        try:
+            check_backbone(backbone)
+        except UserError as error:
+            yield "model.backbone", str(error).removeprefix("backbone: ")
+    from accelerate.tracking import get_available_trackers
+
+    installed = {str(name) for name in get_available_trackers()}
+    trackers = log.get("trackers", LogConfig().trackers) if isinstance(log, dict) else LogConfig().trackers
+    for name in trackers if isinstance(trackers, list | tuple) else ():
+        if name in get_args(Tracker) and name not in installed:
+            yield "log.trackers", f"{name} is not installed: pip install {name}, or leave it out ([]: none)"
 
 
 def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -145,13 +168,15 @@ def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tu
     return {**values, "data": {**data, **found.settings(data)}}, []
 
 
-def _validated(adapter: TypeAdapter[Section], values: Any, source: str) -> Section:
-    """Return plain values as a dataclass of the config; ConfigError lists all mistakes."""
+def _validated(
+    adapter: TypeAdapter[Section], values: Any, source: str, others: Sequence[tuple[str, str]] = ()
+) -> Section:
+    """Return plain values as a dataclass of the config; ConfigError lists all mistakes, and `others`."""
     try:
         return adapter.validate_python(take_all(values))
     except ValidationError as error:
         problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
-        raise ConfigError(_listed(source, problems)) from None
+        raise ConfigError(_listed(source, [*problems, *others])) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, expected sections with settings") from None
 

@@ -28,6 +28,12 @@ from bigscl.method.schedule import Schedule
 from bigscl.store import Codec, StorageOptions
 
 RankBy = Literal["score", "spatial"]
+Tracker = Literal[
+    "tensorboard", "wandb", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio"
+]
+# A batch of one image of this side takes 0.8 GB; a larger one is a mistake.
+LARGEST_SIDE = 8192
+Side = Annotated[int, Field(ge=16, le=LARGEST_SIDE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +60,9 @@ class DataConfig:
     """Draw the observed labels from the full ones. Default: use those in the shards."""
     preprocessing: Literal["explicit", "weights"] = "explicit"
     """`weights`: settings of size, resizing, colours that are not given here are those of `model.weights`."""
-    size: Annotated[int, Field(ge=16)] = 224
+    size: Side = 224
     """Side of the network's input in training."""
-    eval_size: Annotated[int, Field(ge=16)] | None = None
+    eval_size: Side | None = None
     """Side of the network's input in evaluation. Default: as in training."""
     batch_size: Count = 64
     """Images per process and step."""
@@ -79,7 +85,7 @@ class DataConfig:
     """How images are resized, in training and evaluation."""
     resize: Resize = "shorter"
     """Evaluation: squash the whole image to a square, or resize the shorter side and cut out the centre."""
-    shorter: Count | None = None
+    shorter: Annotated[int, Field(ge=1, le=2 * LARGEST_SIDE)] | None = None
     """Length of the shorter side before the centre is cut out. Default: 256/224 of the evaluated size."""
     mean: tuple[float, float, float] = MEAN
     """Mean of each colour channel, in 0 to 1; it is subtracted from the images."""
@@ -141,7 +147,7 @@ class ModelConfig:
 class SelectionConfig:
     """Expected positives, for losses that need them or their number per image."""
 
-    K: Positive | Literal["auto"] = "auto"
+    K: Annotated[float, Field(ge=1)] | Literal["auto"] = "auto"
     """Number of positives per image; `auto`: the mean over a fully labelled data.val, else an estimate."""
     start_epoch: Count = 1
     """First epoch in which expected positives are used; before it only observed positives count."""
@@ -268,8 +274,8 @@ class LogConfig:
 
     every_steps: Count = 20
     """Log the losses every so many steps."""
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Names of Accelerate's trackers."""
+    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl; each must be installed."""
     pictures_every: CountOrZero = 1
     """Plot tracked samples with their heatmaps every so many epochs; 0: never."""
     pictures: Count = 6

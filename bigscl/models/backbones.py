@@ -1,6 +1,7 @@
 """Create networks by name, with their weights: torchvision's, timm's, or a user's callable."""
 
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -48,6 +49,7 @@ def create_network(
         raise UserError(f"num_classes: found {num_classes}, expected at least 1")
     named = weights if weights is not None and not is_file(weights) else None
     args = dict(args or {})
+    check_backbone(backbone)
     if reserved := sorted(RESERVED_ARGUMENTS & args.keys()):
         raise UserError(
             f"model.args: {', '.join(reserved)}: the data and model.weights decide that. Remove it."
@@ -57,6 +59,42 @@ def create_network(
     if ":" in backbone:
         return _from_callable(backbone, num_classes, named, args)
     return _from_torchvision(backbone, num_classes, named, args)
+
+
+def check_backbone(backbone: str) -> None:
+    """Refuse a name that no network has, and a callable that makes none."""
+    library, colon, name = backbone.partition(":")
+    if library == "timm":
+        try:
+            import timm
+        except ImportError:
+            raise UserError(
+                f"backbone: '{backbone}' needs timm, which is not installed: pip install timm"
+            ) from None
+        if not timm.is_model(name):
+            raise UserError(f"backbone: timm has no network {name!r}; see timm.list_models()")
+    elif colon:
+        _check_callable(backbone, import_callable(backbone))
+    else:
+        from torchvision import models
+
+        if backbone not in models.list_models(module=models):
+            raise UserError(
+                f"backbone: torchvision has no classification network {backbone!r}. Use one of "
+                f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
+            )
+
+
+def _check_callable(path: str, make: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(make).bind_partial(num_classes=1)
+    except TypeError as error:
+        raise UserError(
+            f"backbone: {path} takes no num_classes ({error}). Expected a callable that returns a network, "
+            f"called with num_classes and model.args."
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature
 
 
 @contextmanager
@@ -79,11 +117,6 @@ def is_file(weights: str) -> bool:
 def _from_torchvision(name: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
     from torchvision import models
 
-    if name not in models.list_models(module=models):
-        raise UserError(
-            f"backbone: torchvision has no classification network {name!r}. Use one of "
-            f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
-        )
     if weights is None:
         options = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
         with _taking(name, args):
@@ -107,14 +140,8 @@ def _from_torchvision(name: str, num_classes: int, weights: str | None, args: di
 
 
 def _from_timm(name: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
-    try:
-        import timm
-    except ImportError:
-        raise UserError(
-            f"backbone: 'timm:{name}' needs timm, which is not installed: pip install timm"
-        ) from None
-    if not timm.is_model(name):
-        raise UserError(f"backbone: timm has no network {name!r}; see timm.list_models()")
+    import timm
+
     if weights not in (None, "DEFAULT"):
         raise UserError(
             f"weights: found {weights!r} for 'timm:{name}', expected DEFAULT or a file; timm names other "

@@ -44,4 +44,4 @@ class TrainingOptions:
         """Return the config with the settings of the command line."""
         from bigscl.config import load_config
 
-        return load_config(self.config, self.settings or [])
+        return load_config(self.config, self.settings or [], to_train=not self.print_config)

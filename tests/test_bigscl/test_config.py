@@ -120,6 +120,8 @@ def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
         ({"objective": {"gamma": {"epochs": math.nan}}}, "objective.gamma.epochs"),
         ({"objective": {"gamma": {"start_epoch": math.inf}}}, "objective.gamma.start_epoch"),
         ({"objective": {"gamma": {"end": 3}}}, "objective.gamma.end"),
+        ({"data": {"size": 100_000}}, "data.size"),
+        ({"data": {"eval_size": 100_000}}, "data.eval_size"),
         ({"data": {"crop": {"scale": [0.0, 1.0]}}}, "data.crop.scale.0"),
         ({"data": {"crop": {"ratio": [2.0, 1.0]}}}, "data.crop.ratio"),
         ({"data": {"crop": {"flip": 2}}}, "data.crop.flip"),
@@ -129,6 +131,7 @@ def test_settings_that_contradict_or_have_no_effect_are_refused(sections, path):
         ({"data": {"erase": {"color": [1, 2, 3]}}}, "data.erase.color"),
         ({"schedule": {"main": {"epochs": 1, "learning_rate": math.nan}}}, "schedule.main.learning_rate"),
         ({"schedule": {"main": {"epochs": 1, "learning_rate": 1, "trains": "head"}}}, "schedule.main.trains"),
+        ({"log": {"trackers": ["nosuch"]}}, "log.trackers.0"),
         ({"schedule": {"last": {"epochs": 1, "learning_rate": 1}}}, "schedule.last"),
     ],
 )
@@ -204,7 +207,7 @@ def test_the_reference_has_every_setting_with_its_default():
         assert path in found
     assert (found["run"].default, found["store.slots"].default) == (None, "3")
     assert (found["schedule.warmup.epochs"].default, found["schedule.main.epochs"].default) == ("5", "25")
-    assert found["selection.K"].kind == "number, above 0 or `auto`"
+    assert found["selection.K"].kind == "number, at least 1 or `auto`"
     assert found["data.batch_size"].kind == "integer, at least 1"
     assert found["data.observed.seed"].default is None
 
@@ -316,3 +319,39 @@ def test_a_tiny_centre_is_doubted():
     assert "(74 then)" in doubt
     square = make_config(values(data={"size": 64, "shorter": 256, "resize": "square"}))
     assert list(doubtful_settings(square)) == []
+
+
+@pytest.mark.parametrize("number", [0, 0.99, -1])
+def test_fewer_positives_per_image_than_the_annotated_one_are_refused(number):
+    assert any(line.startswith("selection.K") for line in complaints(selection={"K": number}))
+    assert make_config(values(selection={"K": 1})).selection.K == 1
+
+
+@pytest.mark.parametrize(
+    ("backbone", "complaint"),
+    [
+        ("resnet19", "torchvision has no classification network 'resnet19'"),
+        ("timm:resnet19", "timm has no network 'resnet19'"),
+        ("os:system", "os:system takes no num_classes"),
+        ("nosuch.module:network", "cannot import 'nosuch.module:network'"),
+    ],
+)
+def test_the_network_is_among_all_mistakes_of_a_config_to_train(backbone, complaint):
+    wrong = values(model={"backbone": backbone}, data={"size": 100_000})
+    with pytest.raises(ConfigError) as caught:
+        make_config(wrong, to_train=True)
+    first, size, network = str(caught.value).splitlines()
+    assert (first, size.split(":")[0].strip()) == ("config: 2 mistakes", "data.size")
+    assert network.strip().startswith(f"model.backbone: {complaint}")
+
+
+def test_a_tracker_that_is_not_installed_is_refused_where_it_would_track(monkeypatch):
+    monkeypatch.setattr("accelerate.tracking._available_trackers", ["tensorboard"])
+    config = values(log={"trackers": ["tensorboard", "wandb"]})
+    assert make_config(config).log.trackers == ("tensorboard", "wandb")
+    with pytest.raises(ConfigError, match=r"1 mistake\n  log.trackers: wandb is not installed"):
+        make_config(config, to_train=True)
+    make_config(values(log={"trackers": ["tensorboard"]}), to_train=True)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    with pytest.raises(ConfigError, match=r"log.trackers: tensorboard is not installed"):
+        make_config(values(), to_train=True)
