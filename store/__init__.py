@@ -10,7 +10,7 @@ from bigscl.store.backends import Backend, LocalBackend, check_creates_once, ope
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.evidence import StartValues
-from bigscl.store.fields import seal, seal_fault
+from bigscl.store.fields import SEAL, seal, seal_fault
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes, history_faults
 from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
@@ -42,6 +42,7 @@ __all__ = [
     "MAX_COUNT",
     "PASS_THREADS",
     "SCHEMES",
+    "SEAL",
     "STORE_SCHEMES",
     "Annotations",
     "Answered",

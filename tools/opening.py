@@ -16,6 +16,7 @@ from bigscl.store import (
     IndexMismatch,
     Snapshot,
     StorageOptions,
+    seal_fault,
 )
 from bigscl.user_error import UserError
 
@@ -233,8 +234,10 @@ def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
     """Return the names of a run's checkpoints by the snapshot from which each of them resumes."""
     found: dict[int, list[str]] = {}
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
-        snapshot = (read_json_object(file) or {}).get("snapshot")
-        if isinstance(snapshot, int):
+        values = read_json_object(file) or {}
+        snapshot = values.get("snapshot")
+        # A run does not resume from a damaged one, either.
+        if isinstance(snapshot, int) and seal_fault(values) is None:
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
 

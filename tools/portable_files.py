@@ -30,7 +30,8 @@ def write_portable_files(
     if onnx and "external_data" not in inspect.signature(torch.onnx.export).parameters:
         raise UserError(f"--onnx: needs torch 2.6 or newer, found {torch.__version__}. Add --no-onnx.")
     trained = build_network(target, len(class_names))
-    write_tensors(trained.network.state_dict())(folder / WEIGHTS)
+    with (folder / WEIGHTS).open("wb") as file:
+        write_tensors(trained.network.state_dict())(file)
     # The plain network, without the hooks of the score maps, from the file that others will load.
     plain = create_network(target.backbone, len(class_names), None, target.args).eval()
     plain.load_state_dict(read_state(str(folder / WEIGHTS)), strict=True)

@@ -1,6 +1,5 @@
 """`bigscl repair`: reset the damaged rows of a store, so that its run can resume."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.command_line import AsJson
-from bigscl.files import read_json_object, write_text
+from bigscl.digests import read_sealed, write_sealed
 from bigscl.store import (
     HeatmapStore,
     Problem,
@@ -194,8 +193,7 @@ def _resume_from(snapshot: int, checkpoints: list[str], folder: Path | None) -> 
 
 def _name_snapshot(path: Path, snapshot: int) -> None:
     """Point a checkpoint to another snapshot, by replacing its file atomically."""
-    values = {**(read_json_object(path) or {}), "snapshot": snapshot}
-    write_text(path, json.dumps(values, indent=1))
+    write_sealed(path, {**read_sealed(path, "Nothing was changed in it."), "snapshot": snapshot})
 
 
 def _count_looks(

@@ -1,24 +1,27 @@
-"""Checkpoints: atomic folders, each of which names its run and a snapshot of its store."""
+"""Checkpoints: atomic folders, each of which names its run and a snapshot of its store.
+
+A folder of weights has one JSON file with the digests of the others and of its own values: `progress.json` in
+a checkpoint, `metrics.json` in `best`. Nothing is read from a file that has another digest.
+"""
 
 import _codecs
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from bigscl.files import naming
+from bigscl.digests import FILES, PROGRESS, DigestingFile, check_file, read_sealed, write_sealed
+from bigscl.files import BadFile, naming
 from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
 from bigscl.user_error import UserError
 
 # Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
 torch.serialization.add_safe_globals([_codecs.encode])
-PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -40,47 +43,52 @@ class Progress:
     """The best validation metric so far."""
     best_epoch: Count | None = None
     run: str = ""
-    """The id of the run; empty in checkpoints of earlier versions."""
+    """The id of the run."""
     ends_epoch: bool = True
-    """Whether it was saved at the end of an epoch, not within one; earlier versions did not save it."""
+    """Whether it was saved at the end of an epoch, not within one."""
     decoder: str = "torchvision"
-    """What decoded the images of its epoch; earlier versions had no other."""
+    """What decoded the images of its epoch."""
 
 
 # Files of a checkpoint
 
-Writer = Callable[[Path], object]
-"""Writes one file of a folder at the path it is given."""
+Writer = Callable[[IO[bytes]], object]
+"""Writes one file of a folder, from its start to its end."""
 
 
-def write_files(path: Path, files: Mapping[str, Writer], check: Callable[[], object] = lambda: None) -> None:
-    """Make a folder of these files atomically; `check` as in `atomic_folder`."""
+def write_files(
+    path: Path,
+    files: Mapping[str, Writer],
+    head: str,
+    values: Mapping[str, Any],
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Make a folder of these files atomically, and of `head` with values and digests; see `atomic_folder`."""
+    digests = {}
     with atomic_folder(path, check) as partial:
         for name, write in files.items():
-            with naming(path / name, partial / name):
-                write(partial / name)
-
-
-def write_json(values: Any) -> Writer:
-    """Return a writer of plain values as JSON."""
-    return lambda path: path.write_text(json.dumps(values, indent=1))
+            with naming(path / name, partial / name), (partial / name).open("wb") as file:
+                digesting = DigestingFile(file)
+                write(digesting)  # type: ignore[arg-type]
+                digests[name] = digesting.digest
+        with naming(path / head, partial / head):
+            write_sealed(partial / head, {**values, FILES: digests})
 
 
 def write_tensors(tensors: Mapping[str, Tensor]) -> Writer:
     """Return a writer of named tensors as safetensors, with their values of now."""
     plain = {name: copy_on_host(tensor).contiguous() for name, tensor in tensors.items()}
     # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
-    return lambda path: path.write_bytes(save(plain))
+    return lambda file: file.write(save(plain))
 
 
 def write_state(state: Any) -> Writer:
     """Return a writer of nested tensors and numbers of now, which can be read without running code."""
     copied = copy_on_host(state)
 
-    def write(path: Path) -> None:
+    def write(file: IO[bytes]) -> None:
         try:
-            with path.open("wb") as file:
-                torch.save(copied, file)
+            torch.save(copied, file)
         except RuntimeError as error:
             # This is how torch's zip writer reports a failed write when it closes.
             if isinstance(error.__context__, OSError):
@@ -111,7 +119,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = find_folder(path)
-        self.progress = _read_progress(self.path / PROGRESS)
+        self.progress, self._digests = _read_progress(self.path / PROGRESS)
         self._read: dict[str, Any] = {}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -126,21 +134,39 @@ class Checkpoint:
     def _parsed(self, name: str, parse: Callable[[Path], Any]) -> Any:
         if name not in self._read:
             try:
+                check_file(self.path / name, PROGRESS, self._digests.get(name), REMEDY)
                 self._read[name] = parse(self.path / name)
             except FileNotFoundError:
                 raise CheckpointError(f"{self.path / name}: no such file. {REMEDY}") from None
+            except BadFile as error:
+                raise CheckpointError(str(error)) from None
             except Exception as error:  # damaged bytes make torch's readers raise anything
                 reason = str(error).split("\n")[0][:200] or type(error).__name__
                 raise CheckpointError(f"{self.path / name}: damaged: {reason}. {REMEDY}") from error
         return self._read[name]
 
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the files of the checkpoint, without reading what they mean."""
+        for name, digest in self._digests.items():
+            try:
+                check_file(self.path / name, PROGRESS, digest, REMEDY)
+            except FileNotFoundError:
+                yield f"{self.path / name}: no such file. {REMEDY}"
+            except BadFile as error:
+                yield str(error)
+
 
 REMEDY = "Resume from another checkpoint with --resume, or restore this one from a copy."
 
 
-def _read_progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> tuple[Progress, dict[str, str]]:
+    """Return where a checkpoint stands, and the digests of its files."""
     try:
-        return TypeAdapter(Progress).validate_json(path.read_bytes())
+        values = read_sealed(path, REMEDY)
+        digests = TypeAdapter(dict[str, str]).validate_python(values.get(FILES))
+        return TypeAdapter(Progress).validate_python(values), digests
+    except BadFile as error:
+        raise CheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path.parent}: not a checkpoint folder (no {PROGRESS} in it)") from None
     except ValidationError as error:
@@ -187,7 +213,7 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint, then remove those that are not kept any more; `check` as in `atomic_folder`."""
         path = self._folder / f"step-{progress.step:08d}"
-        write_files(path, {**files, PROGRESS: write_json(asdict(progress))}, check)
+        write_files(path, files, PROGRESS, asdict(progress), check)
         self.prune()
         return path
 

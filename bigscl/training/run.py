@@ -16,6 +16,7 @@ from bigscl.data.answered import match_answers, with_answered
 from bigscl.data.answers import Answers, parse_answers
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
+from bigscl.digests import write_sealed
 from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
 from bigscl.store import (
@@ -32,6 +33,7 @@ from bigscl.store import (
     label_counts,
     on_rank_zero,
     open_backend,
+    seal_fault,
 )
 from bigscl.text import first_few
 from bigscl.training.checkpoint import Checkpoints
@@ -132,8 +134,9 @@ class RunFolder:
         path = self.path / "run.json"
         if not path.exists():
             return None
-        found = (read_json_object(path) or {}).get("id")
-        if isinstance(found, str) and found:
+        values = read_json_object(path) or {}
+        found = values.get("id")
+        if isinstance(found, str) and found and seal_fault(values) is None:
             return found
         logger.warning(
             "%s: damaged, expected the run's id. It is recovered from a checkpoint or the store", path
@@ -144,7 +147,7 @@ class RunFolder:
         """Write the run's id, settings and environment; warn of settings that have changed."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self.read_id() != self.id:
-            write_text(self.path / "run.json", json.dumps({"id": self.id}))
+            write_sealed(self.path / "run.json", {"id": self.id})
         self._warn_of_changes(config)
         write_text(self.path / "config.yaml", to_yaml(config))
         started = json.dumps({**environment(command), "world_size": world_size})

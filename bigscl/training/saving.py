@@ -7,10 +7,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
+from bigscl.digests import METRICS
 from bigscl.errors import explain
 from bigscl.processes.failures import leave, report_to_launcher
 from bigscl.store import on_rank_zero
-from bigscl.training.checkpoint import Progress, Writer, write_files, write_json, write_tensors
+from bigscl.training.checkpoint import Progress, Writer, write_files, write_tensors
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import WEIGHTS, ModelState
 from bigscl.training.run import AnyMemory, Run
@@ -108,12 +109,9 @@ class Saver:
         """Save the weights that were just validated in the folder `best`, with their metrics."""
 
         def save() -> None:
-            files = {
-                WEIGHTS: write_tensors(self._state.evaluated.network.state_dict()),
-                "metrics.json": write_json(metrics),
-            }
+            files = {WEIGHTS: write_tensors(self._state.evaluated.network.state_dict())}
             # If another process has taken the store, the folder belongs to that process.
-            write_files(self._run.folder.path / "best", files, self._memory.check_lease)
+            write_files(self._run.folder.path / "best", files, METRICS, metrics, self._memory.check_lease)
 
         on_rank_zero(self._run.ranks, save)
 

@@ -4,7 +4,8 @@ One file per epoch, `scores/<labels>/epoch-0003.npy` in the folder of the run: f
 of ids, k pairs of class and score (51 MB an epoch for 1.28 million images and 10 classes). It is written
 before the epoch is committed, from the scores that the selection reads anyway: every committed epoch has its
 file, and an epoch that is trained again after a kill writes the same one again. `<labels>` are letters of the
-fingerprint of the labels: scores of other labels are elsewhere.
+fingerprint of the labels: scores of other labels are elsewhere. The file is a .npy, after which come the four
+bytes of its CRC-32.
 """
 
 # Shapes: n samples of a chunk, N samples, L classes, k kept classes.
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import BadFile, atomic_write, parsing
+from bigscl.digests import read_array, write_array
+from bigscl.files import BadFile
 from bigscl.store import Annotations, Transport, choose_classes, on_rank_zero
-from bigscl.user_error import UserError
 
 FOLDER = "scores"
+WHAT, REMEDY = "scores of an epoch", "Delete it; the audit does without that epoch."
 LETTERS = 16
 GROUP = 8
 ABOVE_ONE = np.uint16(np.float16(1).view(np.uint16) + 1)
@@ -54,8 +56,7 @@ class ScoreLog:
             all_ids = np.frombuffer(b"".join(sent[0]), np.int64)
             kind = pair_type(self._annotations.num_classes)
             all_pairs = np.frombuffer(b"".join(sent[1]), kind).reshape(len(all_ids), self._num_kept)
-            with atomic_write(epoch_file(self._folder, epoch)) as partial, partial.open("wb") as file:
-                np.save(file, all_pairs[np.argsort(all_ids)], allow_pickle=False)
+            write_array(epoch_file(self._folder, epoch), all_pairs[np.argsort(all_ids)])
             return b""
 
         on_rank_zero(self._ranks, write)
@@ -73,15 +74,11 @@ def read_score_log(run: Path, annotations: Annotations, before_epoch: int) -> di
 
 
 def _read(file: Path, annotations: Annotations) -> NDArray[Any]:
-    with parsing(file, "scores of an epoch", "Delete it; the audit does without that epoch."):
-        pairs: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-        if pairs.dtype != pair_type(annotations.num_classes) or pairs.ndim != 2:
-            raise UserError(f"{pairs.dtype} {list(pairs.shape)}")
+    pairs = read_array(file, WHAT, REMEDY)
+    if pairs.dtype != pair_type(annotations.num_classes) or pairs.ndim != 2:
+        raise BadFile(f"{file}: not {WHAT} ({pairs.dtype} {list(pairs.shape)}). {REMEDY}")
     if len(pairs) != annotations.num_samples:
-        raise BadFile(
-            f"{file}: has {len(pairs)} samples, expected {annotations.num_samples}. Delete it; the audit "
-            f"does without that epoch."
-        )
+        raise BadFile(f"{file}: has {len(pairs)} samples, expected {annotations.num_samples}. {REMEDY}")
     return pairs
 
 

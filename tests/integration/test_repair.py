@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bigscl.digests import write_sealed
 from bigscl.store import HeatmapStore
 from tests.integration.runs import settings, store_of, train, write_config
 from tests.test_tools.conftest import bigscl
@@ -62,7 +63,7 @@ def without_counts(folder, shards):
         new = older.commit(epoch=snapshot.epoch, step=snapshot.step, attributes=attributes)
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")):
         values = json.loads(file.read_text())
-        file.write_text(json.dumps({**values, "snapshot": new.id}))
+        write_sealed(file, {**values, "snapshot": new.id})
     return np.concatenate([each.counts for each in rows])
 
 

@@ -9,15 +9,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bigscl.digests import FILES, file_digest, write_sealed
 from bigscl.files import explain
 from bigscl.folders import find_folder, remove_folder
+from bigscl.store import seal
 from bigscl.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
     Progress,
     write_files,
-    write_json,
     write_state,
     write_tensors,
 )
@@ -57,8 +58,8 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_half_of_the_new(t
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(Progress(step=1), files(1.0))
 
-    def fail(path):
-        path.write_text("half")
+    def fail(file):
+        file.write(b"half")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
@@ -69,16 +70,16 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_half_of_the_new(t
 def test_a_folder_is_replaced_whole_and_found_again_after_a_crash_between(tmp_path):
     path = tmp_path / "best"
     for value in (1, 2):
-        write_files(path, {"metrics.json": write_json({"value": value})})
-    assert json.loads((path / "metrics.json").read_text()) == {"value": 2}
+        write_files(path, {}, "metrics.json", {"value": value})
+    assert json.loads((path / "metrics.json").read_text())["value"] == 2
     path.rename(tmp_path / ".best.old")
 
-    def fail(path):
+    def fail(file):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_files(path, {"metrics.json": fail})
-    assert json.loads((path / "metrics.json").read_text()) == {"value": 2}
+        write_files(path, {"model.safetensors": fail}, "metrics.json", {"value": 3})
+    assert json.loads((path / "metrics.json").read_text())["value"] == 2
 
 
 def test_ends_of_epochs_are_kept_before_checkpoints_within_them(tmp_path):
@@ -152,24 +153,24 @@ def test_files_have_the_mode_that_the_user_asks_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"),
+    ("name", "files", "values"),
     [
-        ("model.safetensors", write_tensors({"w": torch.zeros(1000)})),
-        ("optimizer.pt", write_state({"w": torch.zeros(1000)})),
-        ("metrics.json", write_json(list(range(1000)))),
+        ("model.safetensors", {"model.safetensors": write_tensors({"w": torch.zeros(1000)})}, {}),
+        ("optimizer.pt", {"optimizer.pt": write_state({"w": torch.zeros(1000)})}, {}),
+        ("metrics.json", {}, {"values": list(range(1000))}),
     ],
 )
-def test_a_full_disk_names_the_file_and_leaves_the_older_folder(tmp_path, name, write):
-    write_files(tmp_path / "best", {name: write_json("old")})
+def test_a_full_disk_names_the_file_and_leaves_the_older_folder(tmp_path, name, files, values):
+    write_files(tmp_path / "best", {}, "metrics.json", {"values": "old"})
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            write_files(tmp_path / "best", {name: write})
+            write_files(tmp_path / "best", files, "metrics.json", values)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert explain(caught.value).startswith(f"{tmp_path / 'best' / name}: could not be written")
-    assert json.loads((tmp_path / "best" / name).read_text()) == "old"
+    assert json.loads((tmp_path / "best" / "metrics.json").read_text())["values"] == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
@@ -178,18 +179,29 @@ def test_a_full_disk_names_the_file_and_leaves_the_older_folder(tmp_path, name, 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\0" * 90, b"[]", b'{"step": "x"}', b'{"step": -1}', b'{"epoch": true}', b'{"best": []}', b"\xff"],
+    [
+        b"",
+        b"\0" * 90,
+        b"[]",
+        b"\xff",
+        {"step": "x"},
+        {"step": -1},
+        {"epoch": True},
+        {"best": []},
+        {FILES: [1]},
+    ],
 )
 def test_damaged_progress_is_an_error_that_names_the_file(tmp_path, content):
-    (tmp_path / "progress.json").write_bytes(content)
+    data = json.dumps(seal(content)).encode() if isinstance(content, dict) else content
+    (tmp_path / "progress.json").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"progress\.json: damaged: .*--resume"):
         Checkpoint(tmp_path)
 
 
-def test_progress_of_other_versions_is_read(tmp_path):
-    (tmp_path / "progress.json").write_text('{"epoch": 1, "step": 9, "snapshot": 3, "later": [1]}')
-    assert Checkpoint(tmp_path).progress == Progress(epoch=1, step=9, snapshot=3)
-    assert Checkpoint(tmp_path).progress.decoder == "torchvision"
+def test_progress_of_earlier_revisions_is_refused(tmp_path):
+    (tmp_path / "progress.json").write_text('{"epoch": 1, "step": 9, "snapshot": 3}')
+    with pytest.raises(CheckpointError, match=r"progress\.json: .*earlier revision.*--resume"):
+        Checkpoint(tmp_path)
 
 
 STATE = {
@@ -211,8 +223,9 @@ def saved(tmp_path_factory):
 
 def read_damaged(folder, name, content):
     """Read and check a file of a checkpoint; nothing but CheckpointError may come of it."""
-    (folder / "progress.json").write_text("{}")
     (folder / name).write_bytes(content)
+    # With the digest of the damaged bytes: what it would let through is refused by what it means.
+    write_sealed(folder / "progress.json", {FILES: {name: file_digest(folder / name)}})
     checkpoint = Checkpoint(folder)
     if name == "optimizer.pt":
         check_optimizer(folder / name, checkpoint.state(name))
@@ -243,6 +256,28 @@ def test_files_with_any_bytes_in_them_are_read_or_refused(tmp_path, saved, name,
             Checkpoint(tmp_path)
         else:
             read_damaged(tmp_path, name, bytes(content))
+
+
+def read_both(folder):
+    checkpoint = Checkpoint(folder)
+    return checkpoint.tensors("model.safetensors"), checkpoint.state("optimizer.pt")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "progress.json"])
+def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path, saved, name):
+    for other, content in saved.items():
+        (tmp_path / other).write_bytes(content)
+    whole = Checkpoint(tmp_path)
+    assert list(whole.faults()) == []
+    for place in range(0, len(saved[name]), max(1, len(saved[name]) // 100)):
+        content = bytearray(saved[name])
+        content[place] ^= 1 << place % 8
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{name}.*(damaged|no digest).*--resume") as caught:
+            read_both(tmp_path)
+        assert "\n" not in str(caught.value)
+        if name != "progress.json":
+            assert [name in fault for fault in whole.faults()] == [True]
 
 
 def test_files_that_hold_something_else_are_refused(tmp_path):

@@ -492,7 +492,8 @@ def test_channels_last_gives_the_same_maps_and_a_checkpoint_that_the_plain_netwo
     model = model.to(memory_format=torch.channels_last)
     maps = model.maps(batch.to(memory_format=torch.channels_last))
     torch.testing.assert_close(maps, expected, rtol=1e-4, atol=1e-4)
-    write_tensors(model.network.state_dict())(tmp_path / "model.safetensors")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        write_tensors(model.network.state_dict())(file)
     plain = models.resnet18(num_classes=4).eval()
     plain.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     torch.testing.assert_close(plain(batch), expected.mean((2, 3)), rtol=1e-4, atol=1e-4)

@@ -34,7 +34,8 @@ def test_what_is_written_has_the_values_of_the_moment_it_was_taken(tmp_path):
     weights = torch.zeros(3)
     write = write_state({"weights": [weights, {"step": 4}], "pair": (weights, 1)})
     weights += 1
-    write(tmp_path / "state.pt")
+    with (tmp_path / "state.pt").open("wb") as file:
+        write(file)
     found = torch.load(tmp_path / "state.pt", weights_only=True)
     assert found["weights"][0].tolist() == [0, 0, 0]
     assert found["weights"][1] == {"step": 4}

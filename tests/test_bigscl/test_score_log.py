@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bigscl
+from bigscl.digests import write_array
 from bigscl.files import BadFile
 from bigscl.store import HeatmapStore, SingleProcess, choose_classes
 from bigscl.training.score_log import ScoreLog, annotated, highest_classes, log_folder, read_score_log
@@ -109,7 +110,9 @@ def test_scores_of_other_labels_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"nonsense" * 40, "short", "other type"], ids=["empty", "nonsense", "short", "type"]
+    "content",
+    [b"", b"nonsense" * 40, "short", "other type", "flipped"],
+    ids=["empty", "nonsense", "short", "type", "flipped"],
 )
 def test_a_damaged_file_is_named(tmp_path, content):
     parts, _ = chunks(np.random.default_rng(2))
@@ -117,9 +120,13 @@ def test_a_damaged_file_is_named(tmp_path, content):
     file = log_folder(tmp_path, ANNOTATIONS) / "epoch-0000.npy"
     whole = np.load(file)
     if content == "short":
-        np.save(file, whole[:5])
+        write_array(file, whole[:5])
     elif content == "other type":
-        np.save(file, whole["score"])
+        write_array(file, whole["score"])
+    elif content == "flipped":
+        data = bytearray(file.read_bytes())
+        data[-20] ^= 1
+        file.write_bytes(data)
     else:
         file.write_bytes(content)
     with pytest.raises(BadFile, match=r"epoch-0000\.npy"):

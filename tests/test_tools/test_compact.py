@@ -8,6 +8,7 @@ import uuid
 import numpy as np
 import pytest
 
+from bigscl.digests import write_sealed
 from bigscl.store import HeatmapStore
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
@@ -104,7 +105,7 @@ def test_a_store_is_rewritten_with_rounded_heatmaps(topk):
 
 def test_checkpoints_that_lose_their_snapshot_are_named(run):
     (run / "checkpoints" / "step-00000020").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000020" / "progress.json").write_text('{"snapshot": 3}')
+    write_sealed(run / "checkpoints" / "step-00000020" / "progress.json", {"snapshot": 3})
     assert "no longer possible: resuming from step-00000020" in bigscl("compact", run).out
     assert "no longer possible" not in bigscl("compact", run, "--keep", 3).out
 

@@ -1,7 +1,6 @@
 """Every verb with every hostile thing: sense, or one line that names what is wrong; never a traceback."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bigscl.digests import write_sealed
 from bigscl.store import HeatmapStore
 from bigscl.store.lease import Lease
 from bigscl.text import printable
@@ -56,7 +56,7 @@ def world():
         checkpoint.mkdir(parents=True)
         newest = HeatmapStore.open(folder / "run" / "store").snapshot
         progress = {"step": newest.step, "epoch": 3, "snapshot": newest.id, "run": newest.run}
-        (checkpoint / "progress.json").write_text(json.dumps(progress))
+        write_sealed(checkpoint / "progress.json", progress)
         yield hostile.World(folder, folder / "run", index.urls[0].replace("000000", "*"))
     finally:
         for one in folder.rglob("*"):

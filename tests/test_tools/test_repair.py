@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, update
+from bigscl.digests import write_sealed
+from bigscl.store import HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
 from bigscl.tools.text import spans
@@ -38,7 +39,7 @@ def wide_run(tmp_path, wide):
 def add_checkpoint(run, step, snapshot):
     folder = run / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True)
-    (folder / "progress.json").write_text(json.dumps({"step": step, "snapshot": snapshot, "best": 0.5}))
+    write_sealed(folder / "progress.json", {"step": step, "snapshot": snapshot, "best": 0.5})
 
 
 def progress(run, step):
@@ -106,7 +107,7 @@ def test_only_rows_of_the_damaged_chunk_are_reset_and_the_checkpoint_names_the_r
     assert answer.code == 0
     assert f"samples 16-31: reset to their values of snapshot {older}" in answer.out
     now = newest(wide_run)
-    assert progress(wide_run, 20) == {"step": 20, "snapshot": now.id, "best": 0.5}
+    assert progress(wide_run, 20) == seal({"step": 20, "snapshot": now.id, "best": 0.5})
     assert progress(wide_run, 10)["snapshot"] == older
     assert retained(wide_run) == [older, now.id]
     assert (now.epoch, now.step, now.run) == (1, 20, "mine")

@@ -9,6 +9,7 @@ import torch
 from numpy.testing import assert_array_equal
 
 from bigscl.config import make_config, to_yaml
+from bigscl.digests import write_sealed
 from bigscl.method.selection import Selection
 from bigscl.store import Annotations, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
@@ -58,7 +59,7 @@ def test_samples_never_visited_are_counted(tmp_path, index):
 
 def test_checkpoints_tag_the_snapshots_they_name(run):
     (run / "checkpoints" / "step-00000030").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000030" / "progress.json").write_text('{"snapshot": 4}')
+    write_sealed(run / "checkpoints" / "step-00000030" / "progress.json", {"snapshot": 4})
     facts = bigscl("show", run, "--json").json()
     assert [one["checkpoints"] for one in facts["snapshots"]] == [[], ["step-00000030"]]
 

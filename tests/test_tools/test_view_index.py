@@ -197,7 +197,7 @@ def test_classes_are_counted(made):
 def test_disagreement_of_two_runs_is_their_largest_difference(runs, tmp_path, number):
     (one, data), (other, _) = opened(runs / "dense"), opened(runs / "weak")
     index, its = build_index(tmp_path / "a", one, data), build_index(tmp_path / "b", other, data)
-    pairs = disagreement(one, other, index, "b")
+    pairs = np.array(disagreement(one, other, index, "b"))
     found = listed(index, Query(order="against", number=number), data.index, Against(index=its, pairs=pairs))
     mine, theirs = (store.read(data.index.ids()).scores.astype(np.float64) for store in (one, other))
     apart = abs(mine - theirs)
@@ -209,6 +209,11 @@ def test_disagreement_of_two_runs_is_their_largest_difference(runs, tmp_path, nu
         assert apart[place[int(pair["row"])], pair["class"]] == pytest.approx(value, abs=1e-3)
     # Made once: the second time it is read.
     assert np.array_equal(disagreement(one, other, index, "b"), pairs)
+    file = index.folder / "against-b.npy"
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+    assert np.array_equal(disagreement(one, other, index, "b"), pairs), "made again"
 
 
 @pytest.mark.parametrize("block", [2**22, 5, 1])
@@ -282,18 +287,18 @@ def test_builds_at_once_make_one_whole_index(run, tmp_path):
 
 def test_damaged_index_is_made_again(run, tmp_path):
     store, data = opened(run)
-    folder = build_index(tmp_path, store, data).folder
-    for content in ("", "[]", '{"format": 99}', "\0\0"):
-        (folder / "index.json").write_text(content)
-        assert open_index(tmp_path, store) is None
-    (folder / "index.json").unlink()
-    assert open_index(tmp_path, store) is None
-    for name in ("pairs.bin", "classes.npz", "heat.npy", "row.npy"):
-        for content in (b"", b"\0" * 30, None):
-            file = build_index(tmp_path, store, data).folder / name
-            file.unlink() if content is None else file.write_bytes(content)
-            assert open_index(tmp_path, store) is None, (name, content)
-    assert build_index(tmp_path, store, data).complete
+    folder = build_index(tmp_path / "cache", store, data).folder
+    shutil.copytree(folder, tmp_path / "whole")
+    for file in sorted((tmp_path / "whole").iterdir()):
+        flipped = bytearray(file.read_bytes())
+        flipped[len(flipped) // 2] ^= 1
+        for content in (b"", b"\0" * 30, b"{}", bytes(flipped), None):
+            shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
+            assert open_index(tmp_path / "cache", store) is not None
+            file_in_use = folder / file.name
+            file_in_use.unlink() if content is None else file_in_use.write_bytes(content)
+            assert open_index(tmp_path / "cache", store) is None, (file.name, content)
+    assert build_index(tmp_path / "cache", store, data).complete
 
 
 def test_store_of_scores_alone_has_an_index(index, tmp_path):

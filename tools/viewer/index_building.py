@@ -3,7 +3,6 @@
 # Shapes: n samples of a shard, L classes.
 
 import itertools
-import json
 import re
 import shutil
 import time
@@ -17,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import sync, write_text
+from bigscl.digests import FILES, file_digest, write_sealed
+from bigscl.files import sync
 from bigscl.store import Array, HeatmapStore
 from bigscl.tools.choosing import snapshot_before
 from bigscl.tools.expected import Expected, count_by_class, expected_at
@@ -29,6 +29,7 @@ from bigscl.tools.viewer.score_index import (
     ANNOTATED,
     EXPECTED,
     FORMAT,
+    HEAD,
     KNOWN,
     ORDERS,
     PAIR,
@@ -81,8 +82,9 @@ def build_index(folder: Path, store: HeatmapStore, data: Data, advance: Advance 
             "note": expected.note,
             "recomputed": expected.recomputed,
             "seconds": time.monotonic() - start,
+            FILES: {file.name: file_digest(file) for file in sorted(unfinished.iterdir())},
         }
-        write_text(unfinished / "index.json", json.dumps(head))
+        write_sealed(unfinished / HEAD, head)
     _remove_old(folder, keep=index_name(store))
     return ScoreIndex(folder / index_name(store))
 
@@ -314,12 +316,12 @@ def _new_folder(folder: Path, name: str) -> Iterator[Path]:
 
 def _rename(unfinished: Path, whole: Path) -> None:
     """Give a folder its name, unless another process has made the same index meanwhile."""
-    if not (whole / "index.json").exists():
+    if not (whole / HEAD).exists():
         shutil.rmtree(whole, ignore_errors=True)
         try:
             unfinished.rename(whole)
         except OSError:
-            if not (whole / "index.json").exists():
+            if not (whole / HEAD).exists():
                 raise
 
 

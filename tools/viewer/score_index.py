@@ -8,6 +8,7 @@ highest classes of a sample and all that is annotated, expected or there.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import zipfile
@@ -18,13 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import atomic_write, read_json_object
+from bigscl.digests import FILES, check_file, read_array, read_sealed, write_array
+from bigscl.files import BadFile
 from bigscl.store import Array, HeatmapStore
 from bigscl.tools.expected import Expected
 from bigscl.tools.halves import to_float32
 from bigscl.tools.passes import pass_over
 
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+HEAD, AGAIN = "index.json", "It is made again."
 PAIR = np.dtype(
     [
         ("row", "<u4"),
@@ -64,7 +69,9 @@ class ScoreIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        head = read_json_object(folder / "index.json") or {}
+        head = read_sealed(folder / HEAD, AGAIN)
+        for name, digest in head[FILES].items():
+            check_file(folder / name, HEAD, digest, AGAIN)
         self.snapshot: int = head["snapshot"]
         self.epoch: int = head["epoch"]
         self.before: int | None = head["before"]
@@ -107,13 +114,12 @@ def value_of(pairs: Array, order: str) -> NDArray[np.float32]:
 def open_index(folder: Path, store: HeatmapStore) -> ScoreIndex | None:
     """Return the index of the store's snapshot in this folder; None if there is none of this format."""
     place = folder / index_name(store)
-    head = read_json_object(place / "index.json") if (place / "index.json").is_file() else None
-    if head is None or head.get("format") != FORMAT:
+    if not (place / HEAD).is_file():
         return None
     try:
         return ScoreIndex(place)
-    except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
-        # Damaged: it is made again.
+    except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        logger.warning("%s", error)
         shutil.rmtree(place, ignore_errors=True)
         return None
 
@@ -132,17 +138,19 @@ def disagreement(one: HeatmapStore, other: HeatmapStore, index: ScoreIndex, name
     both, and kept under a name of the other's index.
     """
     file = index.folder / f"against-{name}.npy"
-    if not file.exists():
-        shards = range(one.spec.num_shards)
-        parts = [part for _, part in pass_over("comparing", shards, _Comparison(one, other), [one, other])]
-        pairs = np.array(index.orders["row"])
-        for field, values in zip(("class", "change", "score"), zip(*parts, strict=True), strict=True):
-            pairs[field] = np.concatenate(values)
-        pairs["peak"], pairs["flags"] = _known_of(index, pairs)
-        with atomic_write(file, suffix=str(os.getpid())) as partial, partial.open("wb") as out:
-            np.save(out, sorted_pairs(pairs, "change"))
-    found: NDArray[Any] = np.load(file, mmap_mode="r")
-    return found
+    if file.exists():
+        try:
+            return read_array(file, "a comparison", AGAIN)
+        except BadFile as error:
+            logger.warning("%s", error)
+    shards = range(one.spec.num_shards)
+    parts = [part for _, part in pass_over("comparing", shards, _Comparison(one, other), [one, other])]
+    pairs = np.array(index.orders["row"])
+    for field, values in zip(("class", "change", "score"), zip(*parts, strict=True), strict=True):
+        pairs[field] = np.concatenate(values)
+    pairs["peak"], pairs["flags"] = _known_of(index, pairs)
+    write_array(file, sorted_pairs(pairs, "change"), suffix=str(os.getpid()))
+    return read_array(file, "a comparison", AGAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""Digests of a run's files: a reader notices every file that its writer did not leave so.
+
+All are CRC-32, of the bytes as they are written: 0.2 s per GB. Small JSON files have one of their own values
+(`bigscl.store.seal`), folders of weights one of each file in such a JSON file, arrays one at their end.
+"""
+
+import io
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bigscl.files import BadFile, atomic_write, parsing, read_json_object, write_text
+from bigscl.store import SEAL, seal, seal_fault
+
+PROGRESS, METRICS = "progress.json", "metrics.json"
+"""The sealed files of a checkpoint and of `best`."""
+FILES = "files"
+"""Their field with the digests of the files beside them, by name."""
+CRC_BYTES = 4
+BLOCK_BYTES = 2**20
+
+
+class DigestingFile(io.RawIOBase):
+    """A file that is written from its start to its end, and the digest of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._crc = file, 0
+
+    def write(self, data: Any) -> int:
+        """Write some bytes."""
+        self._crc = zlib.crc32(data, self._crc)
+        return self._file.write(data)
+
+    @property
+    def digest(self) -> str:
+        """The digest of all bytes so far."""
+        return f"{self._crc:08x}"
+
+
+def file_digest(path: Path) -> str:
+    """Return the digest of a file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+# Sealed JSON files
+
+
+def write_sealed(path: Path, values: Mapping[str, Any]) -> None:
+    """Write values with their digest as JSON, atomically."""
+    write_text(path, json.dumps(seal(values), indent=1))
+
+
+def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the values of a sealed file; BadFile if they are not those that were written."""
+    values = read_json_object(path)
+    fault = "damaged: not a JSON object" if values is None else seal_fault(values)
+    if values is None or fault:
+        raise BadFile(f"{path}: {fault}. {remedy}")
+    return values
+
+
+def check_file(path: Path, head: str, expected: Any, remedy: str) -> None:
+    """Raise BadFile unless a file has the digest that the sealed file `head` beside it says."""
+    found = file_digest(path)
+    if found != expected:
+        raise BadFile(f"{path}: damaged: its bytes have the digest {found}, {head} says {expected}. {remedy}")
+
+
+def check_beside(path: Path, remedy: str) -> None:
+    """Raise BadFile if weights of a run are damaged; weights that no sealed file lies beside are not ours."""
+    for head in (PROGRESS, METRICS):
+        if (beside := path.with_name(head)).is_file():
+            values = read_json_object(beside)
+            if values is not None and not {FILES, SEAL} & values.keys():
+                continue  # somebody else's
+            digests = read_sealed(beside, remedy).get(FILES, {})
+            if path.name in digests:
+                check_file(path, head, digests[path.name], remedy)
+
+
+# Arrays
+
+
+def write_array(path: Path, array: NDArray[Any], *, suffix: str = "partial") -> None:
+    """Write an array as .npy, atomically; after its values come the four bytes of its CRC-32."""
+    with atomic_write(path, suffix=suffix) as partial, partial.open("wb") as file:
+        digesting = DigestingFile(file)
+        np.save(digesting, array, allow_pickle=False)
+        file.write(bytes.fromhex(digesting.digest))
+
+
+def read_array(path: Path, what: str, remedy: str) -> NDArray[Any]:
+    """Return an array of `write_array`, mapped from disk; BadFile if its bytes are not those written."""
+    with parsing(path, what, remedy):
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    crc, end = 0, path.stat().st_size - CRC_BYTES
+    with path.open("rb") as file:
+        while block := file.read(min(BLOCK_BYTES, max(0, end - file.tell()))):
+            crc = zlib.crc32(block, crc)
+        if file.read() != crc.to_bytes(CRC_BYTES, "big"):
+            raise BadFile(f"{path}: damaged: its last bytes are not the digest of the others. {remedy}")
+    return array
