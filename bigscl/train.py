@@ -26,6 +26,7 @@ from bigscl.config import Config, doubtful_settings, to_yaml
 from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
+from bigscl.data.workers import WAITS
 from bigscl.evaluation.validation import deciding, validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
@@ -362,7 +363,7 @@ def train(options: TrainingOptions) -> None:
     try:
         with listening as interrupts, Trainer(config, options.resume, sys.argv) as trainer:
             start_is_over()
-            interrupts.stop_with(trainer.stop_soon)
+            interrupts.stop_with(trainer.stop_soon, WAITS.longest)
             if trainer.is_finished:
                 logger.info(
                     "%s: already finished, all %d epochs are trained. To train longer, raise "

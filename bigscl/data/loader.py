@@ -2,6 +2,7 @@
 
 # Shapes: B samples of the batch, S side of the views.
 
+import itertools
 import logging
 import math
 import time
@@ -26,7 +27,7 @@ from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
-from bigscl.data.workers import obey_parent_only, receive
+from bigscl.data.workers import WAITS, on_start, start_method, without_main_module
 from bigscl.text import first_few, printable
 from bigscl.url_secrets import environment
 from bigscl.url_secrets import receive as receive_secrets
@@ -108,6 +109,7 @@ class Loader:
     ) -> None:
         """Load with `workers` that live on after the epoch, or with new ones that end with it."""
         self._num_batches = plan.num_batches(rank)
+        self._index = index
         self.bad = bad or BadSamples(index, plan.num_samples(rank))
         self.wait_seconds = 0.0
         """How long the consumer has waited for batches."""
@@ -131,17 +133,35 @@ class Loader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        # Here, not at the first batch: the caller of iter() forks the workers.
+        # Here, not at the first batch: the caller of iter() starts the workers.
         return self._watched(self._workers.start(self._work) if self._num_batches else iter(()))
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        started = time.perf_counter()
-        for found in batches:
+        for number in itertools.count():
+            started = time.perf_counter()
+            with WAITS.waiting(lambda number=number: self._describe(number)):  # type: ignore[misc]
+                found = next(batches, None)
+            if found is None:
+                return
             batch = self._workers.decoded(found, self._transform)
             self.wait_seconds += time.perf_counter() - started
             self.bad.record(batch)
             yield batch
-            started = time.perf_counter()
+
+    def _describe(self, number: int) -> str:
+        """Return which worker makes a batch, and from which tars."""
+        turns = [
+            (place, worker)
+            for worker, work in enumerate(self._work)
+            for place in range(-(-len(work.stream.ids) // work.batch_size))
+        ]
+        if number >= len(turns):
+            return "its loader workers do not end"
+        place, worker = sorted(turns)[number]
+        work = self._work[worker]
+        ids = np.asarray(work.stream.ids[place * work.batch_size :][: work.batch_size])
+        tars = [self._index.urls[shard] for shard in np.unique(ids // self._index.rows_per_shard)]
+        return f"loader worker {worker} reads {first_few(tars, len(tars), most=3)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,7 +176,7 @@ class Work:
 class LoaderWorkers:
     """The loader processes of one rank; at the start of an epoch each gets its work through a pipe.
 
-    With `persistent` they live for all epochs, so that only the first one pays for forking them.
+    With `persistent` they live for all epochs, so that only the first one pays for starting them.
     """
 
     def __init__(
@@ -182,6 +202,7 @@ class LoaderWorkers:
         self._num_workers, self._persistent = num_workers, persistent
         self._batches = Batches(index, labels, allow_pipe, decoder)
         self._outboxes: list[Connection] = []
+        method = start_method(index.urls) if num_workers else None
         self._loader: DataLoader[Batch] = DataLoader(
             self._batches,
             batch_size=None,
@@ -190,7 +211,8 @@ class LoaderWorkers:
             pin_memory=pin_memory,
             # The seed that DataLoader draws for its workers is not taken from the generator of training.
             generator=torch.Generator(),
-            worker_init_fn=obey_parent_only,
+            worker_init_fn=on_start(method),
+            multiprocessing_context=method,
             persistent_workers=persistent and num_workers > 0,
         )
 
@@ -203,7 +225,8 @@ class LoaderWorkers:
             pipes = [Pipe(duplex=False) for _ in range(self._num_workers)]
             self._batches.inboxes = [inbox for inbox, _ in pipes]
             self._outboxes = [outbox for _, outbox in pipes]
-        batches: Iterator[Batch] = iter(self._loader)
+        with without_main_module():
+            batches: Iterator[Batch] = iter(self._loader)
         for outbox, each in zip_longest(self._outboxes, work):
             # The worker is waiting for it: a plan may be longer than what a pipe holds.
             outbox.send(each)
@@ -235,7 +258,7 @@ class Batches(IterableDataset[Batch]):
         worker: Any = get_worker_info()
         if worker is not None:
             receive_secrets(self._secrets)
-        work = self.work if worker is None else receive(self.inboxes[worker.id])
+        work = self.work if worker is None else self.inboxes[worker.id].recv()
         if work is None:
             return
         stream, size = work.stream, work.batch_size

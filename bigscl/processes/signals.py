@@ -24,6 +24,9 @@ PARENT_POLL_SECONDS = 1.0
 SAME_REQUEST_SECONDS = 1.0
 """A launcher may forward a signal that the process has received: within this time it is one request."""
 
+SILENT_SECONDS = 10.0
+"""How long a run that is asked to stop waits for its next batch: launchers wait for 30 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
@@ -34,6 +37,7 @@ class Wording:
     second: str = "ended without saving. Resume from the last checkpoint with the same command."
     launcher_gone: str = "Resume with the same command."
     too_early: str = "before training began."
+    stuck: str = "no batch has come for {seconds:.0f} s: ended without saving. Resume with the same command."
 
 
 class Interrupts:
@@ -47,13 +51,18 @@ class Interrupts:
         self._wording = wording or Wording()
         self._stop: Callable[[], object] | None = None
         self._clean_up: Callable[[], object] = _do_nothing
+        self._silence: Callable[[], float] = lambda: 0.0
         self._asked = False
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
 
-    def stop_with(self, stop: Callable[[], object]) -> None:
-        """From now on call `stop` at the first signal, so that the run is saved; before, a signal exits."""
-        self._stop = stop
+    def stop_with(self, stop: Callable[[], object], silence: Callable[[], float] | None = None) -> None:
+        """From now on call `stop` at the first signal, so that the run is saved; before, a signal exits.
+
+        `silence` returns for how many seconds the run has waited for images: a run that is asked to stop and
+        gets none has no step after which it could stop, so it ends without saving.
+        """
+        self._stop, self._silence = stop, silence or self._silence
 
     def clean_up_with(self, clean_up: Callable[[], object]) -> None:
         """From now on call `clean_up` before exiting at once, while the other threads still run."""
@@ -92,6 +101,8 @@ class Interrupts:
             for number in os.read(self._read, 512) if arrived else b"":
                 if number in SIGNALS:
                     self._receive(signal.Signals(number))
+            if self._asked and (seconds := self._silence()) >= SILENT_SECONDS:
+                self._exit(130, self._wording.stuck.format(seconds=seconds))
             if self._launcher_is_gone():
                 self._exit(1, f"the launcher (process {self._parent}) is gone. {self._wording.launcher_gone}")
 

@@ -90,6 +90,24 @@ with interrupts.Interrupts() as listening:
     assert has_ended(int(worker))
 
 
+def test_a_run_that_gets_no_batch_after_a_signal_ends_without_saving():
+    """Its step would be the place to stop, and none comes."""
+    code, output, errors = end_of(
+        start("""
+interrupts.SILENT_SECONDS, since = 0.2, time.monotonic()
+with interrupts.Interrupts() as listening:
+    listening.stop_with(lambda: print("asked", flush=True), lambda: time.monotonic() - since)
+    time.sleep(0.5)
+    print("waits", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for_ever()
+""")
+    )
+    assert (code, output) == (130, ["waits", "asked"])
+    assert "no batch has come for" in errors
+    assert "without saving" in errors
+
+
 def test_second_sigterm_still_lets_the_run_save():
     code, output, errors = end_of(
         start("""

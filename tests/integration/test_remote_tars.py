@@ -1,0 +1,147 @@
+"""Whole runs whose tars are in an object store, with loader workers: the memory on disk or there too."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from bigscl.store import HeatmapStore, StorageOptions
+from tests.integration import runs
+from tests.integration.runs import (
+    assert_same_rows,
+    assert_same_weights,
+    command,
+    index_of,
+    launch,
+    losses_of,
+    memory_of,
+    train,
+    weights_of,
+    write_config,
+)
+from tests.test_tools.view_site import serving
+
+BUCKET = "s3://images"
+
+
+@pytest.fixture(scope="module")
+def server(shards):
+    """An S3-compatible server with the shards, and its address."""
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    credentials = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **credentials)
+    client.create_bucket(Bucket="images")
+    for path in sorted(shards.glob("*.tar")):
+        client.upload_file(str(path), "images", path.name)
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def reachable(server, monkeypatch):
+    names = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    for name, value in {**names, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setitem(runs.ENVIRONMENT, name, value)
+
+
+def bigscl(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "bigscl", *map(str, words)],
+        cwd=runs.ROOT,
+        env=runs.ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def remote(server, shards, tmp_path_factory):
+    """The sections `data` of remote tars, by how they are named, with indexes that were made from them."""
+    folder = tmp_path_factory.mktemp("indexes")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setitem(runs.ENVIRONMENT, name, "test")
+        patch.setitem(runs.ENVIRONMENT, "AWS_ENDPOINT_URL", server)
+        for part in ("train", "val"):
+            classes = ["--classes", shards / "classes.txt"]
+            done = bigscl("index", f"{BUCKET}/{part}-*.tar", "--output", folder / f"{part}.npz", *classes)
+            assert done.returncode == 0, done.stderr
+    given = {
+        "train_index": str(folder / "train.npz"),
+        "val": f"{BUCKET}/val-*.tar",
+        "val_index": str(folder / "val.npz"),
+    }
+    names = sorted(path.name for path in shards.glob("train-*.tar"))
+    first, last = (name.removeprefix("train-").removesuffix(".tar") for name in (names[0], names[-1]))
+    return {
+        "glob": {**given, "train": f"{BUCKET}/train-*.tar"},
+        "braces": {**given, "train": f"{BUCKET}/train-{{{first}..{last}}}.tar"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tars", "store", "workers", "processes"),
+    [("glob", "s3", 1, 1), ("braces", "disk", 2, 1), ("braces", "s3", 1, 2)],
+)
+def test_a_run_on_remote_tars_with_workers_equals_one_on_local_tars(
+    remote, shards, tmp_path, tars, store, workers, processes
+):
+    """Validation reads remote tars too, and so do an evaluation, an export and the page of the run."""
+    local = {"workers": workers, "val": str(shards / "val-*.tar")}
+    train(write_config(tmp_path / "local.yaml", shards, data=local), processes=processes)
+    url = f"{BUCKET}/stores/{tars}-{workers}" if store == "s3" else str(tmp_path / "memory")
+    config = write_config(
+        tmp_path / "run.yaml", shards, data={**remote[tars], "workers": workers}, store={"url": url}
+    )
+    done = launch(config, processes=processes)
+    assert done.returncode == 0, done.stderr
+    one, other = tmp_path / "run", tmp_path / "local"
+    assert losses_of(one) == losses_of(other)
+    assert_same_weights(weights_of(one), weights_of(other))
+    index = index_of(shards)
+    with HeatmapStore.open(url, annotations=index.annotations(), options=StorageOptions()) as opened:
+        assert_same_rows(opened.read(index.ids()), memory_of(other, shards))
+    if processes == 1:
+        evaluate = ("evaluate", one, "--workers", workers, "--output", tmp_path / "evaluated")
+        export = ("export", one, "labels", "--format", "coco", "--output", tmp_path / "labels.json")
+        for words in (evaluate, export):
+            done = bigscl(*words)
+            assert done.returncode == 0, done.stderr
+        with serving(one) as site:
+            assert site.ask("/api/thumbnail?row=0").status == 200
+
+
+def test_sigterm_ends_a_run_whose_tars_do_not_answer(remote, shards, server, tmp_path):
+    """The server is gone after the start: its workers wait for it, and no step comes that could stop."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        config = write_config(tmp_path / "run.yaml", shards, data={**remote["glob"], "workers": 1})
+        environment = {
+            **runs.ENVIRONMENT,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
+        running = subprocess.Popen(
+            command([config]), cwd=runs.ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "run.json").exists() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            time.sleep(3)
+            running.send_signal(signal.SIGTERM)
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode != 0
+    assert "without saving" in errors or "before training began" in errors, errors
