@@ -4,8 +4,7 @@ These names are the public surface of the store. Modules outside this folder imp
 """
 
 from bigscl.store.annotations import Annotations
-from bigscl.store.answered import ATTRIBUTE as ANSWERS
-from bigscl.store.answered import Answered, label_counts, with_answers
+from bigscl.store.answered import Answered, answered_shard, label_counts, with_answers
 from bigscl.store.backends import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
@@ -36,7 +35,6 @@ from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_
 from bigscl.store.writeback import Writeback
 
 __all__ = [
-    "ANSWERS",
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
     "MAX_COUNT",
@@ -74,6 +72,7 @@ __all__ = [
     "Update",
     "Version",
     "Writeback",
+    "answered_shard",
     "array_plans",
     "break_lease",
     "by_version",

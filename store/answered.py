@@ -10,7 +10,6 @@ never stored have the initial values of their annotated positives.
 
 # Shapes: n answers, R rows, L classes, k kept classes, W side of a heatmap.
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.annotations import Annotations
-from bigscl.store.errors import StoreError
+from bigscl.store.errors import BadFile
+from bigscl.store.layout import annotated_mask
 from bigscl.store.snapshots import Snapshot
 from bigscl.store.spec import Array, Rows
 
@@ -36,7 +36,7 @@ class Answered:
     says: NDArray[np.int8]
     """1 present, 0 absent, -1 withdrawn."""
     named: NDArray[np.bool_]
-    """Whether the labels without answers name the class; not saved."""
+    """Whether the labels without answers name the class."""
     late: NDArray[np.bool_]
     """Whether the row was stored when the answer came: its heatmap did not start at 1."""
 
@@ -59,20 +59,27 @@ class Answered:
     @classmethod
     def at(cls, snapshot: Snapshot) -> "Answered":
         """Return the answers that the rows of a snapshot know of."""
-        found = snapshot.attributes.get(ATTRIBUTE, {})
+        found = snapshot.attributes.get(ATTRIBUTE)
+        if found is None:
+            return cls.of()
         try:
-            answered = cls.of(found.get("rows", ()), found.get("classes", ()), found.get("says", ()))
-            late = np.zeros(len(answered.rows), bool)
-            late[np.asarray(found.get("late", ()), np.int64)] = True
-            return replace(answered, late=late)
-        except (AttributeError, TypeError, ValueError, IndexError) as error:
-            raise StoreError(f"snapshot {snapshot.id}: its answers cannot be read ({error!r})") from None
+            flags = {name: np.zeros(len(found["rows"]), bool) for name in ("named", "late")}
+            for name, values in flags.items():
+                values[np.asarray(found[name], np.int64)] = True
+            return cls.of(found["rows"], found["classes"], found["says"], **flags)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadFile(
+                f"snapshot {snapshot.id}: its answers cannot be read ({error!r}): the file is damaged, or of "
+                f"an earlier revision. Restore it from a copy, or use an older snapshot."
+            ) from None
 
-    def to_json(self) -> Mapping[str, Any]:
-        """Return the attribute of a snapshot."""
+    def attribute(self) -> dict[str, Any]:
+        """Return the answers as an attribute of a snapshot, by its name; nothing if there are none."""
+        if not len(self):
+            return {}
         lists: dict[str, Array] = {"rows": self.rows, "classes": self.classes, "says": self.says}
-        lists["late"] = np.flatnonzero(self.late)
-        return {name: values.tolist() for name, values in lists.items()}
+        lists |= {"named": np.flatnonzero(self.named), "late": np.flatnonzero(self.late)}
+        return {ATTRIBUTE: {name: values.tolist() for name, values in lists.items()}}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -84,18 +91,25 @@ class Answered:
         """Return the (row, class) of answers of which the later ones do not know any more."""
         return sorted(self._keys() - later._keys())
 
-    def since(self, earlier: "Answered") -> tuple["Answered", NDArray[np.bool_]]:
-        """Return these answers with the `late` of the earlier ones, and which of them change a label."""
+    def since(
+        self, earlier: "Answered", *, stored: NDArray[np.bool_], heatmaps: bool
+    ) -> tuple["Answered", NDArray[np.bool_]]:
+        """Return these answers as those of rows that have the earlier ones, and which of them change a row.
+
+        `stored` says of each answer whether its row is stored, `heatmaps` whether rows have any. `late` is
+        that of the earlier answers, and set by a change.
+        """
         known = zip(earlier.rows.tolist(), earlier.classes.tolist(), strict=True)
         places = {pair: place for place, pair in enumerate(known)}
         now = np.where(self.says == WITHDRAWN, np.where(self.named, 1, WITHDRAWN), self.says)
-        before, late = np.where(self.named, 1, WITHDRAWN), self.late.copy()
+        before, late = np.where(self.named, 1, WITHDRAWN), np.zeros(len(self), bool)
         for place, pair in enumerate(zip(self.rows.tolist(), self.classes.tolist(), strict=True)):
             if pair in places:
                 late[place] = earlier.late[places[pair]]
                 if earlier.says[places[pair]] != WITHDRAWN:
                     before[place] = earlier.says[places[pair]]
-        return replace(self, late=late), (now != before) & (now != WITHDRAWN)
+        changes = (now != before) & (now != WITHDRAWN) & stored
+        return replace(self, late=late | (changes & heatmaps)), changes
 
     def take(self, places: Array) -> "Answered":
         """Return some of the answers."""
@@ -128,11 +142,17 @@ def label_counts(annotations: Annotations, answered: Answered) -> NDArray[np.int
     return annotations.counts() - np.bincount(found, minlength=annotations.num_classes)
 
 
-def answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
-    """Return the rows of a shard after the answers about those at `positions`, by the rule of this module.
+def answered_shard(rows: Rows, shard: int, answered: Answered, annotations: Annotations) -> Rows:
+    """Return the rows of a shard after those answers that are about it, by the rule of this module.
 
-    `annotated` [R,L] are the positives after the answers. Rows at other positions stay bit for bit.
+    `annotations` are the positives after all answers. Other rows stay bit for bit.
     """
+    own = answered.take(answered.rows // annotations.rows_per_shard == shard)
+    annotated = annotated_mask(rows.scores.shape, *annotations.of_shard(shard))
+    return _answered_rows(rows, own.rows % annotations.rows_per_shard, own, annotated)
+
+
+def _answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
     arrays = {name: array.copy() for name, array in rows.arrays()}
     changed = Rows(**arrays)
     for row, number, present in zip(positions, answered.classes, _present(answered), strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
-from bigscl.store.answered import ATTRIBUTE, Answered, answered_rows, with_answers
+from bigscl.store.answered import Answered, answered_shard, with_answers
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
 from bigscl.store.closing import Closing
@@ -491,7 +491,7 @@ class HeatmapStore(StoreReader, Closing):
 
         Ranks share the shards; rows that no new answer is about stay as they are. Until the commit the store
         is as it was, and afterwards the same answers change nothing. Return the answers with what `late`
-        says of them now: later commits carry them in the attribute ATTRIBUTE.
+        says of them now: later commits carry them as an attribute.
         """
         self._check_writable()
         assert self._given is not None
@@ -503,22 +503,19 @@ class HeatmapStore(StoreReader, Closing):
         annotations = with_answers(self._given, answered)
         if self.group.top is not None:
             check_top(annotations, self.group.top)
-        answered, changes = answered.since(known)
         shards = answered.rows // self.spec.rows_per_shard
-        changes &= np.asarray(self._snapshot.slots)[shards] >= 0
+        stored = np.asarray(self._snapshot.slots)[shards] >= 0
+        answered, changes = answered.since(known, stored=stored, heatmaps=self.group.layout != "scores")
         if not changes.any():
             return answered
-        answered = replace(answered, late=answered.late | (changes & (self.group.layout != "scores")))
         wanted = np.unique(shards[changes]).tolist()
         try:
             for shard in wanted[self._transport.rank :: self._transport.world_size]:
-                rows, own = self.load_shard(shard), answered.take(changes & (shards == shard))
-                annotated = annotated_mask(rows.scores.shape, *annotations.of_shard(shard))
-                positions = own.rows % self.spec.rows_per_shard
-                self.save_shard(shard, answered_rows(rows, positions, own, annotated))
+                rows = answered_shard(self.load_shard(shard), shard, answered.take(changes), annotations)
+                self.save_shard(shard, rows)
         except Exception as error:
             self._failure = error  # the commit tells the other ranks
-        attributes = {**self._snapshot.attributes, ATTRIBUTE: answered.to_json()}
+        attributes = {**self._snapshot.attributes, **answered.attribute()}
         self.commit(epoch=self._snapshot.epoch, step=self._snapshot.step, attributes=attributes)
         return answered
 

@@ -11,6 +11,7 @@ import typer
 from bigscl.command_line import AsJson
 from bigscl.digests import read_sealed, write_sealed
 from bigscl.store import (
+    Answered,
     HeatmapStore,
     Problem,
     Snapshot,
@@ -164,6 +165,7 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
     kept = [number for number in report.damage if number != old.id]
     older = [one for one in store.snapshots() if one.id < old.id and one.group == old.group]
     reset: dict[str, list[int]] = {}
+    answered = Answered.at(old)
     for shard, problems in report.shards.items():
         sources = [
             Source(
@@ -172,12 +174,13 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
             for one in reversed(older)
             if one.id in report.damage and one.slots[shard] >= 0
         ]
-        rows, origins = repaired_shard(store, old, shard, problems, sources)
-        store.save_shard(shard, rows)
-        for origin, samples in origins.items():
+        repaired = repaired_shard(store, old, shard, problems, sources, answered)
+        store.save_shard(shard, repaired.rows)
+        answered = repaired.answered
+        for origin, samples in repaired.reset.items():
             reset.setdefault(origin, []).extend(samples)
     note = {"of": old.id, "samples": sorted(sample for samples in reset.values() for sample in samples)}
-    attributes = {**old.attributes, "repaired": note}
+    attributes = {**old.attributes, **answered.attribute(), "repaired": note}
     new = store.commit(epoch=old.epoch, step=old.step, attributes=attributes)
     _resume_from(new.id, report.checkpoints.get(old.id, []), folder)
     store.drop_snapshots(keep=kept)

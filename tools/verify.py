@@ -13,6 +13,7 @@ from bigscl.command_line import AsJson
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
+    Answered,
     BadFile,
     ChunkCorrupt,
     HeatmapStore,
@@ -23,7 +24,7 @@ from bigscl.store import (
     stored_bytes,
     verify,
 )
-from bigscl.tools.opening import AtSnapshot, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, size, tell
 
@@ -65,18 +66,17 @@ def command(
     """
     opened = open_store(store, snapshot, storage)
     findings: list[Finding] = []
-    annotations = None
+    data = None
     try:
         data = source.find(store, opened.spec.fingerprint)
-        annotations = None if data is None else data.annotations
     except IndexMismatch as error:
         findings.append(Finding(snapshot=None, where="index", samples=(), reason=str(error)))
     started = time.perf_counter()
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
-    for one in _stores(store, numbers, storage, findings):
+    for one in _stores(store, numbers, storage, data, findings):
         findings += _check_cuts(one)
-        findings += _check_shards(one, annotations, threads, checked)
+        findings += _check_shards(one, threads, checked)
     findings += _of_files(history_faults(opened.backend, opened.spec))
     seconds = time.perf_counter() - started
     facts = {
@@ -86,7 +86,7 @@ def command(
         "bytes": checked.num_bytes,
         "seconds": seconds,
         "checksums": opened.group.checksum,
-        "index": annotations is not None,
+        "index": data is not None,
         "problems": [asdict(finding) for finding in findings],
     }
     tell(facts, _text(facts, findings), as_json)
@@ -119,12 +119,14 @@ class _Checked:
 
 
 def _stores(
-    store: str, numbers: Sequence[int], storage: StorageFlags, findings: list[Finding]
+    store: str, numbers: Sequence[int], storage: StorageFlags, data: Data | None, findings: list[Finding]
 ) -> Iterator[HeatmapStore]:
     """Yield the store at each snapshot, oldest first; a snapshot that cannot be opened is a finding."""
     for number in numbers:
         try:
-            yield open_store(store, number, storage)
+            opened = open_store(store, number, storage, data)
+            Answered.at(opened.snapshot)
+            yield opened
         except (BadFile, ChunkCorrupt) as error:
             findings.append(Finding(snapshot=number, where="snapshot file", samples=(), reason=str(error)))
 
@@ -141,11 +143,9 @@ def _check_cuts(store: HeatmapStore) -> Iterator[Finding]:
             yield Finding(snapshot=store.snapshot.id, where="selection", samples=(), reason=reason)
 
 
-def _check_shards(
-    store: HeatmapStore, annotations: Annotations | None, threads: int, checked: _Checked
-) -> Iterator[Finding]:
+def _check_shards(store: HeatmapStore, threads: int, checked: _Checked) -> Iterator[Finding]:
     number = store.snapshot.id
-    title, work = f"verifying snapshot {number}", partial(_check_shard, store, annotations)
+    title, work = f"verifying snapshot {number}", partial(_check_shard, store)
     for _, found in pass_over(title, checked.new(store), work, threads=threads):
         yield from found
     if not SnapshotLog(store.backend).exists(number):
@@ -153,7 +153,7 @@ def _check_shards(
         yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)
 
 
-def _check_shard(store: HeatmapStore, annotations: Annotations | None, shard: int) -> list[Finding]:
+def _check_shard(store: HeatmapStore, shard: int) -> list[Finding]:
     number = store.snapshot.id
     findings = [
         Finding(
@@ -165,13 +165,13 @@ def _check_shard(store: HeatmapStore, annotations: Annotations | None, shard: in
         for _, problems in verify(store, [shard])
         for problem in problems
     ]
-    if annotations is not None and store.group.layout == "topk" and not findings:
-        findings += _lost_positives(store, annotations, shard)
+    if store.annotations is not None and store.group.layout == "topk" and not findings:
+        findings += _lost_positives(store, store.annotations, shard)
     return findings
 
 
 def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -> Iterator[Finding]:
-    """Yield annotated positives whose heatmaps are not kept: the store was created for other data."""
+    """Yield positives, by labels and answers, whose heatmaps are not kept: as in a store of other data."""
     slot = store.snapshot.slots[shard]
     classes = store.arrays.read(shard, slot, ("classes",))["classes"]
     positions, positives = annotations.of_shard(shard)

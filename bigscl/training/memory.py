@@ -21,7 +21,6 @@ from bigscl.method.level import estimate_level
 from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
-    ANSWERS,
     Annotations,
     Answered,
     Closing,
@@ -373,8 +372,7 @@ class Memory(Closing):
             attributes["class_ratios"] = self.class_ratios.tolist()
         if self.level is not None:
             attributes["level"] = self.level
-        if len(self._answered):
-            attributes[ANSWERS] = self._answered.to_json()
+        attributes |= self._answered.attribute()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bigscl.digests import write_sealed
-from bigscl.store import HeatmapStore, seal, update
+from bigscl.store import Answered, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
 from bigscl.tools.text import spans
@@ -184,6 +184,83 @@ def test_the_newest_checkpoint_counts_not_the_newest_snapshot(wide_run, wide):
     assert f"snapshot {target} (checkpoint step-00000020)" in bigscl("repair", wide_run, "--apply").out
     assert newest(wide_run).step == 20
     assert progress(wide_run, 20)["snapshot"] == newest(wide_run).id
+
+
+LAYOUTS = {"dense": {}, "topk": {"layout": "topk", "top": 4}, "scores": {"layout": "scores"}}
+
+
+def answers_about(index, ids):
+    """A label that is refuted, one that is confirmed, a class that is found and one that is withdrawn."""
+    rows, classes, says, named = [], [], [], []
+    for place, sample in enumerate(ids.tolist()):
+        known = index.labels_of(np.array([sample]))[0] == 1
+        is_named = place % 4 in (0, 1)
+        rows.append(sample)
+        classes.append(int(np.flatnonzero(known == is_named)[-1]))
+        says.append((0, 1, 1, -1)[place % 4])
+        named.append(is_named)
+    return Answered.of(rows, classes, says, named=named)
+
+
+@pytest.fixture(params=LAYOUTS)
+def answered_run(tmp_path, index, request):
+    """A run with checkpoints before and after answers, and a twin with the answers in the first one."""
+    annotations, ids = index.annotations(), index.ids()
+    answered = answers_about(index, ids[4:20])
+    for name in ("run", "twin"):
+        url = tmp_path / name / "store"
+        layout = {"counts": True, "ranking": True, "tracked": 0, **LAYOUTS[request.param]}
+        HeatmapStore.create(url, annotations, heatmap_size=4, **layout)
+        with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
+            attributes = {"next_epoch": 1, "skipped": [], "momentum": 0.8}
+            update(store, 0, ids, random_update(store, len(ids), seed=0))
+            first = store.commit(epoch=0, step=10, attributes=attributes)
+            store.answer(answered)
+            now = store.snapshot.attributes["answers"]
+            if name == "run":
+                update(store, 1, ids, random_update(store, len(ids), seed=1))
+                last = store.commit(epoch=1, step=20, attributes={**attributes, "answers": now})
+                for one in (first, last):
+                    add_checkpoint(tmp_path / name, one.step, one.id)
+                store.drop_snapshots(keep=[first.id])
+    add_config(tmp_path / "run", index)
+    return tmp_path / "run"
+
+
+def test_rows_from_before_an_answer_get_the_answer(answered_run, index):
+    ids, annotations = index.ids(), index.annotations()
+    bad = (ids >= 8) & (ids < 16)
+    corrupt(chunks(answered_run, None, 1, "scores")[0])
+    answer = bigscl("repair", answered_run, "--apply", "--json")
+    assert answer.code == 0, answer.err
+    assert list(answer.json()["reset"].values()) == [list(range(8, 16))]
+    after, twin = (
+        HeatmapStore.open(run / "store", annotations=annotations)
+        for run in (answered_run, answered_run.with_name("twin"))
+    )
+    for name, array in twin.read_evidence(ids[bad]).arrays():
+        if name != "visited":
+            np.testing.assert_array_equal(dict(after.read_evidence(ids[bad]).arrays())[name], array)
+    assert after.snapshot.attributes["answers"] == twin.snapshot.attributes["answers"]
+    assert bigscl("verify", answered_run, "--all").code == 0
+
+
+def test_rows_that_start_again_start_with_the_answers(answered_run, index):
+    ids, annotations = index.ids()[8:16], index.annotations()
+    for step in (10, 20):
+        corrupt(chunks(answered_run, progress(answered_run, step)["snapshot"], 1, "scores")[0])
+    facts = bigscl("repair", answered_run, "--apply", "--json").json()
+    assert facts["reset"] == {"their initial values": ids.tolist()}
+    store = HeatmapStore.open(answered_run / "store", annotations=annotations)
+    answered = Answered.at(store.snapshot)
+    is_own = np.isin(answered.rows, ids)
+    assert not answered.late[is_own].any()
+    assert answered.late[~is_own].any() == (store.group.layout != "scores")
+    rows = store.read_evidence(ids)
+    says = np.where(answered.says >= 0, answered.says, answered.named)[is_own]
+    np.testing.assert_array_equal(rows.scores[answered.rows[is_own] - 8, answered.classes[is_own]], says)
+    if rows.heatmaps is not None:
+        assert not rows.heatmaps.any(), "nothing was seen since they start again"
 
 
 def test_a_store_without_a_run_is_repaired_at_its_newest_snapshot(wide_run, wide):

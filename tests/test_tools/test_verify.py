@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, seal
+from bigscl.store import Answered, HeatmapStore, seal
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 
@@ -103,9 +103,32 @@ def test_lost_annotated_positives_are_a_problem(topk, index):
     assert "annotated positives" in problem["reason"]
 
 
+def test_a_refuted_label_is_no_lost_positive_and_a_class_that_was_found_is_one(run, index):
+    annotations = index.annotations()
+    label = int(annotations.classes[annotations.offsets[5]])
+    own, absent = (
+        np.flatnonzero((index.labels_of(np.array([6]))[0] == 1) == is_own) for is_own in (True, False)
+    )
+    found, others = int(absent[0]), absent[1:]
+    answered = Answered.of([5, 6], [label, found], [0, 1], named=[True, False])
+    with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
+        store.answer(answered)
+        store.compact(3)
+        assert label not in store.read([5]).classes
+        assert bigscl("verify", run, "--all").code == 0
+        rows = store.load_shard(0)
+        rows.classes[6] = sorted([*own, *others][:3])
+        store.save_shard(0, rows)
+        store.commit(epoch=2, attributes=store.snapshot.attributes)
+    (problem,) = bigscl("verify", run, "--json").json()["problems"]
+    assert problem["samples"] == [6]
+    assert "annotated positives are not among the kept classes" in problem["reason"]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
+        ("attributes", {"answers": {"rows": [1], "classes": [1], "says": []}}, "its answers cannot be read"),
         ("slots", [0, 0, 0], "expected a list of 3 whole numbers"),
         ("slots", [0, 0, 0, 9999], "names slot 9999, the arrays have 3072"),
         ("group", "arrays-009", "arrays-009/zarr.json: is missing"),
