@@ -4,6 +4,7 @@ A line is `{"key": ..., "class": ..., "yes": true, "who": ..., "when": ..., "sna
 or false; null withdraws what the same person said before. Of one person the latest answer counts, of several
 people the latest of theirs, by `when`: so the order of lines is free, files may be joined, and a line that
 occurs twice counts once. A key is that of a sample in its shard, or `shard/key`, as in a file of labels.
+Our lines end in `crc32`, the digest of their values; those of other programs may have none.
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bigscl.files import BadFile, naming, sync
+from bigscl.store import SEAL, seal, seal_fault
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
 
@@ -58,7 +60,11 @@ class Answer:
 
     def to_line(self) -> str:
         """Return the answer as a line of JSON, in ASCII."""
-        return json.dumps({name: getattr(self, attribute) for name, attribute in FIELDS.items()})
+        return json.dumps(seal(self.values()))
+
+    def values(self) -> dict[str, str | bool | None]:
+        """Return the fields of the line but for its digest."""
+        return {name: getattr(self, attribute) for name, attribute in FIELDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,7 @@ def parse_answers(data: bytes, path: Path) -> Answers:
 def standing_answers(answers: Iterable[Answer], torn: Sequence[int] = ()) -> Answers:
     """Return which of these answers count."""
     latest: dict[tuple[Pair, str], Answer] = {}
-    for answer in sorted(answers, key=lambda one: (moment(one.when), one.to_line())):
+    for answer in sorted(answers, key=lambda one: (moment(one.when), json.dumps(one.values()))):
         latest.pop((answer.pair, answer.who), None)  # the place of a later answer is later
         latest[answer.pair, answer.who] = answer
     standing: dict[Pair, Answer] = {}
@@ -155,7 +161,9 @@ def standing_answers(answers: Iterable[Answer], torn: Sequence[int] = ()) -> Ans
 
 # Lines
 
-LAST = "Correct the line, or remove it."
+LAST = f"Correct the line (without {SEAL}), or remove it."
+END = f', "{SEAL}": "________"}}'
+"""How our lines end; the digest is in place of the underscores."""
 
 
 def _parsed(line: bytes, where: str) -> Answer | None:
@@ -183,6 +191,9 @@ def _parsed(line: bytes, where: str) -> Answer | None:
 def _is_beginning(text: str, error: json.JSONDecodeError) -> bool:
     """Whether the text is the beginning of an answer, cut anywhere."""
     start = '{"key": '
+    wrong = sum(found != wanted != "_" for found, wanted in zip(text[-len(END) :], END, strict=False))
+    if error.msg == "Extra data" or (len(text) > len(END) and wrong <= 1):
+        return False  # whole, and damaged: its beginnings end elsewhere
     if not (text.startswith(start) or start.startswith(text)):
         return False
     rest = text[error.pos :]
@@ -199,8 +210,10 @@ def _fault(value: Any) -> str | None:
         return f"found {printable(str(value)[:60])}"
     if missing := [name for name in FIELDS if name not in value and name != "snapshot"]:
         return f"no {missing[0]!r}"
-    if unknown := [name for name in value if name not in FIELDS]:
+    if unknown := [name for name in value if name not in (*FIELDS, SEAL)]:
         return f"an unknown {printable(unknown[0][:60])!r}"
+    if SEAL in value and (fault := seal_fault(value)):
+        return fault
     for name, one in value.items():
         if name == "yes":
             if one is not None and not isinstance(one, bool):
@@ -229,7 +242,6 @@ def moment(when: str) -> datetime:
 
 def _checked(answer: Answer) -> Answer:
     """Return the answer if it can be read again."""
-    values = {name: getattr(answer, attribute) for name, attribute in FIELDS.items()}
-    if fault := _fault(values):
+    if fault := _fault(answer.values()):
         raise UserError(f"answer of key {printable(answer.key[:60])!r}: {fault}")
     return answer

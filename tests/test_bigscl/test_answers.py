@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,32 @@ def test_a_last_line_without_its_end_of_line_counts(tmp_path):
     assert len(read_answers(path).standing) == 2
 
 
-GOOD = json.loads(answer().to_line())
+def said(path):
+    """What a file says, or that one line of it is refused."""
+    try:
+        return read_answers(path).standing
+    except UserError as error:
+        return "refused" if re.search(r"answers\.jsonl: line [12]: .*remove it", str(error)) else str(error)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_every_flipped_bit_is_an_error_that_names_the_line_or_changes_nothing(tmp_path, bit):
+    path = tmp_path / "answers.jsonl"
+    append_answers(path, [answer("a"), answer("b", yes=False, second=1)])
+    whole, expected = path.read_bytes(), read_answers(path).standing
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << bit
+        path.write_bytes(flipped)
+        assert said(path) in (expected, "refused"), flipped
+
+
+def test_lines_of_other_programs_need_no_digest(tmp_path):
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer().values()) + "\n")
+    assert read_answers(tmp_path / "answers.jsonl").standing == {("a", "cat"): answer()}
+
+
+GOOD = answer().values()
 
 
 @pytest.mark.parametrize(
