@@ -35,7 +35,6 @@ from bigscl.processes.ranks import PendingSum, process_group
 from bigscl.processes.signals import Interrupts
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
 from bigscl.training.epoch_progress import EpochProgress
-from bigscl.training.expectation import ESTIMATED, check_k
 from bigscl.training.log import Meter, MetricsLog, start_logging
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.no_memory import NoMemory
@@ -73,7 +72,6 @@ class Trainer:
         start_logging(self.ranks.rank)
         self.folder = RunFolder(config)
         self.data = open_data(config, self.ranks)
-        check_k(config, self.data.val)
         self.schedule = config.schedule
         self.state = ModelState(config, self.data, self.accelerator, self.ranks)
         self.progress = EpochProgress(len(self.data.train.keys), self.ranks)
@@ -91,8 +89,7 @@ class Trainer:
         self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
         for line in summary(config, self.data, self.ranks.world_size, side, self.device):
             logger.info(line)
-        estimated = [ESTIMATED] if self.data.positives_per_image == "auto" else []
-        for doubt in [*estimated, *doubtful_settings(config)]:
+        for doubt in doubtful_settings(config):
             logger.warning(doubt)
 
     @property
@@ -211,7 +208,7 @@ class Trainer:
         self.state.share_loss_state(ends_epoch=True)
         self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
         skipped = len(self.progress.all_skipped())
-        self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped, **self._level()})
+        self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)
         if self.data.val is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
             self._validate(epoch)
@@ -224,14 +221,6 @@ class Trainer:
             self.saver.finish()
         if self.ranks.rank == 0:
             self._draw(epoch)
-
-    def _level(self) -> dict[str, float]:
-        """Return K of the selection if the memory has estimated it, and log it."""
-        level = self.memory.level
-        if level is None:
-            return {}
-        logger.info("K = %.2f positives for each label, estimated from the memory", level)
-        return {"K": level}
 
     def _validate(self, epoch: int) -> None:
         """Log the metrics on the validation set, and keep the weights if they are the best so far."""

@@ -157,15 +157,6 @@ class StoreReader:
             ids = self.spec.sample_ids(shard)
             yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
 
-    def visits_by_shard(
-        self, shards: Iterable[int]
-    ) -> Iterator[tuple[NDArray[np.int64], Array, NDArray[np.uint8]]]:
-        """(ids, scores, visits) of all real samples of each shard."""
-        for shard in shards:
-            ids = self.spec.sample_ids(shard)
-            rows = Rows(**self._load(shard, ("scores", "visited", "visits")))
-            yield ids, rows.scores[: len(ids)], rows.times_visited()[: len(ids)]
-
     def ranked_by_shard(
         self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Array], None] | None = None
     ) -> Iterator[tuple[NDArray[np.int64], Array]]:

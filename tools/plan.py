@@ -104,7 +104,7 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
     from bigscl.data.annotator import with_drawn_labels
     from bigscl.data.index import load_index
-    from bigscl.training.expectation import Expectation, check_k, expectation, positives_per_image
+    from bigscl.training.expectation import Expectation, expectation, positives_per_image
 
     k = config.selection.K
     if not config.objective.needs.k or (samples is not None and k == "auto"):
@@ -120,11 +120,8 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     if data.observed is not None:
         train = with_drawn_labels(train, data.observed, allow_pipe=data.allow_pipe)
     val = load_index(data.val, data.val_index) if k == "auto" and data.val is not None else None
-    check_k(config, val)
     found = positives_per_image(config, val)
     assert found is not None
-    if found == "auto":
-        return {"positives_per_image": found}
     return asdict(expectation(found, train.annotations(data.labels).counts(), train.num_samples))
 
 
@@ -247,9 +244,9 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _expected_line(expected: dict[str, Any]) -> str:
-    from bigscl.training.expectation import ESTIMATED, Expectation
+    from bigscl.training.expectation import Expectation
 
-    return ESTIMATED if expected["positives_per_image"] == "auto" else str(Expectation(**expected))
+    return str(Expectation(**expected))
 
 
 def _store_lines(facts: dict[str, Any]) -> list[str]:

@@ -242,7 +242,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.url", f"has no effect with store.kind {store.kind}"
     yield from _idle_settings(objective)
     yield from _late_starts(config)
-    if needs.positives_per_image and config.selection.K == "auto" and config.data.val is None:
+    if needs.k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
     if needs.whole_batch and config.optimizer.accumulate > 1:
         yield "optimizer.accumulate", f"{objective.base} needs the whole batch at once, so 1"

@@ -148,7 +148,7 @@ class SelectionConfig:
     """Expected positives, for losses that need them or their number per image."""
 
     K: Annotated[float, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of positives per image; `auto`: the mean over a fully labelled data.val, else an estimate."""
+    """Number of positives per image; `auto`: the mean over a fully labelled data.val."""
     start_epoch: Count = 1
     """First epoch in which expected positives are used; before it only observed positives count."""
     by: RankBy = "score"

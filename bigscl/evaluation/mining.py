@@ -37,12 +37,12 @@ def mined_by_run(config: Config) -> Mined | None:
         return None
     data = open_data(config)
     expected = data.positives_per_image
-    if data.train.labels is None or (expected is None and data.val is None):
+    if data.train.labels is None:
         return None
-    if expected is None or expected == "auto":
-        full = data.val if expected is None else data.train
-        assert full is not None
-        expected = estimate_k(torch.from_numpy(true_labels(full, full.ids())[0]))
+    if expected is None:
+        if data.val is None:
+            return None
+        expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
     with read_store(config, data.annotations) as store:
         return mined_positives(store, data.train, expected)
 

@@ -23,8 +23,6 @@ class CommittedState:
     """Samples of that epoch that could not be read."""
     class_ratios: NDArray[np.float64] | None = None
     """K of each class for the next selection; None: not estimated yet."""
-    level: float | None = None
-    """K of the selection, if it was estimated."""
 
 
 def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
@@ -41,7 +39,6 @@ def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
         skipped = [int(sample) for sample in attributes["skipped"]]
         ratios = attributes.get("class_ratios")
         class_ratios = None if ratios is None else np.asarray(ratios, np.float64)
-        level = None if attributes.get("level") is None else float(attributes["level"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(
             f"snapshot {snapshot.id}: its selection and skipped samples cannot be read ({error!r})"
@@ -56,7 +53,7 @@ def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
             f"snapshot {snapshot.id}: its selection has {len(selection.tau)} classes, expected {num_classes}"
         )
     return CommittedState(
-        selection=selection, next_epoch=next_epoch, skipped=skipped, class_ratios=class_ratios, level=level
+        selection=selection, next_epoch=next_epoch, skipped=skipped, class_ratios=class_ratios
     )
 
 

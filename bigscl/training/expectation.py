@@ -14,7 +14,6 @@ from bigscl.evaluation.predictions import true_labels
 from bigscl.method.class_ratios import labelled_ratios
 from bigscl.method.losses import BASES
 from bigscl.method.selection import expected_counts
-from bigscl.training.selecting import Level
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -59,25 +58,23 @@ def expectation(
     )
 
 
-ESTIMATED = (
-    "K is estimated from the memory at the end of each epoch, since no image of data.val has more than one "
-    "label. Early it is far too large, and at the end of trainings K - 1 was wrong by 24 to 58% "
-    "(configs/RESULTS.md): better count the classes in 50 images and give their mean as --selection.K"
-)
-"""What a run says that has neither K nor full labels."""
-
-
-def positives_per_image(config: Config, val: Index | None) -> Level | None:
+def positives_per_image(config: Config, val: Index | None) -> float | None:
     """Return K: that of the config, or the mean over the validation set; None if the objective needs none.
 
-    Without full labels in the validation set it is `auto`: the memory estimates it.
+    Where no validation image has two labels, K would be 1 and nothing be found: then it must be given.
     """
     if not config.objective.needs.k:
         return None
     if config.selection.K != "auto":
         return float(config.selection.K)
     if val is None or not has_full_labels(val):
-        return "auto"
+        problem = "there is no data.val" if val is None else f"none of the {val.num_samples:,} has two labels"
+        without = ", ".join(name for name, term in BASES.items() if not term.needs.k)
+        raise UserError(
+            f"selection.K: auto is the mean number of labels of the validation images, but {problem}. "
+            "Count the classes in 50 images and give their mean (--selection.K 1.5), or give data.val with "
+            f"all labels, or choose an objective.base without K ({without})."
+        )
     k = estimate_k(torch.from_numpy(true_labels(val, val.ids())[0]))
     logger.info("K = %.3f positives per image, from the %d validation images", k, val.num_samples)
     return k
@@ -103,16 +100,3 @@ def has_full_labels(val: Index) -> bool:
     """Return whether an image names two classes: where none does, K would be 1, and nothing be found."""
     positives = val.observed if val.labels is None else val.labels
     return bool(positives.lengths.max(initial=0) > 1)
-
-
-def check_k(config: Config, val: Index | None) -> None:
-    """Refuse `auto` without full labels for a loss that counts positives itself: nothing estimates its K."""
-    if not config.objective.needs.positives_per_image or positives_per_image(config, val) != "auto":
-        return
-    without = ", ".join(name for name, term in BASES.items() if not term.needs.positives_per_image)
-    raise UserError(
-        f"selection.K: auto is the mean number of positives of the validation images, but none of the "
-        f"{0 if val is None else val.num_samples:,} images of data.val names more than one class: K would be "
-        f"1. Give K as a number (--selection.K 1.5), or data.val with the full labels of each image, or "
-        f"choose an objective.base that needs no K or whose K is estimated ({without})."
-    )

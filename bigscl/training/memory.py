@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
-from bigscl.method.level import estimate_level
 from bigscl.method.ranking import counted
 from bigscl.processes.ranks import process_group
 from bigscl.store import (
@@ -25,7 +24,6 @@ from bigscl.store import (
     Answered,
     Closing,
     Rows,
-    StartValues,
     StoreError,
     Transport,
     Update,
@@ -50,7 +48,7 @@ from bigscl.training.recalled import (
     updated_averages,
 )
 from bigscl.training.score_log import ScoreLog
-from bigscl.training.selecting import Level, SelectionRule
+from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
 from bigscl.user_error import UserError
 
@@ -81,7 +79,7 @@ class Memory(Closing):
         settings: StoreConfig,
         *,
         heatmap_size: int,
-        positives_per_image: Level | None = None,
+        positives_per_image: float | None = None,
         selection_start: int = 1,
         rank_by: RankBy = "score",
         k_per_class: bool | NDArray[np.float64] = False,
@@ -99,7 +97,6 @@ class Memory(Closing):
 
         `heatmap_size` is W, twice the side of the network's score maps. `positives_per_image` is K: expected
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
-        With "auto" K is estimated from the memory before each selection: see `bigscl.method.level`.
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
         `k_per_class` each class has a K of its own, given or estimated at the end of epochs; their mean is K.
         `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
@@ -173,8 +170,6 @@ class Memory(Closing):
         """The expected positives of this epoch."""
         self.class_ratios = committed.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""
-        self.level = committed.level
-        """K of the newest selection, if it was estimated from the memory."""
         self._visits = EpochVisits(self.store, self.epoch, committed.skipped, self._ranks)
         self._is_dirty = False
 
@@ -370,8 +365,6 @@ class Memory(Closing):
         }
         if self.class_ratios is not None:
             attributes["class_ratios"] = self.class_ratios.tolist()
-        if self.level is not None:
-            attributes["level"] = self.level
         attributes |= self._answered.attribute()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
@@ -383,7 +376,6 @@ class Memory(Closing):
             return
         note = None if score_log is None else score_log.note
         what = "keeping the highest scores" if rule is None else "selecting the expected positives"
-        level = 1.0 if rule is None else self._level(rule, shards)
         with self._show_work(what, len(shards)) as show:
             # Before they are committed, a rank sees the rows of its own shards, and only of those.
             chunks = counted(self.store.ranked_by_shard(shards, note), show)
@@ -392,29 +384,9 @@ class Memory(Closing):
                     pass
                 return
             selection, self.class_ratios = rule.select(
-                chunks, self._annotations, self._labels, self.class_ratios, self._ranks, level=level
+                chunks, self._annotations, self._labels, self.class_ratios, self._ranks
             )
         self.selection = selection.to(self._device)
-
-    def _level(self, rule: SelectionRule, shards: list[int]) -> float:
-        """Return K of the next selection; note it if it is estimated."""
-        if rule.positives_per_image != "auto":
-            self.level = None
-            return rule.positives_per_image
-        start = StartValues(
-            annotations=self._annotations,
-            momentum=self._settings.momentum,
-            debiased=self.store.group.debiased,
-        )
-        with self._show_work("estimating K", len(shards)) as show:
-            chunks = (
-                (ids, scores, start.remaining(visits))
-                for ids, scores, visits in counted(self.store.visits_by_shard(shards), show)
-            )
-            level = estimate_level(chunks, self._annotations, self._ranks)
-        # It is for each annotated positive, and answers are among these.
-        self.level = level * len(self._annotations.classes) / self._labels.sum()
-        return self.level
 
     @property
     def _labels(self) -> NDArray[np.int64]:

@@ -16,7 +16,6 @@ class NoMemory:
 
     store = None
     snapshot = None
-    level = None
     keeps_heatmaps = False
 
     def __init__(self) -> None:

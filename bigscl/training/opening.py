@@ -15,7 +15,6 @@ from bigscl.store import (
     open_backend,
     read_spec,
 )
-from bigscl.training.selecting import Level
 from bigscl.user_error import UserError
 
 
@@ -117,19 +116,17 @@ def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None
         )
 
 
-def check_arguments(annotations: object, settings: object, positives_per_image: Level | None) -> None:
+def check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
     """Refuse arguments of other types, which users pass by mistake."""
     if not isinstance(annotations, Annotations):
         found = type(annotations).__name__
         raise UserError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")
     if not isinstance(settings, StoreConfig):
         raise UserError(f"settings: found {type(settings).__name__}, expected bigscl.StoreConfig(url=...)")
-    if positives_per_image in (None, "auto"):
+    if positives_per_image is None:
         return
     if not isinstance(positives_per_image, float | int) or not 0 < positives_per_image < math.inf:
-        raise UserError(
-            f"positives_per_image: found {positives_per_image}, expected a number above 0, or auto"
-        )
+        raise UserError(f"positives_per_image: found {positives_per_image}, expected a number above 0")
 
 
 def checked_settings(settings: StoreConfig, drops_snapshots: bool) -> StoreConfig:

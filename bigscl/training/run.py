@@ -42,7 +42,6 @@ from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
 from bigscl.training.score_log import ScoreLog
-from bigscl.training.selecting import Level
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class Data:
     """The positives that training may see."""
     answered: Answered | None
     """Answers of people that are among them."""
-    positives_per_image: Level | None
+    positives_per_image: float | None
     """K, if the objective needs it."""
     k_per_class: bool | NDArray[np.float64]
     """Whether each class has its own K; that K if it is known."""

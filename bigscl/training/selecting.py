@@ -4,7 +4,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +14,13 @@ from bigscl.method.class_ratios import at_level, class_ratios
 from bigscl.method.selection import Selection, expected_counts, selection_of, surest_counts
 from bigscl.store import Annotations, Transport
 
-Level = float | Literal["auto"]
-"""K, the expected positives for each label; auto: estimated from the memory."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRule:
     """How expected positives are selected."""
 
-    positives_per_image: Level
+    positives_per_image: float
+    """K, the expected positives for each label."""
     start_epoch: int = 1
     """First epoch that has expected positives."""
     rank_by: RankBy = "score"
@@ -53,24 +50,22 @@ class SelectionRule:
         labels: NDArray[np.int64],
         ratios: NDArray[np.float64] | None,
         ranks: Transport,
-        *,
-        level: float,
     ) -> tuple[Selection, NDArray[np.float64] | None]:
         """Return the selection over the chunks of all ranks, and K of each class for the next one.
 
         `chunks` are what samples are ranked by: each rank gives those of its own shards. `labels` are those
         of each class, without what only answers named. `ratios` are K of each class by the selection before;
-        without them every class has K, which is `level`.
+        without them every class has K.
         """
         # A run that was resumed without `per_class` has ratios from before.
         ratios = ratios if self.per_class else None
-        counts = annotations.counts()
+        counts, k = annotations.counts(), self.positives_per_image
         has_answers = bool((labels != counts).any())
-        used = np.full(len(counts), level) if ratios is None else ratios
+        used = np.full(len(counts), k) if ratios is None else ratios
         if self.given_ratios is not None:
-            used = at_level(self.given_ratios, labels, level)
-        elif self.positives_per_image == "auto" or has_answers:
-            used = at_level(used, labels, level)
+            used = at_level(self.given_ratios, labels, k)
+        elif has_answers:
+            used = at_level(used, labels, k)
         num_expected = expected_counts(labels, used)
         if has_answers:
             num_expected = np.maximum(num_expected, counts)
@@ -80,5 +75,5 @@ class SelectionRule:
         named = annotations if self.per_class else None
         cuts = ranking.rank(chunks, num_expected, ranks, num_surest=surest, annotations=named)
         if cuts.positives is not None:
-            ratios = class_ratios(level, counts, cuts.positives)
+            ratios = class_ratios(k, counts, cuts.positives)
         return selection_of(cuts, named_first=self.named_first), ratios

@@ -42,8 +42,7 @@ class Step:
     ) -> None:
         self._config = config
         self._objective = config.objective
-        given = data.positives_per_image
-        self._positives_per_image = None if given == "auto" else given
+        self._positives_per_image = data.positives_per_image
         self._num_classes = data.annotations.num_classes
         self._state = state
         self._memory = memory

@@ -26,9 +26,7 @@ def summary(
         f"{needs.num_steps} steps per epoch, {config.schedule.epochs} epochs",
         _describe_division(needs, len(index.urls), world_size),
     ]
-    if data.positives_per_image == "auto":
-        lines.append("K: estimated from the memory at the end of each epoch")
-    elif data.positives_per_image is not None:
+    if data.positives_per_image is not None:
         counts = data.annotations.counts()
         labels = label_counts(data.annotations, data.answered or Answered.of())
         lines.append(str(expectation(data.positives_per_image, labels, index.num_samples, counts)))

@@ -5,9 +5,8 @@
 
 The labels are real (VOC-2012 train, COCO-2014 train): one is drawn uniformly for each image. The memory is
 simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0)
-to nearly everything (6). Selection and estimates are the product's, repeated over `--epochs`; the level K is
-the true one, or estimated from the simulated scores. Real memories also raise what is named and see best what
-is large and alone, which these do not: `tests.benchmarks.level` has estimates from trained runs. Printed are,
+to nearly everything (6). Selection and estimates are the product's, repeated over `--epochs`; K is the
+true one. Real memories also raise what is named and see best what is large and alone. Printed are,
 each class weighted by its labels, the mean error of K_c in percent of the true K_c, and precision and recall
 of the unnamed positives that are selected.
 
@@ -17,7 +16,6 @@ class from how many of the validation images (all, or 200) show it. The level is
 """
 
 import argparse
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +24,6 @@ from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.index import load_index
 from bigscl.data.observed import ObservedConfig
 from bigscl.method.class_ratios import class_ratios
-from bigscl.method.level import estimate_level
 from bigscl.method.ranking import named_first, rank
 from bigscl.method.selection import expected_counts
 from bigscl.store import Annotations, SingleProcess
@@ -78,29 +75,19 @@ def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
     return used, expected
 
 
-def estimated_level(observed, scores):
-    """K by the scores of a memory in which nothing is left of its start."""
-    annotations = Annotations.of(observed[:, None].tolist(), scores.shape[1], rows_per_shard=CHUNK)
-    chunks = (
-        (part, scores[part], np.zeros(len(part), np.float32))
-        for part in np.array_split(np.arange(len(scores)), -(-len(scores) // CHUNK))
-    )
-    return estimate_level(chunks, annotations, SingleProcess())
-
-
-def measure(labels, seed, separation, *, per_class, epochs, estimated=False):
-    """(error of K_c, precision, recall, K) of one draw."""
+def measure(labels, seed, separation, *, per_class, epochs):
+    """(error of K_c, precision, recall) of one draw."""
     observed = draw_observed(labels, seed)
     scores = simulated_scores(labels, separation, seed)
     counts = np.bincount(observed, minlength=labels.shape[1])
-    k = estimated_level(observed, scores) if estimated else labels.sum() / len(labels)
+    k = labels.sum() / len(labels)
     ratios, expected = select_over_epochs(labels, observed, scores, k, per_class=per_class, epochs=epochs)
     truth = labels.sum(0) / np.maximum(counts, 1)
     error = np.average(np.abs(ratios - truth) / truth, weights=counts)
     unnamed = np.ones(labels.shape, bool)
     unnamed[np.arange(len(labels)), observed] = False
     right = (expected & labels & unnamed).sum()
-    return error, right / max(1, (expected & unnamed).sum()), right / (labels & unnamed).sum(), k
+    return error, right / max(1, (expected & unnamed).sum()), right / (labels & unnamed).sum()
 
 
 def print_draws(train, val, options):
@@ -145,18 +132,17 @@ def main():
     datasets = load_labels(options.data)
     if not datasets:
         raise SystemExit(f"{options.data}: no labels found. Give their folder with --data.")
-    print("data        K     separation  level            K of classes  error of K_c  precision  recall")
+    print("data        K     separation  K of classes  error of K_c  precision  recall")
     for name, labels in datasets.items():
         for separation in options.separation:
-            for estimated, per_class in product((False, True), (False, True)):
-                kinds = {"per_class": per_class, "epochs": options.epochs, "estimated": estimated}
-                error, precision, recall, k = np.mean(
+            for per_class in (False, True):
+                kinds = {"per_class": per_class, "epochs": options.epochs}
+                error, precision, recall = np.mean(
                     [measure(labels, seed, separation, **kinds) for seed in range(options.seeds)], axis=0
                 )
-                level = f"{k:.2f} {'estimated' if estimated else 'given'}"
                 kind = "per class" if per_class else "one"
                 print(
-                    f"{name:<11} {labels.sum() / len(labels):4.2f}  {separation:>10}  {level:<15}  "
+                    f"{name:<11} {labels.sum() / len(labels):4.2f}  {separation:>10}  "
                     f"{kind:<12}  {error:>12.1%}  {precision:>9.1%}  {recall:>6.1%}"
                 )
 

@@ -195,14 +195,14 @@ def test_what_a_loss_keeps_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shar
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
-@pytest.mark.parametrize(("k", "codec"), [(1.7, "none"), ("auto", "compact")])
-def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, k, codec):
-    """Rankings, visits, K of each class, an estimated K and rounded heatmaps come back with the snapshot."""
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, codec):
+    """Rankings, visits, K of each class and rounded heatmaps come back with the snapshot."""
     config = write_config(
         tmp_path / "run.yaml",
         shards,
         objective={"base": "enp", "consistency": "scl_corrected"},
-        selection={"K": k, "by": "spatial", "per_class": True},
+        selection={"K": 1.7, "by": "spatial", "per_class": True},
         store={"codec": codec},
         checkpoint={"every_steps": 16, "every_epochs": 3},
     )
@@ -210,8 +210,6 @@ def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, k, co
     resumed = copy_run(tmp_path / "run", tmp_path / "resumed")
     train(config, "--run", resumed, "--resume", min((resumed / "checkpoints").iterdir()), processes=2)
     assert_same_runs(resumed, tmp_path / "run", shards)
-    level = store_of(resumed, shards).snapshot.attributes.get("level")
-    assert level is None if k != "auto" else 1 < level <= 5
 
 
 def test_stopped_run_goes_on_with_fewer_or_more_processes_each_sample_once(tmp_path, trainer_server, shards):

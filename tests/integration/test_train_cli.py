@@ -250,7 +250,7 @@ def mistakes(tmp_path_factory, base, ended, small):
     other.save(folder / "other.npz")
     plain, _ = scan(write_shards(folder, [6], num_classes=10), class_names=index_of(small).class_names)
     plain.save(folder / "bigscl-index-train.npz")
-    one_label = {"data.val": str(folder / "train-*.tar"), "selection.K": "auto", "objective.base": "epr"}
+    one_label = {"data.val": str(folder / "train-*.tar"), "selection.K": "auto"}
     wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
     conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
     diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
@@ -300,7 +300,7 @@ def mistakes(tmp_path_factory, base, ended, small):
         ("store of a run", ["was written by run", "store.url"]),
         ("store of other data", ["made for data"]),
         ("store of other maps", ["side 12", "needs 16"]),
-        ("one label", ["selection.K: auto", "none of the 6 images"]),
+        ("one label", ["selection.K: auto", "none of the 6 has two labels"]),
         ("memory again", ["store.kind: memory", "cannot be resumed"]),
         ("fp16", ["hardware.precision", "needs a GPU"]),
         ("backbone", ["resnet5000"]),

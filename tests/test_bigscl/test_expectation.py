@@ -3,7 +3,7 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.data.scan import scan
-from bigscl.training.expectation import check_k, expectation, k_per_class, positives_per_image
+from bigscl.training.expectation import expectation, k_per_class, positives_per_image
 from tests.tars import labelled, write_shards, write_tar
 
 VALUES = {
@@ -33,25 +33,19 @@ def all_labels(tmp_path_factory):
     return index
 
 
-def test_auto_is_refused_if_a_loss_needs_k_itself_and_validation_images_name_one_class(one_label):
-    with pytest.raises(ValueError, match=r"none of the 7 images of data\.val") as refused:
-        check_k(config(objective={"base": "epr"}), one_label)
+@pytest.mark.parametrize("base", ["en", "epr"])
+def test_auto_is_refused_where_no_validation_image_has_two_labels(one_label, base):
+    with pytest.raises(ValueError, match="none of the 7 has two labels") as refused:
+        positives_per_image(config(objective={"base": base}), one_label)
     message = str(refused.value)
     assert "--selection.K 1.5" in message
-    assert "full labels" in message
-    assert "(bce, an, an_ls, wan, en, ep, enp, focal, " in message
-
-
-def test_without_full_labels_k_is_estimated_never_1(one_label):
-    check_k(config(), one_label)
-    assert positives_per_image(config(), one_label) == "auto"
-    assert positives_per_image(config(), None) == "auto"
+    assert "Count the classes in 50 images" in message
+    assert "(bce, an, an_ls, wan, focal, " in message
 
 
 def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_labels):
-    check_k(config(selection={"K": 1.5}), one_label)
-    check_k(config(objective={"base": "an"}), one_label)
-    check_k(config(), all_labels)
+    assert positives_per_image(config(selection={"K": 1.5}), one_label) == 1.5
+    assert positives_per_image(config(objective={"base": "an"}), one_label) is None
     assert positives_per_image(config(), all_labels) == 2.0
 
 

@@ -6,9 +6,8 @@ import torch
 
 from bigscl.config import StoreConfig
 from bigscl.method.class_ratios import at_level, class_ratios
-from bigscl.method.level import estimate_level
 from bigscl.method.spatial_ranking import spatial_ranking
-from bigscl.store import Answered, HeatmapStore, SingleProcess, StoreError, with_answers
+from bigscl.store import Answered, HeatmapStore, StoreError, with_answers
 from bigscl.training.memory import Memory
 from bigscl.training.recalled import SampleViews
 from tests.test_bigscl.test_memory import (
@@ -35,8 +34,6 @@ RULES = {
     "both": {"rank_by": "spatial", "k_per_class": True},
     "given per class": {"k_per_class": np.array([1.0, 2, 1.5, 1, 4, 1, 2])},
     "asserted": {"rank_by": "spatial", "asserted": 0.5},
-    "estimated": {"positives_per_image": "auto"},
-    "estimated per class": {"positives_per_image": "auto", "k_per_class": True},
 }
 
 
@@ -144,7 +141,7 @@ def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
         for _ in range(4):
             train_epoch(memory)
             memory.end_epoch()
-        whole = memory.selection.to_json(), memory.class_ratios, memory.level
+        whole = memory.selection.to_json(), memory.class_ratios
     state = None
     for _ in range(4):
         with open_memory(tmp_path / "parts", **rule) as memory:
@@ -155,7 +152,6 @@ def test_a_resumed_memory_selects_as_an_uninterrupted_one(tmp_path, rule):
             state = memory.state_dict()
     assert memory.selection.to_json() == whole[0]
     np.testing.assert_array_equal(memory.class_ratios, whole[1])
-    assert memory.level == whole[2]
     assert_same_rows(rows_at(tmp_path / "parts"), rows_at(tmp_path / "whole"))
 
 
@@ -171,30 +167,6 @@ def test_ratios_of_a_run_that_is_resumed_without_k_per_class_are_forgotten(tmp_p
         assert memory.class_ratios is None
         num_expected = memory.selection.num_expected.numpy()
     np.testing.assert_array_equal(num_expected, np.rint(K * ANNOTATIONS.counts()))
-
-
-@pytest.mark.parametrize("k_per_class", [False, True])
-def test_k_is_estimated_from_what_was_seen_before_each_selection(tmp_path, k_per_class):
-    counts = ANNOTATIONS.counts()
-    with open_memory(tmp_path / "store", positives_per_image="auto", k_per_class=k_per_class) as memory:
-        assert memory.level is None
-        ratios = np.ones(7)
-        for _ in range(4):
-            train_epoch(memory)
-            memory.end_epoch()
-            rows = rows_at(tmp_path / "store")
-            remaining = (0.8**rows.visits).astype(np.float32)
-            level = estimate_level([(IDS, rows.scores, remaining)], ANNOTATIONS, SingleProcess())
-            assert memory.level == memory.store.snapshot.attributes["level"] == level
-            used = at_level(ratios, counts, level) if k_per_class else level
-            np.testing.assert_array_equal(memory.selection.num_expected, np.rint(used * counts))
-            ratios = memory.class_ratios
-        assert level > 1
-    with open_memory(tmp_path / "store", snapshot=memory.store.snapshot.id) as memory:
-        train_epoch(memory)
-        memory.end_epoch()
-        assert memory.level is None, "K is given now"
-        assert "level" not in memory.store.snapshot.attributes
 
 
 def test_a_store_that_ranks_in_another_way_is_refused(tmp_path):
@@ -284,7 +256,7 @@ def some_answers():
     return Answered.of(*places, says, named=ANNOTATED[places])
 
 
-@pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "asserted", "estimated"])
+@pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "asserted"])
 def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_path, rule):
     answered = some_answers()
     annotations = with_answers(ANNOTATIONS, answered)
@@ -294,13 +266,13 @@ def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_
         for _ in range(3):
             train_epoch(memory)
             memory.end_epoch()
-        selected, level = memory.selection.num_expected.numpy(), memory.level or K
+        selected = memory.selection.num_expected.numpy()
     # The labels that stand: the refuted one was none.
     labels = ANNOTATIONS.counts()
     labels[answered.classes[(answered.says == 0) & answered.named]] -= 1
     counts = annotations.counts()
     assert (counts > labels).sum() >= 3
-    ratios = np.full(len(labels), level)
+    ratios = np.full(len(labels), K)
     if rule == "given per class":
         ratios = at_level(RULES[rule]["k_per_class"], labels, K)
     if rule == "per class":

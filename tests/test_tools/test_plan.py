@@ -232,17 +232,14 @@ def test_the_expected_positives_are_told(write, index):
     assert f"{counts.sum()} are to be found" in answer.out
 
 
-def test_k_from_validation_images_with_one_label_is_refused_or_estimated(write, tmp_path):
+def test_k_from_validation_images_with_one_label_is_refused(write, tmp_path):
     one_label, _ = scan(write_shards(tmp_path, [6]))
     one_label.save(tmp_path / "bigscl-index-train.npz")
     place = str(tmp_path / "train-*.tar")
     given = {"data": {"train": place, "val": place}, "selection": {"K": "auto"}}
-    answer = bigscl("plan", write(**given, objective={"base": "epr"}))
+    answer = bigscl("plan", write(**given))
     assert answer.code == 2
     assert "selection.K: auto" in answer.err
-    answer = bigscl("plan", write(**given))
-    assert "K is estimated from the memory" in answer.out
-    assert bigscl("plan", write(**given), "--json").json()["expected"] == {"positives_per_image": "auto"}
 
 
 def test_epochs_are_counted_from_one_as_in_the_log(write):
