@@ -183,8 +183,6 @@ def _use(target: EvaluationTarget, num_classes: int, files: Sequence[str], repos
             f'network = torchvision.models.get_model("{target.backbone}", num_classes={num_classes}{given})',
             'network.load_state_dict(load_file("model.safetensors"))',
         ]
-    elif "model.pt2" in files:
-        lines += ["import torch", 'network = torch.export.load("model.pt2").module()']
     else:
         module, _, name = target.backbone.partition(":")
         lines += [

@@ -16,7 +16,7 @@ from bigscl.models.backbones import create_network, read_state
 from bigscl.training.checkpoint import write_tensors
 from bigscl.user_error import UserError
 
-WEIGHTS, EXPORTED, ONNX = "model.safetensors", "model.pt2", "model.onnx"
+WEIGHTS, ONNX = "model.safetensors", "model.onnx"
 LARGEST_DIFFERENCE = 1e-4
 """Of a logit, relative to the largest one of the images (if that is above 1)."""
 BATCHES = (1, 3)
@@ -24,9 +24,9 @@ BATCHES = (1, 3)
 
 
 def write_portable_files(
-    target: EvaluationTarget, class_names: Sequence[str], folder: Path, *, export: bool, onnx: bool
+    target: EvaluationTarget, class_names: Sequence[str], folder: Path, *, onnx: bool
 ) -> dict[str, float]:
-    """Write weights, preprocessing, class names and exported networks; return each network's difference."""
+    """Write weights, preprocessing, class names and an exported network; return each network's difference."""
     if onnx and "external_data" not in inspect.signature(torch.onnx.export).parameters:
         raise UserError(f"--onnx: needs torch 2.6 or newer, found {torch.__version__}. Add --no-onnx.")
     trained = build_network(target, len(class_names))
@@ -40,8 +40,6 @@ def write_portable_files(
     if target.backbone.startswith("timm:"):
         write_json(folder / "config.json", timm_config(target, trained.head.linear(plain), class_names))
     networks: dict[str, Callable[[Tensor], Tensor]] = {WEIGHTS: plain}
-    if export:
-        networks[EXPORTED] = _export(plain, target.transform.size, folder / EXPORTED)
     if onnx:
         networks[ONNX] = _export_onnx(plain, target.transform.size, folder / ONNX)
     expected: Callable[[Tensor], Tensor] = lambda images: trained(images).logits  # noqa: E731
@@ -113,13 +111,6 @@ def compare(
     return largest
 
 
-def _export(network: nn.Module, side: int, path: Path) -> Callable[[Tensor], Tensor]:
-    """Write the network with torch.export, and return it as read from the file."""
-    torch.export.save(_traced(network, side), path)
-    loaded: Callable[[Tensor], Tensor] = torch.export.load(path).module()
-    return loaded
-
-
 def _traced(network: nn.Module, side: int) -> torch.export.ExportedProgram:
     # Two images: with one, the tracer would take the size of the batch for a constant.
     images = torch.zeros(2, 3, side, side)
@@ -128,7 +119,7 @@ def _traced(network: nn.Module, side: int) -> torch.export.ExportedProgram:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"{type(network).__name__}: torch.export cannot export it ({reason}). Add --weights-only."
+            f"{type(network).__name__}: torch.export cannot export it ({reason}). Add --no-onnx."
         ) from error
     for node in traced.graph.nodes:
         # Lines of source files, with their local paths.

@@ -38,9 +38,6 @@ def command(
     ] = None,
     data_license: Annotated[str | None, typer.Option(help="Licence or terms of the training data.")] = None,
     onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Write model.onnx.")] = True,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Write neither model.onnx nor model.pt2.")
-    ] = False,
     push_to_hub: Annotated[
         str | None,
         typer.Option(
@@ -50,17 +47,16 @@ def command(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the network of a run for other people: weights, model card, preprocessing, ONNX, torch.export.
+    """Write the network of a run for other people: weights, model card, preprocessing, ONNX.
 
     bigscl publish runs/mine published/mine --license apache-2.0 --push-to-hub me/mine
 
-    All files are checked: the library's own network with the written weights, model.pt2 and model.onnx must
-    give the logits of the run. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
+    All files are checked: the library's own network with the written weights and model.onnx must give the
+    logits of the run. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
     the validation. Local paths are not published.
     """
     if private and push_to_hub is None:
         raise UserError("--private: has no effect without --push-to-hub")
-    onnx = onnx and not weights_only
     _check_packages({"onnx": onnx, "hub": push_to_hub is not None})
     if folder.exists():
         raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
@@ -70,16 +66,11 @@ def command(
 
     target = find_target(run, None, None)
     assert target.config is not None
-    if target.pooling != "logits":
-        raise UserError(
-            f"{run}: model.pooling is {target.pooling}, which no plain network computes. Only runs with "
-            f"pooling logits can be published."
-        )
     names = _class_names(target, classes)
     from bigscl.folders import atomic_folder
 
     with atomic_folder(folder) as partial:
-        differences = write_portable_files(target, names, partial, export=not weights_only, onnx=onnx)
+        differences = write_portable_files(target, names, partial, onnx=onnx)
         licences = Licences(weights=license, dataset=dataset, data=data_license)
         card = model_card(
             target,

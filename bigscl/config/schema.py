@@ -135,8 +135,6 @@ class ModelConfig:
     """Published weights by name (IMAGENET1K_V2), or a .pt, .pth or .safetensors file. Default: random."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the network, as its library or callable takes them (`drop_path_rate: 0.1`)."""
-    pooling: Literal["logits", "probabilities"] = "logits"
-    """What is averaged over cells. `probabilities` favours small objects but cannot be exported."""
     freeze_stages: CountOrZero = 0
     """Number of stages of the backbone, from the image on, that are never trained."""
     freeze_statistics: bool = False

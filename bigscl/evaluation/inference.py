@@ -82,7 +82,7 @@ def predict(
         found: Prediction = model(normalize(batch.images.to(device), mean, std), maps=True)
         assert found.logit_map is not None
         measured = measure(batch, found.logit_map) if measure else {}
-        poolings = {"logits": found.logits, "map_logits": map_pooled(found, model.pooling)}
+        poolings = {"logits": found.logits, "map_logits": map_pooled(found)}
         return {
             "ids": batch.ids.numpy(),
             **{name: logits[: len(batch.ids)].float().cpu().numpy() for name, logits in poolings.items()},

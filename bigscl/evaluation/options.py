@@ -55,10 +55,6 @@ class EvaluationOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    trained_pooling: Annotated[
-        Literal["logits", "probabilities"] | None,
-        typer.Option(help="Pooling that a weights file was trained with.", rich_help_panel=_MODEL),
-    ] = None
     name: Annotated[
         str | None, typer.Option(help="Name of the network in the report.", rich_help_panel=_MODEL)
     ] = None

@@ -12,7 +12,7 @@ from bigscl.folders import find_folder
 from bigscl.models.backbones import create_network, is_file, load_state, read_state
 from bigscl.models.head import find_head
 from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
-from bigscl.models.spatial import Pooling, SpatialClassifier
+from bigscl.models.spatial import SpatialClassifier
 from bigscl.user_error import UserError
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
@@ -28,7 +28,6 @@ class EvaluationTarget:
     backbone: str
     weights: str
     """A file, or the name of published weights."""
-    pooling: Pooling = "logits"
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the network."""
     transform: EvaluationTransform = CENTRE
@@ -66,16 +65,12 @@ def find_target(model: Path | None, backbone: str | None, weights: str | None) -
 
 
 def with_overrides(target: EvaluationTarget, options: EvaluationOptions) -> EvaluationTarget:
-    """Return the target with the name, pooling and preprocessing of a command line."""
+    """Return the target with the name and preprocessing of a command line."""
     changes = _given(options, "size", "resize", "shorter", "interpolation")
     if options.size is not None and options.shorter is None:
         # The same part of each image as before.
         changes["shorter"] = -(-options.size * target.transform.shorter // target.transform.size)
     changed = replace(target.transform, **changes)
-    if options.trained_pooling is not None:
-        if target.config is not None:
-            raise UserError("--trained-pooling: has no effect on a run, which has its own in model.pooling")
-        target = replace(target, pooling=options.trained_pooling)
     if options.shorter is not None and changed.resize == "square":
         raise UserError("--shorter: has no effect with --resize square")
     if options.args is not None:
@@ -137,7 +132,7 @@ def build_network(target: EvaluationTarget, num_classes: int) -> SpatialClassifi
         )
     if is_file(target.weights):
         load_state(network, state, head.name, target.weights)
-    model = SpatialClassifier(network, head, pooling=target.pooling).eval()
+    model = SpatialClassifier(network, head).eval()
     model.check_side(target.transform.size, "--size")
     return model
 
@@ -155,7 +150,6 @@ def _of_run(file: Path) -> EvaluationTarget:
         name=str(name.parent if name.name == WEIGHTS else name),
         backbone=config.model.backbone,
         weights=str(file),
-        pooling=config.model.pooling,
         args=config.model.args,
         transform=config.data.evaluation_transform(),
         mean=config.data.mean,

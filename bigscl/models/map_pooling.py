@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigscl.method.precision import at_least_float32
 from bigscl.models.head import find_head
-from bigscl.models.spatial import Pooling, Prediction, SpatialClassifier, pool
+from bigscl.models.spatial import Prediction, SpatialClassifier, pool
 
 
 class MapPooling(nn.Module):
@@ -27,20 +27,19 @@ class MapPooling(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of a batch."""
-        return map_pooled(self.classifier(images, maps=True), self.classifier.pooling)
+        return map_pooled(self.classifier(images, maps=True))
 
 
-def map_pooled(prediction: Prediction, pooling: Pooling) -> Tensor:
+def map_pooled(prediction: Prediction) -> Tensor:
     """Return [B,L]: `0.5 * logit pooled over all cells + 0.5 * logit pooled over their hottest quarter`.
 
-    A quarter of n cells is ceil(n / 4) of them: 13 of 7 x 7. Each class has its own. Both halves are pooled
-    as the network pools: means of logits, or, if it pools probabilities, logits of mean probabilities.
+    A quarter of n cells is ceil(n / 4) of them: 13 of 7 x 7. Each class has its own.
     """
     assert prediction.logit_map is not None, "map pooling needs the map"
     cells = at_least_float32(prediction.logit_map).flatten(2)
     # In order, so that their sum has the same last bits wherever the image is in its batch.
     hottest = cells.topk(num_hottest(cells.shape[2]), dim=2).values
-    return 0.5 * prediction.logits + 0.5 * pool(hottest[..., None], pooling)
+    return 0.5 * prediction.logits + 0.5 * pool(hottest[..., None])
 
 
 def num_hottest(num_cells: int) -> int:

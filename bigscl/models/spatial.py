@@ -9,10 +9,9 @@ linear layer, as a 1x1 convolution, gives a score for every cell.
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigscl.method.precision import at_least_float32
@@ -22,7 +21,6 @@ from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
-Pooling = Literal["logits", "probabilities"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
@@ -32,7 +30,7 @@ class Prediction(NamedTuple):
     logit_map: Tensor | None
     """[B,L,G,G], view frame; None if no map was requested."""
     logits: Tensor
-    """[B,L], of the pooled prediction f: `sigmoid(logits)` is f, whatever the pooling."""
+    """[B,L], of the pooled prediction f: `sigmoid(logits)` is f."""
 
 
 def build_model(
@@ -40,7 +38,6 @@ def build_model(
     num_classes: int,
     *,
     weights: str | None = None,
-    pooling: Pooling = "logits",
     args: Mapping[str, Any] | None = None,
 ) -> "SpatialClassifier":
     """Build the network that `backbone` names, with its weights and a spatial head of `num_classes` classes.
@@ -63,19 +60,16 @@ def build_model(
         fresh = nn.Linear(linear.in_features, num_classes, bias=linear.bias is not None)
         parent, _, name = head.name.rpartition(".")
         setattr(network.get_submodule(parent), name, fresh)
-    return SpatialClassifier(network, head, pooling=pooling)
+    return SpatialClassifier(network, head)
 
 
 class SpatialClassifier(nn.Module):
     """`network` with a score for every class in every cell of its last feature map."""
 
-    def __init__(self, network: nn.Module, head: Head, *, pooling: Pooling = "logits") -> None:
+    def __init__(self, network: nn.Module, head: Head) -> None:
         super().__init__()
-        if pooling not in get_args(Pooling):
-            raise UserError(f"pooling: found {pooling!r}, expected one of {get_args(Pooling)}")
         self.network = network
         self.head = head
-        self.pooling = pooling
         self._frozen_stages = 0
         self._backbone_frozen = False
         self._statistics_frozen = False
@@ -85,16 +79,15 @@ class SpatialClassifier(nn.Module):
     def forward(self, images: Tensor, maps: bool | None = None) -> Prediction:
         """Return the prediction of a batch, with its map if `maps`; by default in training only.
 
-        In evaluation the logits are the network's own, to the last bit, with or without maps. With pooled
-        probabilities the map is always needed, and always returned.
+        In evaluation the logits are the network's own, to the last bit, with or without maps.
         """
         logits = self.network(images)
         tapped = self._tap.take()
-        if self.pooling == "logits" and not (self.training if maps is None else maps):
+        if not (self.training if maps is None else maps):
             return Prediction(None, at_least_float32(logits))
         logit_map = self.head.logit_map(self.network, tapped, images, self.training)
-        if self.training or self.pooling != "logits":
-            logits = pool(logit_map, self.pooling)
+        if self.training:
+            logits = pool(logit_map)
         return Prediction(logit_map, at_least_float32(logits))
 
     def maps(self, images: Tensor) -> Tensor:
@@ -193,14 +186,9 @@ class SpatialClassifier(nn.Module):
         return self
 
 
-def pool(logit_map: Tensor, pooling: Pooling) -> Tensor:
+def pool(logit_map: Tensor) -> Tensor:
     """Return the logits [B,L] of the pooled prediction, in at least float32."""
-    logit_map = at_least_float32(logit_map)
-    if pooling == "logits":
-        return logit_map.mean((2, 3))
-    # logit(mean F) = log(mean F) - log(mean(1 - F)); log of the number of cells cancels.
-    cells = logit_map.flatten(2)
-    return F.logsigmoid(cells).logsumexp(2) - F.logsigmoid(-cells).logsumexp(2)
+    return at_least_float32(logit_map).mean((2, 3))
 
 
 def _stages(parent: nn.Module, head: nn.Module) -> Iterator[list[nn.Module]]:

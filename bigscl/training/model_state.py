@@ -168,7 +168,6 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
         config.model.backbone,
         num_classes,
         weights=config.model.weights,
-        pooling=config.model.pooling,
         args=config.model.args,
     )
     network.check_side(config.data.eval_size or config.data.size, "data.eval_size")

@@ -87,7 +87,6 @@ OPTIONS = {
     "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},
     "channels last": {"hardware.channels_last": True},
-    "probabilities": {"model.pooling": "probabilities"},
     "frozen stages": {"model.freeze_stages": 1, "model.backbone": "bigscl.models.smallnet:small_resnet"},
     "frozen statistics": {
         "model.freeze_statistics": True,

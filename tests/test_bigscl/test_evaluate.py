@@ -19,7 +19,7 @@ from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluate import main
 from bigscl.evaluation.options import EvaluationOptions
 from bigscl.evaluation.predictions import load_predictions
-from bigscl.evaluation.target import build_network, find_target, find_weights, with_overrides
+from bigscl.evaluation.target import find_target, find_weights, with_overrides
 from bigscl.models.spatial import build_model
 from bigscl.store import HeatmapStore
 from tests.tars import classed, labelled, write_tar
@@ -254,13 +254,6 @@ def test_published_weights_by_name_predict_as_their_library_does(tmp_path, monke
     assert (report["num_images"], report["original"]["num_images"]) == (2, 3)
 
 
-def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
-    config = (made / "run" / "config.yaml").read_text().replace("pooling: logits", "pooling: probabilities")
-    shutil.copytree(made / "run" / "best", tmp_path / "run" / "best")
-    (tmp_path / "run" / "config.yaml").write_text(config)
-    assert build_network(find_target(tmp_path / "run", None, None), NUM_CLASSES).pooling == "probabilities"
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -278,7 +271,6 @@ def test_probabilities_are_pooled_where_the_run_did(made, tmp_path):
         (["{run}", "--bogus"], "No such option"),
         (["{run}/nowhere"], "neither a weights file, nor a run or a checkpoint"),
         (["{run}", "--shorter", "99"], "--shorter: has no effect with --resize square"),
-        (["{run}", "--trained-pooling", "logits"], "--trained-pooling: has no effect on a run"),
         (["{run}", "--pooling", "logits"], "'logits' is not one of 'plain', 'map'"),
         (["--backbone", "resnet18", "--weights", "V9", "--shards", "{val}"], "no weights 'V9'"),
         (["--backbone", "nonet", "--weights", "DEFAULT", "--shards", "{val}"], "no classification network"),

@@ -16,25 +16,17 @@ from bigscl.store import SingleProcess
 from tests.test_bigscl.test_inference import MEAN, STD, loader_of
 
 
-def reference(cells, pooling):
+def reference(cells):
     """The formula, in words of plain Python, for the cells of one class."""
     hottest = sorted(cells, reverse=True)[: math.ceil(len(cells) / 4)]
-    if pooling == "logits":
-        return 0.5 * sum(cells) / len(cells) + 0.5 * sum(hottest) / len(hottest)
-
-    def logit_of_mean(logits):
-        share = sum(1 / (1 + math.exp(-logit)) for logit in logits) / len(logits)
-        return math.log(share / (1 - share))
-
-    return 0.5 * logit_of_mean(cells) + 0.5 * logit_of_mean(hottest)
+    return 0.5 * sum(cells) / len(cells) + 0.5 * sum(hottest) / len(hottest)
 
 
-@pytest.mark.parametrize("pooling", ["logits", "probabilities"])
 @pytest.mark.parametrize("side", [(7, 7), (6, 6), (4, 3), (1, 1), (1, 2)])
-def test_half_of_the_logit_comes_from_the_hottest_quarter_of_the_cells(side, pooling):
+def test_half_of_the_logit_comes_from_the_hottest_quarter_of_the_cells(side):
     maps = torch.randn(3, 5, *side, generator=torch.manual_seed(0), dtype=torch.float64) * 3
-    found = map_pooled(Prediction(maps, pool(maps, pooling)), pooling)
-    expected = [[reference(cells.flatten().tolist(), pooling) for cells in image] for image in maps]
+    found = map_pooled(Prediction(maps, pool(maps)))
+    expected = [[reference(cells.flatten().tolist()) for cells in image] for image in maps]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -45,13 +37,12 @@ def test_a_quarter_is_rounded_up():
 def test_a_small_hot_object_counts_more_than_in_the_plain_logit():
     maps = torch.full((1, 1, 7, 7), -4.0)
     maps[0, 0, 3, 3] = 8.0
-    assert map_pooled(Prediction(maps, pool(maps, "logits")), "logits") > pool(maps, "logits") + 0.2
+    assert map_pooled(Prediction(maps, pool(maps))) > pool(maps) + 0.2
 
 
-@pytest.mark.parametrize("pooling", ["logits", "probabilities"])
-def test_the_module_gives_the_evaluated_numbers(pooling):
+def test_the_module_gives_the_evaluated_numbers():
     torch.manual_seed(0)
-    model = build_model("resnet18", 6, pooling=pooling).eval()
+    model = build_model("resnet18", 6).eval()
     images = torch.randint(0, 256, (32, 3, 80, 80), dtype=torch.uint8, generator=torch.manual_seed(3))
     loader = loader_of(np.arange(32), images, 32)
     found = predict(model, loader, "cpu", mean=MEAN, std=STD, transport=SingleProcess())
@@ -63,6 +54,5 @@ def test_the_module_gives_the_evaluated_numbers(pooling):
         close = {"rtol": 1e-4, "atol": 1e-5}
         np.testing.assert_allclose(bigscl.MapPooling(model)(inputs), found.map_logits, **close)
         assert np.abs(found.map_logits - found.logits).max() > 0.05
-        if pooling == "logits":
-            np.testing.assert_allclose(bigscl.MapPooling(exported)(inputs), found.map_logits, **close)
-            np.testing.assert_allclose(exported(inputs), found.logits, **close)
+        np.testing.assert_allclose(bigscl.MapPooling(exported)(inputs), found.map_logits, **close)
+        np.testing.assert_allclose(exported(inputs), found.logits, **close)

@@ -183,7 +183,7 @@ def test_gradients_through_the_map_equal_those_of_the_network(backbone):
     model.double()
     batch = images().double()
     gradients = []
-    for logits in (lambda: model(batch).logits, lambda: pool(model.maps(batch), "logits")):
+    for logits in (lambda: model(batch).logits, lambda: pool(model.maps(batch))):
         model.zero_grad()
         logits().square().sum().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -219,7 +219,6 @@ def test_networks_whose_head_does_not_allow_maps_are_refused_with_the_reason(bac
         ({"weights": "IMAGENET22K"}, r"resnet18 has no weights 'IMAGENET22K'.*IMAGENET1K_V1"),
         ({"backbone": DIGITS, "weights": "DEFAULT"}, "expected a file"),
         ({"backbone": "timm:resnet18", "weights": "IMAGENET1K_V1"}, "expected DEFAULT or a file"),
-        ({"pooling": "max"}, "pooling: found 'max'"),
         ({"args": {"num_classes": 4}}, "model.args: num_classes: the data and model.weights decide that"),
         ({"args": {"widht": 4}}, "model.args: resnet18 takes no 'widht'"),
         ({"backbone": "timm:resnet18", "args": {"bogus": 1}}, "model.args: timm:resnet18 takes no 'bogus'"),
@@ -356,21 +355,6 @@ def test_dropout_drops_whole_channels_of_the_map():
     assert 0.3 < dropped[:, alive].float().mean() < 0.7
     expected = torch.where(dropped[:, :, None, None], 0, 2 * kept)
     torch.testing.assert_close(cells, expected)
-
-
-def test_pooled_probabilities_are_the_mean_of_the_scores_of_all_cells():
-    model = build_model(DIGITS, 4, pooling="probabilities").eval()
-    logit_map, logits = model(images())
-    torch.testing.assert_close(logits.sigmoid(), logit_map.sigmoid().mean((2, 3)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pooling_probabilities_is_stable_for_large_logits(dtype):
-    logit_map = torch.tensor([[-100.0, -100.0], [100.0, 100.0], [-100.0, 100.0], [-40.0, -90.0]])
-    logits = pool(logit_map.view(1, 4, 1, 2).to(dtype), "probabilities")
-    assert logits.dtype == torch.float32
-    exact = [-100.0, 100.0, 0.0, -40.0 - torch.log(torch.tensor(2.0)).item()]
-    torch.testing.assert_close(logits[0], torch.tensor(exact), rtol=1e-5, atol=1e-5)
 
 
 def test_head_and_backbone_parameters_are_all_parameters_once():

@@ -24,11 +24,11 @@ OWN = "bigscl.models.smallnet:small_resnet"
 SMALL_VIT = {"img_size": 48, "embed_dim": 24, "depth": 2, "num_heads": 2, "global_pool": "avg"}
 
 
-def make_run(folder, backbone=OWN, pooling="logits", args=None):
+def make_run(folder, backbone=OWN, args=None):
     """A run as training leaves it: config, best weights with their metrics, and its shards."""
     write_tar(folder / "t-0.tar", [member for n in range(3) for member in labelled(f"k{n}", n, observed=[n])])
     scan(str(folder / "t-0.tar"), class_names=NAMES)[0].save(folder / "bigscl-index-t.npz")
-    model = {"backbone": backbone, "pooling": pooling, "args": args or {}}
+    model = {"backbone": backbone, "args": args or {}}
     data = {"train": str(folder / "t-0.tar"), "val": str(folder / "t-0.tar"), "size": 48, "shorter": 56}
     config = make_config({"run": str(folder / "mine"), "data": data, "model": model})
     torch.manual_seed(0)
@@ -61,14 +61,12 @@ def test_every_network_file_gives_the_logits_of_the_run_in_any_batch(published):
 
     folder = published / "out"
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
-    exported = torch.export.load(folder / "model.pt2").module()
     for batch in (1, 2, 5):
         images = torch.randn(batch, 3, 48, 48)
         expected = logits_of_run(published / "mine", images)
         assert expected.std() > 1e-3
         found = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(exported(images), expected, rtol=0, atol=1e-5)
     weights = load_file(folder / "model.safetensors")
     trained = load_file(published / "mine" / "best" / "model.safetensors")
     assert weights.keys() == trained.keys()
@@ -175,11 +173,11 @@ def test_the_folder_is_uploaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Hub, "calls", [], raising=False)
     words = ["--no-onnx", "--push-to-hub", "me/mine", "--private", "--json"]
     assert run("publish", make_run(tmp_path), tmp_path / "out", *words) == 0
-    files = ["README.md", "classes.txt", "model.pt2", "model.safetensors", "preprocessing.json"]
+    files = ["README.md", "classes.txt", "model.safetensors", "preprocessing.json"]
     assert Hub.calls == [("create", "me/mine", True, True), ("upload", "me/mine", files)]
     facts = json.loads(capsys.readouterr().out)
     assert facts["pushed_to"] == "me/mine"
-    assert facts["differences"].keys() == {"model.safetensors", "model.pt2"}
+    assert facts["differences"].keys() == {"model.safetensors"}
 
 
 def test_a_failed_upload_says_how_to_upload_the_folder(tmp_path, monkeypatch, capsys):
@@ -200,9 +198,9 @@ def test_a_file_with_other_logits_is_not_published(tmp_path, monkeypatch, capsys
     def export(network, side, path):
         return lambda images: network(images) + 0.01
 
-    monkeypatch.setattr(portable_files, "_export", export)
-    assert run("publish", make_run(tmp_path), tmp_path / "out", "--no-onnx") == 2
-    assert "model.pt2: its logits differ by 0.01 from those of the run" in capsys.readouterr().err
+    monkeypatch.setattr(portable_files, "_export_onnx", export)
+    assert run("publish", make_run(tmp_path), tmp_path / "out") == 2
+    assert "model.onnx: its logits differ by 0.01 from those of the run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -222,10 +220,10 @@ class Stubborn(torch.nn.Module):
 
 def test_weights_are_published_of_a_network_that_cannot_be_exported(tmp_path, capsys):
     path = make_run(tmp_path, f"{__name__}:Stubborn")
-    assert run("publish", path, tmp_path / "out", "--no-onnx") == 2
+    assert run("publish", path, tmp_path / "out") == 2
     assert "Stubborn: torch.export cannot export it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert run("publish", path, tmp_path / "out", "--weights-only") == 0
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
     files = sorted(os.listdir(tmp_path / "out"))
     assert files == ["README.md", "classes.txt", "model.safetensors", "preprocessing.json"]
     assert "torch.export" not in code_of_card(tmp_path / "out")
@@ -241,17 +239,16 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "message"),
+    ("words", "message"),
     [
-        ({}, ["{run}", "{run}"], "exists. Choose a new folder"),
-        ({}, ["{run}", "{out}", "--private"], "--private: has no effect without --push-to-hub"),
-        ({}, ["{run}/nowhere", "{out}"], "neither a weights file, nor a run or a checkpoint"),
-        ({}, ["{run}", "{out}", "--classes", "{two}"], "predicts 3 classes, the shards have 2"),
-        ({"pooling": "probabilities"}, ["{run}", "{out}"], "model.pooling is probabilities"),
+        (["{run}", "{run}"], "exists. Choose a new folder"),
+        (["{run}", "{out}", "--private"], "--private: has no effect without --push-to-hub"),
+        (["{run}/nowhere", "{out}"], "neither a weights file, nor a run or a checkpoint"),
+        (["{run}", "{out}", "--classes", "{two}"], "predicts 3 classes, the shards have 2"),
     ],
 )
-def test_what_cannot_be_published_is_refused(tmp_path, capsys, change, words, message):
-    path = make_run(tmp_path, **change)
+def test_what_cannot_be_published_is_refused(tmp_path, capsys, words, message):
+    path = make_run(tmp_path)
     (tmp_path / "two.txt").write_text("cat\ndog\n")
     places = {"run": path, "out": tmp_path / "out", "two": tmp_path / "two.txt"}
     assert run("publish", *(word.format(**places) for word in words), "--no-onnx") == 2
