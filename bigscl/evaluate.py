@@ -43,6 +43,7 @@ from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.files import existing_folder
 from bigscl.models.spatial import SpatialClassifier
+from bigscl.processes.network import choose_interface
 from bigscl.processes.ranks import process_group
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data, read_store
@@ -101,6 +102,7 @@ class Evaluation:
         self._objects = read_objects(index, index.ids()) if options.boxes else None
         if options.heatmaps and (target.config is None or target.config.store.kind != "disk"):
             raise UserError("--heatmaps: needs a run that keeps its heatmaps on disk (store.kind: disk)")
+        choose_interface()
         state = PartialState()
         self._device = state.device
         self._ranks = process_group()

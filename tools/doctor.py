@@ -78,7 +78,7 @@ def _launched_ranks() -> Iterator[Transport]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield process_group()
         return
-    choose_interface()  # as the trainer does
+    choose_interface(TIMEOUT_MINUTES)  # as the trainer does
     dist.init_process_group("gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
         ranks = process_group()

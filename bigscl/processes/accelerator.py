@@ -36,7 +36,7 @@ def start_accelerator(config: Config) -> Accelerator:
     precision = usable_precision(config.hardware.precision, torch.device("cuda" if cuda else "cpu"))
     if not cuda:
         keep_freed_memory()
-    choose_interface()
+    choose_interface(config.hardware.timeout_minutes)
     if config.hardware.deterministic:
         make_deterministic()
     accelerator = Accelerator(

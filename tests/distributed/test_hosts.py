@@ -1,10 +1,11 @@
 """Two nodes with networks of their own find each other; the loss of a link ends both and loses nothing.
 
-`pytest -m slow tests/distributed/test_hosts.py`; needs root and iproute2, and is skipped elsewhere.
+`pytest -m 'slow or not slow' tests/distributed/test_hosts.py`; needs root and iproute2, skipped elsewhere.
 """
 
 import json
 import subprocess
+import sys
 import time
 
 import pytest
@@ -23,7 +24,7 @@ from tests.integration.runs import (
 )
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 PORT = 29517
 SECONDS_TO_NOTICE = 12
 IDS = {"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True}
@@ -36,20 +37,21 @@ def shards(tmp_path_factory):
 
 
 class Cluster:
-    """One launcher on each host, with one rank each."""
+    """One launcher on each host, with one rank each; the first host is called by its name or address."""
 
-    def __init__(self, config, machines):
+    def __init__(self, config, machines, called, module="bigscl.train", arguments=()):
         self._logs = [config.with_name(f"{config.stem}-{machine.name}.log") for machine in machines]
         self.launchers = []
         for rank, (machine, log) in enumerate(zip(machines, self._logs, strict=True)):
             words = command(
-                [config],
+                arguments or [config],
                 processes=len(machines),
                 num_machines=len(machines),
                 machine_rank=rank,
-                main_process_ip=machines[0].address,
+                main_process_ip=getattr(machines[0], called),
                 main_process_port=PORT,
             )
+            words[words.index("bigscl.train")] = module
             with log.open("w") as file:
                 self.launchers.append(
                     subprocess.Popen(
@@ -79,29 +81,41 @@ def config_of(path, shards, epochs, **sections):
     )
 
 
-def test_nodes_whose_host_name_is_the_loopback_train_as_two_local_processes(tmp_path, shards):
-    """Here, as on many machines, the host name resolves to 127.0.0.1, to which gloo binds by itself."""
+@pytest.mark.parametrize("called", ["name", pytest.param("address", marks=pytest.mark.slow)])
+def test_nodes_whose_host_name_is_the_loopback_train_as_two_local_processes(tmp_path, shards, called):
+    """Gloo alone would listen on 127.0.1.1; called by name, the first node finds no other route to itself."""
     config = config_of(tmp_path / "run.yaml", shards, epochs=1)
     with hosts(2) as machines:
-        cluster = Cluster(config, machines)
+        cluster = Cluster(config, machines, called)
         assert cluster.wait() == [0, 0], cluster.outputs
     local = config_of(tmp_path / "local.yaml", shards, epochs=1)
     train(local, processes=2)
     assert_same_runs(tmp_path / "run", tmp_path / "local", shards)
 
 
-def test_doctor_reaches_nodes_whose_host_name_is_the_loopback(tmp_path):
-    need_hosts()
+@pytest.mark.slow
+def test_nodes_whose_host_name_is_the_loopback_evaluate_together(tmp_path, shards):
+    train(config_of(tmp_path / "run.yaml", shards, epochs=1), processes=2)
     with hosts(2) as machines:
-        words = command([], processes=2, num_machines=2, main_process_ip=machines[0].address)
-        job = ["bigscl", "doctor", str(tmp_path / "store"), "--json"]
-        words = [*words[: words.index("bigscl.train")], *job]
-        words[words.index("--main_process_port") + 1] = str(PORT)
+        words = [tmp_path / "run", "--shards", shards / "val-*.tar"]
+        cluster = Cluster(tmp_path / "evaluation.yaml", machines, "name", "bigscl.evaluate", words)
+        assert cluster.wait() == [0, 0], cluster.outputs
+    assert "2 processes" in cluster.outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("called", ["name", "address"])
+def test_doctor_finds_nodes_that_have_no_launcher_but_its_variables(tmp_path, called):
+    """The first rank then keeps the store through which they meet, which is the launcher's otherwise."""
+    need_hosts()
+    words = [sys.executable, "-m", "bigscl", "doctor", str(tmp_path / "store"), "--json"]
+    with hosts(2) as machines:
+        shared = {"MASTER_ADDR": getattr(machines[0], called), "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
         nodes = [
             subprocess.Popen(
-                machine.command([*words[:4], "--machine_rank", str(rank), *words[4:]]),
+                machine.command(words),
                 cwd=ROOT,
-                env=ENVIRONMENT,
+                env={**ENVIRONMENT, **shared, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -113,6 +127,7 @@ def test_doctor_reaches_nodes_whose_host_name_is_the_loopback(tmp_path):
     assert [one["address"] for one in facts["processes"]] == [machine.address for machine in machines]
 
 
+@pytest.mark.slow
 def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_path, shards):
     config = config_of(
         tmp_path / "run.yaml",
@@ -123,7 +138,7 @@ def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_
         log=IDS,
     )
     with hosts(2) as machines:
-        cluster = Cluster(config, machines)
+        cluster = Cluster(config, machines, "name")
         deadline = time.monotonic() + TIMEOUT
         while steps_of(tmp_path / "run") < 20:
             assert time.monotonic() < deadline, cluster.outputs
@@ -139,6 +154,6 @@ def test_nodes_that_lose_each_other_end_in_time_and_resume_each_sample_once(tmp_
         for file in (tmp_path / "run").glob("ids-*.txt"):
             file.unlink()
         config_of(tmp_path / "run.yaml", shards, epochs=epoch + 1, log=IDS)
-        cluster = Cluster(config, machines)
+        cluster = Cluster(config, machines, "name")
         assert cluster.wait() == [0, 0], cluster.outputs
     assert_each_sample_once(tmp_path / "run", shards, epoch, had, epochs=epoch + 2)
