@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from bigscl.store.errors import StoreError
 from bigscl.store.retries import Credentials
@@ -29,6 +30,7 @@ RETRY_CONFIG: Any = {
 # The client's default of 30 s is for a whole body: too short for large chunks over a slow line. An address
 # that swallows packets is given up on after 5 tries of 5 s.
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "120s"}
+AZURE_ACCOUNT, AZURE_CONNECTION = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING"
 ENDPOINT = re.compile(r"https?://[\w.:\[\]-]+(/\S*)?")
 
 
@@ -84,8 +86,7 @@ class Location:
         """The address of the server, where it is not the default one."""
         if self.scheme in ("http", "https"):
             return f"{self.scheme}://{self.bucket}"
-        variable = SCHEMES[self.scheme].endpoint_variable
-        return self.options.endpoint or os.environ.get(variable) or None
+        return self.options.endpoint or SCHEMES[self.scheme].endpoint() or None
 
     @property
     def server(self) -> str:
@@ -140,9 +141,46 @@ def _az(location: Location, settings: dict[str, Any]) -> Any:
         settings["endpoint"] = location.endpoint
     if location.options.anonymous:
         settings["skip_signature"] = True
-    if not os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"):
-        raise StoreError(f"{location.url}: set AZURE_STORAGE_ACCOUNT_NAME to the account of this container.")
+    if not os.environ.get(AZURE_ACCOUNT):
+        given = _azure_connection()
+        if not given:
+            raise StoreError(
+                f"{location.url}: set {AZURE_ACCOUNT} to the account of this container, or set "
+                f"{AZURE_CONNECTION}."
+            )
+        settings |= {name: value for name, value in given.items() if value and name not in settings}
     return AzureStore(location.bucket, **settings)
+
+
+def _azure_endpoint() -> str | None:
+    return os.environ.get("AZURE_STORAGE_ENDPOINT") or _azure_connection().get("endpoint")
+
+
+def _azure_connection() -> dict[str, str | None]:
+    """The parts of Azure's connection string; none without one, or beside a variable with the account."""
+    text = os.environ.get(AZURE_CONNECTION, "")
+    if not text or os.environ.get(AZURE_ACCOUNT):
+        return {}
+    pairs = (part.partition("=") for part in text.split(";"))
+    parts = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    account, endpoint = parts.get("accountname"), parts.get("blobendpoint")
+    if endpoint and not account:  # https://ACCOUNT.blob.core.windows.net, or http://host:port/ACCOUNT
+        address = urlsplit(endpoint)
+        account = address.path.strip("/") or (address.hostname or "").partition(".")[0]
+    if not account:
+        raise StoreError(
+            f"{AZURE_CONNECTION}: has no AccountName, expected AccountName=...;AccountKey=... as Azure's "
+            f"portal shows it. Copy it again."
+        )
+    suffix = parts.get("endpointsuffix")
+    if suffix and not endpoint:
+        endpoint = f"{parts.get('defaultendpointsprotocol', 'https')}://{account}.blob.{suffix}"
+    return {
+        "account_name": account,
+        "account_key": parts.get("accountkey"),
+        "sas_token": parts.get("sharedaccesssignature", "").removeprefix("?"),
+        "endpoint": (endpoint or "").rstrip("/") or None,
+    }
 
 
 def _http(location: Location, settings: dict[str, Any]) -> Any:
@@ -157,8 +195,8 @@ class Scheme:
 
     connect: Callable[[Location, dict[str, Any]], Any]
     credentials: Credentials
-    endpoint_variable: str = ""
-    """Environment variable with the address of the server."""
+    endpoint: Callable[[], str | None] = lambda: None
+    """Returns the address of the server that the environment names."""
     holds_stores: bool = True
     """Whether it can be listed and written to."""
 
@@ -173,7 +211,7 @@ _HTTP = Scheme(
 SCHEMES = {
     "s3": Scheme(
         connect=_s3,
-        endpoint_variable="AWS_ENDPOINT_URL",
+        endpoint=lambda: os.environ.get("AWS_ENDPOINT_URL"),
         credentials=Credentials(
             missing="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or choose anonymous access for public "
             "data.",
@@ -183,7 +221,7 @@ SCHEMES = {
     ),
     "gs": Scheme(
         connect=_gs,
-        endpoint_variable="GOOGLE_BASE_URL",
+        endpoint=lambda: os.environ.get("GOOGLE_BASE_URL"),
         credentials=Credentials(
             missing="Set GOOGLE_APPLICATION_CREDENTIALS, or choose anonymous access for public data.",
             refused="Check GOOGLE_APPLICATION_CREDENTIALS, and what that account may do there.",
@@ -191,12 +229,12 @@ SCHEMES = {
     ),
     "az": Scheme(
         connect=_az,
-        endpoint_variable="AZURE_STORAGE_ENDPOINT",
+        endpoint=_azure_endpoint,
         credentials=Credentials(
-            missing="Set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or choose anonymous access "
-            "for public data.",
+            missing="Set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or "
+            "AZURE_STORAGE_CONNECTION_STRING, or choose anonymous access for public data.",
             refused="Check AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY and "
-            "AZURE_STORAGE_SAS_TOKEN, and what they permit there.",
+            "AZURE_STORAGE_SAS_TOKEN, or AZURE_STORAGE_CONNECTION_STRING, and what they permit there.",
         ),
     ),
     "http": _HTTP,

@@ -294,7 +294,10 @@ def check_shards(index: Index) -> None:
 def default_path(urls: Sequence[str]) -> Path:
     """Return the default path of an index: in the folder of its shards, named after their common prefix."""
     if any(scheme(url) for url in urls):
-        raise UserError(f"{urls[0]}: the index of remote shards needs a local path: give one.")
+        raise UserError(
+            f"{urls[0]}: the index of remote shards needs a local path. Give `bigscl index` --output "
+            f"FILE.npz, and a run that file as data.train_index or data.val_index."
+        )
     letters = zip(*(os.path.basename(url) for url in urls), strict=False)
     common = "".join(letter[0] for letter in takewhile(_all_equal, letters))
     common = re.sub(r"([-_.]*\d*)?(\.(tar|tgz).*)?$", "", common)

@@ -64,10 +64,60 @@ def test_no_store_where_nothing_can_be_written(url):
         open_backend(url)
 
 
+def only_connection_string(monkeypatch, text):
+    for name in ("NAME", "KEY"):
+        monkeypatch.delenv(f"AZURE_STORAGE_ACCOUNT_{name}", raising=False)
+    monkeypatch.delenv("AZURE_STORAGE_ENDPOINT", raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+
+
 def test_azure_needs_an_account(monkeypatch):
-    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(StoreError, match="set AZURE_STORAGE_ACCOUNT_NAME"):
+    only_connection_string(monkeypatch, "")
+    with pytest.raises(StoreError, match=r"set AZURE_STORAGE_ACCOUNT_NAME .*AZURE_STORAGE_CONNECTION_STRING"):
         open_backend("az://container/store")
+
+
+@pytest.mark.parametrize(
+    "credentials", ["AccountName=account;AccountKey=a2V5MQ==", "SharedAccessSignature=?sv=2022&sig=secret%3D"]
+)
+def test_azures_connection_string_is_enough(server, monkeypatch, credentials):
+    only_connection_string(
+        monkeypatch, f"DefaultEndpointsProtocol=http;{credentials};BlobEndpoint={server}/;"
+    )
+    backend = open_backend("az://connected/files")
+    backend.create("one", b"first")
+    assert backend.read("one") == b"first"
+    backend.delete("one")
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint", "account"),
+    [
+        ("AccountName=me;AccountKey=a2V5;EndpointSuffix=core.x.cn", "https://me.blob.core.x.cn", "me"),
+        ("AccountName=me;AccountKey=a2V5", None, "me"),
+        (
+            "BlobEndpoint=https://u.blob.x.net/;SharedAccessSignature=sv=1&sig=2",
+            "https://u.blob.x.net",
+            "u",
+        ),
+        ("BlobEndpoint=http://127.0.0.1:10000/dev;AccountKey=a2V5", "http://127.0.0.1:10000/dev", "dev"),
+    ],
+)
+def test_azures_connection_string_says_account_and_server(monkeypatch, text, endpoint, account):
+    only_connection_string(monkeypatch, text)
+    location = Location.parse("az://container/a")
+    assert location.endpoint == endpoint
+    assert location.client().config["account_name"] == account
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
+    assert Location.parse("az://container/a").endpoint is None
+    assert "account_name" not in location.client().config  # the client takes it from the environment
+
+
+def test_a_connection_string_without_an_account_is_refused_unseen(monkeypatch):
+    only_connection_string(monkeypatch, "AccountKey=c2VjcmV0")
+    with pytest.raises(StoreError, match="AZURE_STORAGE_CONNECTION_STRING: has no AccountName") as refused:
+        open_backend("az://container/store")
+    assert "c2VjcmV0" not in str(refused.value)
 
 
 def test_small_files_are_created_once_swapped_and_deleted(scheme):

@@ -81,7 +81,7 @@ def test_changed_data_is_said_when_indexed_again(tmp_path):
     ("arguments", "message"),
     [
         (["nowhere-*.tar"], "no shards there"),
-        (["http://127.0.0.1:9/x.tar"], "needs a local path"),
+        (["http://127.0.0.1:9/x.tar"], "needs a local path. Give `bigscl index` --output FILE.npz"),
         (
             ["{folder}", "--output", "{folder}/nowhere/index.npz"],
             "its folder does not exist or is not writable",
