@@ -285,7 +285,6 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
             allow_pipe=data.allow_pipe,
             decoder=data.decoder,
-            device=self.device,
         )
 
     # Saving and stopping

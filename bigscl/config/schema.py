@@ -69,8 +69,7 @@ class DataConfig:
     workers: CountOrZero = 4
     """Loader processes per training process."""
     decoder: DecoderName = "torchvision"
-    """What decodes images. `nvimgcodec` (extra `fast-input`) decodes only the part of a JPEG that is seen;
-    `nvimgcodec_gpu` does so on the GPU, a batch at a time."""
+    """What decodes images. `nvimgcodec` (extra `fast-input`) decodes only the part of a JPEG that is seen."""
     shuffle_buffer: Count = 2000
     """Undecoded samples among which each loader process shuffles."""
     crop: RandomCrop = field(default_factory=RandomCrop)

@@ -7,29 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncodedImages:
-    """JPEGs of a batch that the GPU will decode."""
-
-    places: tuple[int, ...]
-    """Their places in the batch."""
-    files: Tensor
-    """uint8, one file after the other."""
-    ends: tuple[int, ...]
-    """Where each of them ends."""
-    sizes: tuple[tuple[int, int], ...]
-    """Width and height of each."""
-
-    def file(self, number: int) -> NDArray[np.uint8]:
-        """Return the bytes of one of them; valid as long as `files` is."""
-        start = self.ends[number - 1] if number else 0
-        return self.files[start : self.ends[number]].numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,27 +30,9 @@ class Batch:
     """int64: ids that the plan has for this batch but that could not be read."""
     reasons: tuple[str, ...] = ()
     """Why, one for each skipped id."""
-    encoded: EncodedImages | None = None
-    """Those to be decoded by `decode_batch`: until then `images` has only the others, and views and erased
-    boxes of these have no values."""
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def without(self, places: dict[int, str]) -> "Batch":
-        """Return the batch without the samples at some places, which are skipped for these reasons."""
-        kept = torch.tensor([place for place in range(len(self)) if place not in places], dtype=torch.int64)
-        left_out = self.ids[list(places)]
-        return replace(
-            self,
-            ids=self.ids[kept],
-            images=self.images[kept.to(self.images.device)],
-            labels=self.labels[kept],
-            views=self.views[kept],
-            erased=None if self.erased is None else self.erased[kept],
-            skipped=torch.cat([self.skipped, left_out]),
-            reasons=(*self.reasons, *places.values()),
-        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """Return the batch with its tensors on a device."""

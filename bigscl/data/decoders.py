@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 from bigscl.data.decode import decode, jpeg_decoder
-from bigscl.data.gpu_decoding import EncodedJpeg, open_encoded
 from bigscl.data.jpeg_regions import load_library, open_regions
 from bigscl.data.transforms import DecoderName, Image
 
-Decode = Callable[[bytearray], Image | EncodedJpeg]
-"""Returns the upright RGB image of a file, or the file for the GPU; raises Unreadable, here or where the
-image is indexed."""
+Decode = Callable[[bytearray], Image]
+"""Returns the upright RGB image of a file; raises Unreadable, here or where the image is indexed."""
 
 
 def find_decoder(name: DecoderName) -> Decode:
@@ -19,4 +17,4 @@ def find_decoder(name: DecoderName) -> Decode:
     if name == "torchvision":
         return decode
     load_library()
-    return open_encoded if name == "nvimgcodec_gpu" else open_regions
+    return open_regions

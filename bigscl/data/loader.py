@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bigscl.data.batch import Batch
 from bigscl.data.decoders import find_decoder
-from bigscl.data.gpu_decoding import EncodedJpeg, decode_batch, gpu_decoder, pack
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 MOST_WARNINGS = 100
 MOST_LISTED = 20
 # An image that the GPU will decode, and where it comes from.
-NOT_YET = TransformedImage(torch.empty(0), (0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 class TooManyBadSamples(UserError):
@@ -104,7 +102,6 @@ class Loader:
         pin_memory: bool = False,
         allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
-        device: torch.device | str = "cpu",
         workers: "LoaderWorkers | None" = None,
     ) -> None:
         """Load with `workers` that live on after the epoch, or with new ones that end with it."""
@@ -124,10 +121,8 @@ class Loader:
             pin_memory=pin_memory,
             allow_pipe=allow_pipe,
             decoder=decoder,
-            device=device,
             persistent=False,
         )
-        self._transform = transform
 
     def __len__(self) -> int:
         return self._num_batches
@@ -143,10 +138,9 @@ class Loader:
                 found = next(batches, None)
             if found is None:
                 return
-            batch = self._workers.decoded(found, self._transform)
             self.wait_seconds += time.perf_counter() - started
-            self.bad.record(batch)
-            yield batch
+            self.bad.record(found)
+            yield found
 
     def _describe(self, number: int) -> str:
         """Return which worker makes a batch, and from which tars."""
@@ -189,16 +183,11 @@ class LoaderWorkers:
         pin_memory: bool = False,
         allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
-        device: torch.device | str = "cpu",
         persistent: bool = True,
     ) -> None:
-        """With no workers, this process does the work of the only stream.
-
-        `device` is the GPU that decodes, with `decoder: nvimgcodec_gpu`; batches are there then.
-        """
+        """With no workers, this process does the work of the only stream."""
         check_shards(index)
         find_decoder(decoder)  # here, once: forked workers inherit the import
-        self._gpu_decoder = gpu_decoder(torch.device(device)) if decoder == "nvimgcodec_gpu" else None
         self._num_workers, self._persistent = num_workers, persistent
         self._batches = Batches(index, labels, allow_pipe, decoder)
         self._outboxes: list[Connection] = []
@@ -231,10 +220,6 @@ class LoaderWorkers:
             # The worker is waiting for it: a plan may be longer than what a pipe holds.
             outbox.send(each)
         return batches
-
-    def decoded(self, batch: Batch, transform: Transform) -> Batch:
-        """Return a batch with all its images: a GPU decodes what the workers have left to it."""
-        return batch if self._gpu_decoder is None else decode_batch(batch, transform, self._gpu_decoder)
 
     def close(self) -> None:
         """End the processes."""
@@ -271,19 +256,13 @@ class Batches(IterableDataset[Batch]):
         # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
         images = _empty((len(samples), size, size, 3)).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
-        waiting: dict[int, EncodedJpeg] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
             try:
                 if isinstance(content, Unreadable):
                     raise content
-                image = self._decode(content)
-                if isinstance(image, EncodedJpeg):
-                    waiting[len(transformed)] = image
-                    transformed[sample_id] = NOT_YET
-                    continue
-                transformed[sample_id] = transform_image(transform, image, sample_id)
-                images[len(transformed) - len(waiting) - 1] = transformed[sample_id].pixels
+                transformed[sample_id] = transform_image(transform, self._decode(content), sample_id)
+                images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
         views = torch.tensor([one.view for one in transformed.values()], dtype=torch.float32)
@@ -291,13 +270,12 @@ class Batches(IterableDataset[Batch]):
         ids = np.array(list(transformed), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
-            images=images[: len(transformed) - len(waiting)],
+            images=images[: len(transformed)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
             views=views.reshape(-1, 5),
             erased=erased.reshape(-1, 4) if transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
-            encoded=pack(waiting, _empty) if waiting else None,
         )
 
 

@@ -26,7 +26,7 @@ USUAL_SHORTER, USUAL_SIZE = 256, 224
 Fractions = tuple[float, float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
 Resize = Literal["square", "shorter"]
-DecoderName = Literal["torchvision", "nvimgcodec", "nvimgcodec_gpu"]
+DecoderName = Literal["torchvision", "nvimgcodec"]
 
 
 class Image(Protocol):

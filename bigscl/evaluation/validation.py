@@ -45,7 +45,6 @@ def validate(
         bad=BadSamples(index, plan.num_samples(ranks.rank), max_share=config.data.max_bad_share),
         allow_pipe=config.data.allow_pipe,
         decoder=config.data.decoder,
-        device=device,
     )
     was_training = model.training
     model.eval()
