@@ -16,6 +16,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from bigscl.config import load_config
 from bigscl.config.packaged import packaged_files
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -130,7 +131,11 @@ def test_skypilot_nodes_are_the_machines_of_one_launcher(call, tmp_path):
     options = parsed(launched[0])
     assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 16, 1)
     assert options.main_process_ip == "10.0.0.4"
-    assert options.training_script_args == [task["envs"]["CONFIG"]]
+    # On a mounted bucket there are no hard links, and nodes do not share their caches.
+    store = "s3://my-bucket/stores/imagenet_resnet50_scl"
+    assert options.training_script_args == ["imagenet_resnet50_scl.yaml", "--store.url", store]
+    assert load_config(Path("imagenet_resnet50_scl"), options.training_script_args[1:]).store.url == store
+    assert task["file_mounts"]["/data"]["source"] == "${BUCKET}"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "bigscl.def"])
