@@ -17,6 +17,7 @@ import typer
 from bigscl.errors import explain
 from bigscl.processes.failures import (
     SECONDS_FOR_THE_FIRST,
+    end_in_launch,
     in_a_group,
     leave,
     lost_other_ranks,
@@ -146,6 +147,10 @@ def start_is_over() -> None:
 
 def run(command: Any, arguments: list[str] | None, program: str) -> int:
     """Run a command and return its exit code: 2 after an error of the user's, with one line on stderr."""
+    return end_in_launch(_run(command, arguments, program))
+
+
+def _run(command: Any, arguments: list[str] | None, program: str) -> int:
     _Start.is_over = False
     # From here on nothing but url_secrets has the secrets in URLs, not even trackers that note sys.argv.
     hide_in_logs()

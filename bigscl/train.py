@@ -31,6 +31,7 @@ from bigscl.evaluation.validation import deciding, validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
 from bigscl.processes.accelerator import start_accelerator
+from bigscl.processes.failures import STOPPED
 from bigscl.processes.ranks import PendingSum, process_group
 from bigscl.processes.signals import Interrupts
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
@@ -58,6 +59,11 @@ Window = list[tuple[Batch, Recalled | None]]
 
 class Stopped(Exception):
     """The run was asked to stop, and is saved."""
+
+    def __init__(self, code: int = STOPPED) -> None:
+        """Take the exit code: 0 if `bigscl stop` asked, so that no scheduler starts the run again."""
+        super().__init__()
+        self.code = code
 
 
 class Trainer:
@@ -122,7 +128,8 @@ class Trainer:
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
             for place in range(plan.first_step, plan.num_steps):
-                window, (count, stop, save, failed) = following, counted()
+                window, (count, signals, asked, save, failed) = following, counted()
+                stop = signals or asked
                 if failed:
                     self.saver.finish()
                 if place + 1 < plan.num_steps:
@@ -137,17 +144,17 @@ class Trainer:
                 if stop:
                     self.saver.finish()
                     self._clear_stop_file()
-                    raise Stopped
+                    raise Stopped(0 if asked else STOPPED)
 
     def _next_window(self, windows: Iterator[Window]) -> tuple[Window, PendingSum]:
         """Take the next window; start to sum over the ranks its samples, and who wants to stop or to save."""
         window = next(windows, [])
         is_first = self.ranks.rank == 0
-        stop = self.stopping or (is_first and self.stop_file.is_requested())
+        asked = is_first and self.stop_file.is_requested()
         # By the clock of one rank: others may see the minutes pass at another step.
         save = is_first and self._minutes_have_passed()
         count = sum(len(batch) for batch, _ in window)
-        return window, self.ranks.start_sum([count, stop, save, self.saver.has_failed])
+        return window, self.ranks.start_sum([count, self.stopping, asked, save, self.saver.has_failed])
 
     def train_step(
         self, window: Window, num_batches: int, meter: Meter, count: int, rate: float, gamma: float
@@ -341,31 +348,33 @@ def batched(pairs: Iterator[tuple[Batch, Recalled | None]], size: int) -> Iterat
         yield window
 
 
-def train(options: TrainingOptions) -> None:
-    """Train to the end, or until a signal or `bigscl stop`: then the run is saved."""
+def train(options: TrainingOptions) -> int:
+    """Train to the end, or until a signal or `bigscl stop`: then the run is saved. Return the exit code."""
     config = options.load()
     if options.print_config:
         print(commented_yaml(config) if rank_of_this_process() == 0 else "", end="")
-        return
-    listening = Interrupts(prints=first_on_this_machine())
-    try:
-        with listening as interrupts, Trainer(config, options.resume, sys.argv) as trainer:
-            start_is_over()
-            interrupts.stop_with(trainer.stop_soon, WAITS.longest)
-            if trainer.is_finished:
-                logger.info(
-                    "%s: already finished, all %d epochs are trained. To train longer, raise "
-                    "schedule.main.epochs; to train again, choose another --run.",
-                    *(config.run, config.schedule.epochs),
-                )
-            trainer.train()
-    except Stopped:
-        if rank_of_this_process() == 0:
-            print(f"stopped as asked; {config.run} is saved. Resume with the same command.")
+        return 0
+    with Interrupts(prints=first_on_this_machine()) as interrupts:
+        try:
+            with Trainer(config, options.resume, sys.argv) as trainer:
+                start_is_over()
+                interrupts.stop_with(trainer.stop_soon, WAITS.longest)
+                if trainer.is_finished:
+                    logger.info(
+                        "%s: already finished, all %d epochs are trained. To train longer, raise "
+                        "schedule.main.epochs; to train again, choose another --run.",
+                        *(config.run, config.schedule.epochs),
+                    )
+                trainer.train()
+        except Stopped as stopped:
+            if rank_of_this_process() == 0:
+                print(f"stopped as asked; {config.run} is saved. Resume with the same command.", flush=True)
+            return stopped.code
+    return 0
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code of a run: 0 when done, or saved after a signal; 2 after the user's mistake."""
+    """Return the exit code: 0 when done, 75 when stopped by a signal, 2 after the user's mistake."""
     return run(make_command(train, "train"), arguments, "bigscl.train")
 
 

@@ -3,8 +3,8 @@
 from bigscl.training.options import TrainingOptions
 
 
-def command(options: TrainingOptions) -> None:
+def command(options: TrainingOptions) -> int:
     """Import the trainer, and with it torch, only when training starts."""
     from bigscl.train import train
 
-    train(options)
+    return train(options)

@@ -1,4 +1,4 @@
-"""The end of a rank that failed: its reason reaches the launcher, and the other ranks are not kept waiting.
+"""The end of a rank: its exit code and reason reach the launcher, and other ranks are not kept waiting.
 
 Torch is not imported here, so that commands without ranks do not pay for it.
 """
@@ -18,6 +18,11 @@ LOST = re.compile(
     r"third_party/gloo|Connection closed by peer|Connection reset by peer|Broken pipe|timed out|"
     r"NCCL|ncclRemoteError|ncclSystemError|[Ww]atchdog|connectFullMesh|Socket Timeout",
 )
+STOPPED = 75
+"""Exit code of a run that a signal stopped before its end: start it again. EX_TEMPFAIL of sysexits.h."""
+LAUNCH_FOLDER = "BIGSCL_LAUNCH"
+"""Variable with the folder in which `bigscl.launch` looks for its ranks: one file each, named by process id,
+which is empty until the rank writes its exit code."""
 SECONDS_FOR_THE_FIRST = 3.0
 """How long a rank that lost the others waits, so that the rank which failed first is reported."""
 
@@ -48,12 +53,37 @@ def report_to_launcher(text: str) -> None:
         Path(path).write_text(content)
 
 
+def join_launch() -> None:
+    """Tell `bigscl.launch`, if it started this process, that signals may be sent to it from now on."""
+    _write_to_launch("")
+
+
+def end_in_launch(code: int) -> int:
+    """Give `bigscl.launch` the exit code of this rank; return the code with which the rank is to end.
+
+    A rank that stopped ends with 0 then: at any other code launchers print tracebacks, and end with 1.
+    """
+    return 0 if _write_to_launch(str(code)) and code == STOPPED else code
+
+
+def _write_to_launch(text: str) -> bool:
+    folder = os.environ.get(LAUNCH_FOLDER)
+    if folder is None:
+        return False
+    try:
+        Path(folder, str(os.getpid())).write_text(text)
+    except OSError:  # bigscl.launch is gone, and the folder with it
+        return False
+    return True
+
+
 def leave(code: int) -> NoReturn:
     """End this process and its loader workers now, whatever its other threads wait for.
 
     Destroying NCCL's group, as an ordinary exit does, waits for ranks that wait for this one. Forked workers
     have the sockets of the group open: the other ranks see that this one is gone when they are gone, too.
     """
+    code = end_in_launch(code)
     for worker in multiprocessing.active_children():
         worker.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from bigscl.processes.failures import leave
+from bigscl.processes.failures import STOPPED, join_launch, leave
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PARENT_POLL_SECONDS = 1.0
@@ -78,11 +78,15 @@ class Interrupts:
         self._ended = False
         self._thread = threading.Thread(target=self._listen, name="interrupts", daemon=True)
         self._thread.start()
+        # bigscl.launch starts ranks with these signals blocked: they are received from here on.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        join_launch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.set_wakeup_fd(self._pipe_before)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -109,7 +113,7 @@ class Interrupts:
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._stop is None:
-            self._exit(128 + number, f"stopped by {number.name} {self._wording.too_early}")
+            self._exit(STOPPED, f"stopped by {number.name} {self._wording.too_early}")
         elif self._is_second(number, now):
             self._exit(130, self._wording.second)
         elif number == signal.SIGINT and self._interrupted_at is None:

@@ -1,0 +1,99 @@
+"""A launcher that ends as its run does: `python -m bigscl.launch accelerate launch ... -m bigscl.train CONFIG`.
+
+Launchers turn every exit code of a rank into 1, print tracebacks when they are told to end, and do not know
+SIGUSR1. So this process receives the signals: the launcher, which is started with them blocked, sees none, the
+ranks get them, end quietly once the run is saved, and leave their exit codes in a folder. Linux only.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bigscl.processes.failures import LAUNCH_FOLDER, STOPPED
+from bigscl.processes.signals import SIGNALS
+
+POLL_SECONDS = 0.2
+SECONDS_FOR_THE_LAUNCHER = 20.0
+"""How long a launcher without ranks may wait for the launchers of other nodes; torch's would for five minutes."""
+PR_SET_PDEATHSIG = 1
+
+
+def main(words: list[str]) -> int:
+    """Run the words as a launcher, and return the exit code of its ranks; of the launcher if they left none."""
+    if not words or words[0].startswith("-"):
+        print("usage: python -m bigscl.launch accelerate launch ... -m bigscl.train CONFIG", file=sys.stderr)
+        return 2
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    with tempfile.TemporaryDirectory(prefix="bigscl-launch-") as folder:
+        environment = {**os.environ, LAUNCH_FOLDER: folder}
+        try:
+            launcher = subprocess.Popen(words, env=environment, preexec_fn=_die_with_parent)
+        except OSError as error:
+            print(f"bigscl.launch: {words[0]}: {error.strerror}. Check the launcher's name.", file=sys.stderr)
+            return 2
+        return _wait(launcher, Path(folder))
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill the launcher when this process is killed: no other signal would reach it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait(launcher: "subprocess.Popen[bytes]", folder: Path) -> int:
+    """Pass signals on until the launcher ends."""
+    stopped_at: float | None = None
+    while launcher.poll() is None:
+        arrived = signal.sigtimedwait(SIGNALS, POLL_SECONDS)
+        codes = _codes(folder)
+        if arrived is not None and not codes:
+            _kill_all(folder)
+            launcher.wait()
+            name = signal.Signals(arrived.si_signo).name
+            print(f"bigscl.launch: stopped by {name} before training began.", file=sys.stderr)
+            return STOPPED
+        for rank in [rank for rank, code in codes.items() if code is None and arrived is not None]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, arrived.si_signo)
+        if {*codes.values()} == {STOPPED}:
+            stopped_at = stopped_at or time.monotonic()
+            if time.monotonic() - stopped_at > SECONDS_FOR_THE_LAUNCHER:
+                launcher.kill()
+    return _exit_code(_codes(folder), launcher.returncode)
+
+
+def _codes(folder: Path) -> dict[int, int | None]:
+    """Return the exit code of each rank by its process id; None if it has not ended, or not by itself."""
+    texts = {int(file.name): file.read_text() for file in folder.iterdir()}
+    return {rank: int(text) if text else None for rank, text in texts.items()}
+
+
+def _exit_code(codes: dict[int, int | None], launcher: int) -> int:
+    """Return the code of a rank that failed, else that of ranks that stopped, else the launcher's."""
+    ended = {*codes.values()}
+    if failed := [code for code in ended if code not in (None, 0, STOPPED)]:
+        return min(failed)
+    if STOPPED in ended and None not in ended:
+        return STOPPED
+    return launcher if launcher >= 0 else 128 - launcher
+
+
+def _kill_all(folder: Path) -> None:
+    """Kill every process that was started under this launcher, those included that left its group."""
+    mark, found = os.fsencode(f"{LAUNCH_FOLDER}={folder}\0"), True
+    while found:
+        found = False
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if mark in file.read_bytes():
+                    os.kill(int(file.parent.name), signal.SIGKILL)
+                    found = True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
