@@ -1,7 +1,7 @@
-"""A launcher that ends as its run does: `python -m bigscl.launch accelerate launch ... -m bigscl.train CONFIG`.
+"""A launcher that ends as its run does: `python -m bigscl.launch accelerate launch ... -m bigscl.train ...`.
 
 Launchers turn every exit code of a rank into 1, print tracebacks when they are told to end, and do not know
-SIGUSR1. So this process receives the signals: the launcher, which is started with them blocked, sees none, the
+SIGUSR1. So this process receives the signals. The launcher is started with them blocked and sees none. The
 ranks get them, end quietly once the run is saved, and leave their exit codes in a folder. Linux only.
 """
 
@@ -20,12 +20,12 @@ from bigscl.processes.signals import SIGNALS
 
 POLL_SECONDS = 0.2
 SECONDS_FOR_THE_LAUNCHER = 20.0
-"""How long a launcher without ranks may wait for the launchers of other nodes; torch's would for five minutes."""
+"""How long a launcher whose ranks have stopped may wait for those of other nodes; torch's would for 300 s."""
 PR_SET_PDEATHSIG = 1
 
 
 def main(words: list[str]) -> int:
-    """Run the words as a launcher, and return the exit code of its ranks; of the launcher if they left none."""
+    """Run the words as a launcher; return the exit code of its ranks, or the launcher's if they left none."""
     if not words or words[0].startswith("-"):
         print("usage: python -m bigscl.launch accelerate launch ... -m bigscl.train CONFIG", file=sys.stderr)
         return 2
@@ -51,20 +51,26 @@ def _wait(launcher: "subprocess.Popen[bytes]", folder: Path) -> int:
     while launcher.poll() is None:
         arrived = signal.sigtimedwait(SIGNALS, POLL_SECONDS)
         codes = _codes(folder)
-        if arrived is not None and not codes:
-            _kill_all(folder)
-            launcher.wait()
-            name = signal.Signals(arrived.si_signo).name
-            print(f"bigscl.launch: stopped by {name} before training began.", file=sys.stderr)
-            return STOPPED
-        for rank in [rank for rank, code in codes.items() if code is None and arrived is not None]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, arrived.si_signo)
+        if arrived is not None:
+            number = signal.Signals(arrived.si_signo)
+            if not codes:
+                return _end_early(launcher, folder, number)
+            for rank in [rank for rank, code in codes.items() if code is None]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, number)
         if {*codes.values()} == {STOPPED}:
             stopped_at = stopped_at or time.monotonic()
             if time.monotonic() - stopped_at > SECONDS_FOR_THE_LAUNCHER:
                 launcher.kill()
     return _exit_code(_codes(folder), launcher.returncode)
+
+
+def _end_early(launcher: "subprocess.Popen[bytes]", folder: Path, number: signal.Signals) -> int:
+    """End everything at a signal while no rank is there to receive it."""
+    _kill_all(folder)
+    launcher.wait()
+    print(f"bigscl.launch: stopped by {number.name} before training began.", file=sys.stderr)
+    return STOPPED
 
 
 def _codes(folder: Path) -> dict[int, int | None]:

@@ -24,7 +24,8 @@ def command(
     """Ask a run to finish its step, commit, save and exit with code 0, wherever it runs.
 
     The request is a file in the run's folder, which all nodes share: it works where a signal does not reach
-    the ranks, or would kill the launcher. If the run is not training, its next start removes the file.
+    the ranks, or would kill the launcher. No scheduler starts a run again that ended with code 0. If the run
+    is not training, its next start removes the file.
     Exit code 1 if the run is not saved within --wait seconds.
 
     Example: bigscl stop runs/imagenet_resnet50_scl --wait 300

@@ -125,13 +125,14 @@ def without_main_module() -> Iterator[None]:
 
 
 def obey_parent_only(worker: int) -> None:
-    """Make a loader worker ignore SIGINT, and SIGTERM unless its parent sent it.
+    """Make a loader worker ignore SIGINT and SIGUSR1, and SIGTERM unless its parent sent it.
 
-    Batch systems send SIGTERM to all processes of a job, launchers repeat it to the process group of a rank,
-    and a terminal sends SIGINT to all. The trainer then finishes its step and saves, for which it needs its
-    workers: one that dies raises an error in the trainer's main thread, even in the middle of a commit.
+    Batch systems send SIGTERM or SIGUSR1 to all processes of a job, launchers repeat SIGTERM to the process
+    group of a rank, and a terminal sends SIGINT to all. The trainer then finishes its step and saves, for
+    which it needs its workers: one that dies raises an error in its main thread, even in mid-commit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_await_parent, args=(os.getppid(),), name="signals", daemon=True).start()
 

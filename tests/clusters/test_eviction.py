@@ -98,9 +98,15 @@ def whole(tmp_path_factory, shards):
     return config.with_suffix("")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("evicted", [0, 1])
-@pytest.mark.parametrize("launcher", [accelerate, torchrun])
+@pytest.mark.parametrize(
+    ("launcher", "evicted", "number"),
+    [
+        (accelerate, 0, signal.SIGUSR1),
+        (accelerate, 1, signal.SIGTERM),
+        (torchrun, 0, signal.SIGTERM),
+        (torchrun, 1, signal.SIGUSR1),
+    ],
+)
 def test_signal_to_one_of_two_launchers_stops_both_with_one_code(
     tmp_path, shards, whole, launcher, evicted, number
 ):

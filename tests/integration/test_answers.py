@@ -5,6 +5,7 @@ import pytest
 
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
+from bigscl.processes.failures import STOPPED
 from bigscl.processes.ranks import SingleProcess
 from bigscl.store import Answered, HeatmapStore
 from bigscl.training.checkpoint import Checkpoints
@@ -54,7 +55,7 @@ def stopped(tmp_path_factory, shards, answers):
     append_answers(folder / "answers.jsonl", answers[:FIRST])
     config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), model=MODEL)
     with Running(config.with_suffix(""), config, environment={"STOP_AT_BATCH": "3"}) as running:
-        assert running.wait(120) == 0, running.output
+        assert running.wait(120) == STOPPED, running.output
     return config
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bigscl.processes.failures import STOPPED
+
 ROOT = Path(__file__).parent.parent.parent
 LISTEN = """
 import multiprocessing, os, queue, signal, sys, time
@@ -133,7 +135,7 @@ with interrupts.Interrupts():
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     code, _, errors = end_of(process)
-    assert code == 128 + number
+    assert code == STOPPED
     assert errors == f"bigscl.train: stopped by {number.name} before training began.\n"
 
 

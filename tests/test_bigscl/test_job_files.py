@@ -1,13 +1,14 @@
 """Job files of Slurm, Kubernetes and SkyPilot start the launcher with options that it takes.
 
 The schedulers' own commands are small scripts here: `srun` runs its command once for each node, and
-`accelerate` prints what it was called with.
+`accelerate` prints what it was called with. tests/clusters has a real Slurm.
 """
 
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -18,19 +19,27 @@ from accelerate.commands.launch import launch_command_parser
 
 from bigscl.config import load_config
 from bigscl.config.packaged import packaged_files
+from bigscl.processes.failures import STOPPED
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 PROGRAMS = {
     "accelerate": 'echo "called $*" >> "$CALLS"; [ -z "${SLOW:-}" ] || sleep 30',
-    "scontrol": '[ "$1" = show ] && echo "node-a" || echo "scontrol $*" >> "$CALLS"',
+    "scontrol": """
+        case "$1 $2" in
+            "show hostnames") echo "node-a" ;;
+            "show job") echo "   JobState=${STATE:-RUNNING} Reason=None" ;;
+            *) echo "scontrol $*" >> "$CALLS" ;;
+        esac
+    """,
     "srun": """
-        echo $$ > "$CALLS.srun"
         while [ "${1#--}" != "$1" ]; do echo "srun $1" >> "$CALLS"; shift; done
         for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" & done
-        trap 'kill -TERM $(jobs -p)' TERM
-        wait; wait
+        trap 'kill -USR1 $(jobs -p)' USR1
+        wait -n; code=$?
+        [ $code -lt 128 ] || { wait -n; code=$?; }
+        exit $code
     """,
-    "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
 }
 
 
@@ -43,20 +52,25 @@ def call(tmp_path):
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(0o755)
 
-    def run(words, stop_with=None, **environment):
+    def run(words, stop_with=None, code=0, **environment):
         variables = {**os.environ, **environment, "CALLS": str(calls)}
-        variables["PATH"] = f"{programs}:{os.environ['PATH']}"
+        variables["PATH"] = f"{programs}:{PATH}"
         running = subprocess.Popen(words, env=variables, start_new_session=True)
         if stop_with is not None:
             while not calls.exists() or "called" not in calls.read_text():
                 time.sleep(0.01)
             running.send_signal(stop_with)
-        assert running.wait(20) == 0
+        assert running.wait(40) == code
         lines = calls.read_text().splitlines()
         launched = [line.removeprefix("called launch ").split() for line in lines if "called" in line]
         return launched, [line for line in lines if "called" not in line]
 
     return run
+
+
+@pytest.fixture
+def config():
+    return CONFIGS / "quickstart_scl.yaml"
 
 
 def parsed(words):
@@ -70,9 +84,9 @@ SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_CPUS_
 @pytest.mark.parametrize(
     ("nodes", "gpus", "multi"), [(1, 1, False), (1, 8, True), (2, 8, True), (2, 1, True)]
 )
-def test_slurm_starts_one_launcher_per_node_with_all_its_cores(call, nodes, gpus, multi):
+def test_slurm_starts_one_launcher_per_node_with_all_its_cores(call, config, nodes, gpus, multi):
     launched, others = call(
-        ["bash", CONFIGS / "slurm" / "train.sbatch", "config.yaml", "--data.batch_size", "32"],
+        ["bash", CONFIGS / "slurm" / "train.sbatch", config, "--data.batch_size", "32"],
         SLURM_NNODES=str(nodes),
         SLURM_GPUS_ON_NODE=str(gpus),
         **SLURM,
@@ -84,22 +98,33 @@ def test_slurm_starts_one_launcher_per_node_with_all_its_cores(call, nodes, gpus
         assert (each.main_process_ip, each.main_process_port) == ("node-a", 20123)
         assert each.module
         assert [each.training_script, *each.training_script_args] == [
-            "bigscl.train", "config.yaml", "--data.batch_size", "32",
+            "bigscl.train", str(config), "--data.batch_size", "32",
         ]  # fmt: skip
     assert "srun --cpus-per-task=96" in others
 
 
-@pytest.mark.parametrize("how", [signal.SIGUSR1, signal.SIGTERM])
-def test_slurm_job_that_is_asked_to_stop_stops_the_step_and_is_queued_again(call, how):
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_slurm_job_that_is_asked_to_stop_is_queued_again_unless_it_was_cancelled(call, config, state):
     _, others = call(
-        ["bash", CONFIGS / "slurm" / "train.sbatch", "config.yaml"],
-        stop_with=how,
+        ["bash", CONFIGS / "slurm" / "train.sbatch", config],
+        stop_with=signal.SIGUSR1,
+        code=STOPPED,
         SLURM_NNODES="1",
         SLURM_GPUS_ON_NODE="2",
         SLOW="1",
+        STATE=state,
         **SLURM,
     )
-    assert others[-2:] == ["scancel --signal=TERM 123.0", "scontrol requeue 123"]
+    assert ("scontrol requeue 123" in others) == (state == "RUNNING")
+
+
+def test_slurm_job_without_its_config_starts_no_node(tmp_path):
+    words = ["bash", CONFIGS / "slurm" / "train.sbatch", tmp_path / "nosuch.yaml"]
+    variables = {**os.environ, "PATH": PATH}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "nosuch.yaml" in done.stderr
 
 
 def test_kubernetes_pods_are_the_machines_of_one_launcher(call):
@@ -108,7 +133,9 @@ def test_kubernetes_pods_are_the_machines_of_one_launcher(call):
     (container,) = pod["containers"]
     given = {each["name"]: each["value"] for each in container["env"]}
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(given["NUM_MACHINES"])
-    assert int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    codes, disruptions = job["spec"]["podFailurePolicy"]["rules"]
+    assert codes["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [STOPPED]}
+    assert codes["action"] == disruptions["action"] == "Ignore"
     launched, _ = call([*container["command"], *container["args"]], JOB_COMPLETION_INDEX="1", **given)
     options = parsed(launched[0])
     assert (options.num_machines, options.num_processes, options.machine_rank) == (2, 16, 1)

@@ -38,7 +38,7 @@ def start_worker():
 
 def test_signals_of_others_leave_a_worker_alive_and_its_parent_ends_it():
     worker = start_worker()
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
         code = f"import os; os.kill({worker.pid}, {int(number)})"
         subprocess.run([sys.executable, "-S", "-c", code], check=True)
     os.kill(worker.pid, signal.SIGINT)
