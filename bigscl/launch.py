@@ -80,13 +80,16 @@ def _codes(folder: Path) -> dict[int, int | None]:
 
 
 def _exit_code(codes: dict[int, int | None], launcher: int) -> int:
-    """Return the code of a rank that failed, else that of ranks that stopped, else the launcher's."""
-    ended = {*codes.values()}
-    if failed := [code for code in ended if code not in (None, 0, STOPPED)]:
-        return min(failed)
-    if STOPPED in ended and None not in ended:
+    """Return the code of a rank that stopped, else of one that failed, else the launcher's.
+
+    A rank may stop so early that the others only see that it is gone, and fail.
+    """
+    if STOPPED in codes.values():
+        if launcher:
+            print("bigscl.launch: the run was stopped. Resume with the same command.", file=sys.stderr)
         return STOPPED
-    return launcher if launcher >= 0 else 128 - launcher
+    failed = [code for code in codes.values() if code]
+    return min(failed) if failed else launcher if launcher >= 0 else 128 - launcher
 
 
 def _kill_all(folder: Path) -> None:

@@ -29,7 +29,7 @@ SIGNALS_OF_JOBS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """Signals that batch systems, launchers and terminals send to all processes of a job."""
 
 
-SOCKETS = "bigscl-"
+SOCKETS = "bigscl-sockets-"
 """How the names of the folders begin that hold the sockets of workers."""
 NEW_SECONDS = 60.0
 """A folder younger than this may belong to a process that is about to lock it."""

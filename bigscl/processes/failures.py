@@ -83,7 +83,7 @@ def leave(code: int) -> NoReturn:
     Destroying NCCL's group, as an ordinary exit does, waits for ranks that wait for this one. Forked workers
     have the sockets of the group open: the other ranks see that this one is gone when they are gone, too.
     """
-    code = end_in_launch(code)
+    end_in_launch(code)
     for worker in multiprocessing.active_children():
         worker.kill()
     for stream in (sys.stdout, sys.stderr):

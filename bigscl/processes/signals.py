@@ -106,7 +106,7 @@ class Interrupts:
                 if number in SIGNALS:
                     self._receive(signal.Signals(number))
             if self._asked and (seconds := self._silence()) >= SILENT_SECONDS:
-                self._exit(130, self._wording.stuck.format(seconds=seconds))
+                self._exit(STOPPED, self._wording.stuck.format(seconds=seconds))
             if self._launcher_is_gone():
                 self._exit(1, f"the launcher (process {self._parent}) is gone. {self._wording.launcher_gone}")
 

@@ -105,7 +105,7 @@ with interrupts.Interrupts() as listening:
     wait_for_ever()
 """)
     )
-    assert (code, output) == (130, ["waits", "asked"])
+    assert (code, output) == (STOPPED, ["waits", "asked"])
     assert "no batch has come for" in errors
     assert "without saving" in errors
 

@@ -124,11 +124,12 @@ def test_a_process_that_ends_or_is_killed_leaves_no_worker_and_no_folder(sockets
 
 
 def test_folders_of_jobs_that_were_killed_whole_are_removed_at_the_next_start(sockets):
-    left, new, used = (sockets / f"bigscl-{name}" for name in ("left", "new", "used"))
-    for folder in (left, new, used):
+    left, new, used = (sockets / f"bigscl-sockets-{name}" for name in ("left", "new", "used"))
+    somebodys = sockets / "bigscl-experiments"
+    for folder in (left, new, used, somebodys):
         folder.mkdir()
         (folder / "listener-x").touch()
-    for folder in (left, used):
+    for folder in (left, used, somebodys):
         os.utime(folder, (0, 0))
     held = workers._lock(used)
     try:
@@ -137,7 +138,7 @@ def test_folders_of_jobs_that_were_killed_whole_are_removed_at_the_next_start(so
         subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     finally:
         os.close(held)
-    assert set(sockets.iterdir()) == {new, used}
+    assert set(sockets.iterdir()) == {new, used, somebodys}
 
 
 def test_a_silent_loader_is_named_once_and_again_after_twice_as_long(monkeypatch, caplog):
