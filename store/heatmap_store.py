@@ -15,7 +15,7 @@ from bigscl.store.answered import Answered, answered_shard, with_answers
 from bigscl.store.arrays import ArrayGroup, describe_group
 from bigscl.store.backends import Backend, open_backend
 from bigscl.store.closing import Closing
-from bigscl.store.compact import check_top, compact_rows, compacted_group, rewritten_group
+from bigscl.store.compact import check_top, compact_rows, compacted_group
 from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.layout import annotated_mask, free_slot
 from bigscl.store.lease import Lease
@@ -43,7 +43,7 @@ from bigscl.store.snapshots import (
     unpack,
     with_versions,
 )
-from bigscl.store.spec import Array, Codec, GroupSpec, Layout, Rows, StoreSpec
+from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 from bigscl.store.waiting import POLL_SECONDS, Check, nothing
@@ -409,25 +409,6 @@ class HeatmapStore(StoreReader, Closing):
         check_top(self.annotations, top)
         group = compacted_group(self._arrays.spec, self._snapshot.generation, top, slots, codec)
         return self._rewrite(group, self._compacted, self._snapshot.attributes, progress)
-
-    def add_counts(
-        self,
-        counts: Callable[[int, Rows], Array],
-        attributes: Mapping[str, Any],
-        progress: Callable[[int], None] = lambda done: None,
-    ) -> Snapshot:
-        """Add the visits of heatmap cells to a store that did not count them, as one new snapshot.
-
-        `counts` gives those of a shard, whose rows it gets. Until the commit the store is as it was;
-        `drop_snapshots` then deletes the old arrays.
-        """
-        self._check_writable()
-        group = replace(rewritten_group(self._arrays.spec, self._snapshot.generation), counts=True)
-
-        def counted(group: GroupSpec, shard: int, rows: Rows) -> Rows:
-            return replace(rows, counts=counts(shard, rows))
-
-        return self._rewrite(group, counted, attributes, progress)
 
     def _rewrite(
         self,

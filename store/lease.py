@@ -43,10 +43,8 @@ class Holder:
     """When that process started, as the kernel counts it: a pid alone may have been given to another."""
     since: float
     token: str
-    machine: str = ""
+    machine: str
     """Boot and pid namespace of the holder: the same host name elsewhere says nothing about its pid."""
-    beats: int = 0
-    """Written by earlier revisions, which counted their beats here."""
 
     def __str__(self) -> str:
         with contextlib.suppress(ValueError, OverflowError, OSError):
@@ -69,8 +67,7 @@ class Holder:
             started=fields.text("started"),
             since=fields.number("since"),
             token=fields.text("token"),
-            machine=fields.text("machine") if "machine" in fields else "",
-            beats=fields.integer("beats", 0) if "beats" in fields else 0,
+            machine=fields.text("machine"),
         )
 
     @classmethod
@@ -144,20 +141,16 @@ def is_dead(backend: Backend, holder: Holder, patience_seconds: float) -> bool:
     here = holder.host == socket.gethostname() and holder.machine and holder.machine == this_machine()
     if here:
         return process_start(holder.pid) != holder.started
-    first = _sign_of_life(backend, holder)
+    first = backend.read(holder.beat_key)
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
         time.sleep(min(1.0, patience_seconds / 10))
         seen = read_holder(backend)
         if seen is None or seen.token != holder.token:
             return seen is None
-        if _sign_of_life(backend, seen) != first:
+        if backend.read(seen.beat_key) != first:
             return False
     return True
-
-
-def _sign_of_life(backend: Backend, holder: Holder) -> tuple[int, bytes | None]:
-    return holder.beats, backend.read(holder.beat_key)
 
 
 class Lease:

@@ -1,7 +1,7 @@
 """`bigscl repair`: reset the damaged rows of a store, so that its run can resume."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,6 @@ from bigscl.store import (
     Problem,
     Snapshot,
     read_holder,
-    shard_bytes,
     verify,
 )
 from bigscl.tools.damage import Source, damaged_rows, repaired_shard
@@ -31,8 +30,7 @@ from bigscl.tools.opening import (
     run_folder,
 )
 from bigscl.tools.passes import pass_over
-from bigscl.tools.progress import progress
-from bigscl.tools.text import counted, size, spans, tell
+from bigscl.tools.text import counted, spans, tell
 from bigscl.user_error import UserError
 
 MAX_LINES = 20
@@ -60,12 +58,6 @@ def command(
         Path | None,
         typer.Option(help="Folder of the run that uses the store. Default: the folder that contains it."),
     ] = None,
-    looks: Annotated[
-        bool,
-        typer.Option(
-            "--looks", help="Count the looks of heatmap cells, in a store of a revision that did not."
-        ),
-    ] = False,
     apply: Apply = False,
     *,
     source: DataFlags,
@@ -78,16 +70,10 @@ def command(
     rows stay. The repaired state is a new snapshot, and the checkpoint refers to it. Exit code 1 if there is
     damage and --apply is not given.
 
-    --looks draws the views of all visits again, by the seed and crops in the config of the run, and writes
-    how often each heatmap cell was seen: readers then show heatmaps without their initial values.
-
     Example: bigscl repair runs/imagenet --apply
     """
     opened = open_store(store, None, storage)
     folder = _run_folder(store, run)
-    if looks:
-        _count_looks(store, opened, folder, source, storage, apply=apply, as_json=as_json)
-        return
     report = examine(store, storage, opened.snapshots(), checkpoints_by_snapshot(folder))
     facts = _facts(opened, report)
     if apply and report.shards:
@@ -197,76 +183,6 @@ def _resume_from(snapshot: int, checkpoints: list[str], folder: Path | None) -> 
 def _name_snapshot(path: Path, snapshot: int) -> None:
     """Point a checkpoint to another snapshot, by replacing its file atomically."""
     write_sealed(path, {**read_sealed(path, "Nothing was changed in it."), "snapshot": snapshot})
-
-
-def _count_looks(
-    store: str,
-    opened: HeatmapStore,
-    folder: Path | None,
-    source: DataFlags,
-    storage: StorageFlags,
-    *,
-    apply: bool,
-    as_json: bool,
-) -> None:
-    """Write the looks of all heatmap cells as a new snapshot, and let the checkpoints of the old one name it.
-
-    If it is interrupted before a checkpoint is changed, the old snapshot still exists: run it again.
-    """
-    from bigscl.config import load_config
-    from bigscl.tools.looks import Looks
-
-    if folder is None:
-        raise UserError("--looks: needs the config.yaml of the run that used the store. Give --run FOLDER.")
-    checkpoints = checkpoints_by_snapshot(folder)
-    others = [one.id for one in opened.snapshots()]
-    target = _newest(store, others, checkpoints)
-    others.remove(target)
-    at = open_store(store, target, storage)
-    group, written = at.group, sum(slot >= 0 for slot in at.snapshot.slots)
-    missing = not group.counts and group.layout != "scores" and written > 0
-    facts: dict[str, Any] = {
-        "url": at.backend.url,
-        "snapshot": target,
-        "checkpoints": checkpoints.get(target, []),
-        "missing": missing,
-        "bytes_needed_meanwhile": written * shard_bytes(at.spec, replace(group, counts=True)) * missing,
-        "applied": apply and missing,
-    }
-    if facts["applied"]:
-        config = load_config(folder / "config.yaml")
-        data = source.need("--apply", store, at.spec.fingerprint)
-        count = Looks(config=config, index=data.index, heatmap_size=at.spec.heatmap_size).of_shard
-        attributes = {**at.snapshot.attributes, "momentum": config.store.momentum}
-        with (
-            HeatmapStore.open(
-                locate(store),
-                annotations=data.annotations,
-                mode="w",
-                snapshot=target,
-                run=at.snapshot.run,
-                options=storage.options,
-            ) as writer,
-            progress("counting looks", written, "shards") as advance,
-        ):
-            new = writer.add_counts(count, attributes, lambda done: advance(1, f"shard {done} of {written}"))
-            _resume_from(new.id, facts["checkpoints"], folder)
-            writer.drop_snapshots(keep=others)
-            facts["written_as"] = new.id
-    tell(facts, _looks_text(facts), as_json)
-
-
-def _looks_text(facts: dict[str, Any]) -> str:
-    at = _named(facts["snapshot"], facts["checkpoints"])
-    if not facts["missing"]:
-        return f"{facts['url']}: {at} has the looks of its heatmaps, or has no heatmaps; nothing to do"
-    if facts["applied"]:
-        return f"{facts['url']}: {at} has the looks of its heatmaps now, as snapshot {facts['written_as']}"
-    return (
-        f"{facts['url']}: {at} does not have the looks of its heatmaps\n"
-        f"  rewriting it with them needs {size(facts['bytes_needed_meanwhile'])} more while it runs\n"
-        f"  nothing was changed. Add --apply to do it."
-    )
 
 
 def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:

@@ -22,11 +22,6 @@ from bigscl.user_error import UserError
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILES = (".pt", ".pth", ".safetensors")
-MOVED = {
-    "bigscl.smallnet": "bigscl.models.smallnet",
-    "tools.lite0": "bigscl.models.lite0",
-}
-"""Modules that configs of earlier revisions name, and where they are now."""
 # Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")
 RESERVED_ARGUMENTS = {"num_classes", "weights", "pretrained"}
@@ -203,7 +198,7 @@ def import_callable(path: str) -> Callable[..., Any]:
         # `python -m` has the current directory on the path, the `bigscl` command has not.
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(MOVED.get(module_name, module_name)), name)
+        found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"backbone: cannot import {path!r} ({error}). Expected 'package.module:callable', importable "

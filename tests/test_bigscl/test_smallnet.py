@@ -20,8 +20,3 @@ def test_model_by_name_has_maps_of_6_by_6_whose_mean_is_the_networks_answer():
     prediction = model.eval()(images, maps=True)
     assert prediction.logit_map.shape == (2, 10, 6, 6)
     torch.testing.assert_close(prediction.logit_map.mean((2, 3)), model.network(images))
-
-
-def test_configs_of_earlier_revisions_find_the_network_where_it_was():
-    model = build_model("bigscl.smallnet:small_resnet", num_classes=10)
-    assert isinstance(model.network, type(small_resnet(10)))

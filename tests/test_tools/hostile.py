@@ -302,7 +302,7 @@ LEASE = {
     "started": "",
     "since": 0.0,
     "token": "t",
-    "beats": 3,
+    "machine": "",
 }
 RUN_FILES = ("config.yaml", "checkpoints/step-00000030/progress.json")
 

@@ -69,7 +69,7 @@ def test_a_silent_holder_on_another_host_is_dead(run):
         "started": "",
         "since": 0.0,
         "token": "t",
-        "beats": 3,
+        "machine": "",
     }
     (run / "store" / KEY).write_text(json.dumps(holder))
     assert bigscl("unlock", run, "--patience", 0.2, "--json").json()["dead"]
