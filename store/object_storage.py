@@ -3,13 +3,14 @@
 Endpoints, credentials and the settings of the client are decided here, for stores and tars alike.
 """
 
+import base64
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from bigscl.store.errors import StoreError
 from bigscl.store.retries import Credentials
@@ -186,7 +187,12 @@ def _azure_connection() -> dict[str, str | None]:
 def _http(location: Location, settings: dict[str, Any]) -> Any:
     from obstore.store import HTTPStore
 
-    return HTTPStore.from_url(with_secret(location.url), **settings)
+    parts = urlsplit(with_secret(location.url))
+    user, at, host = parts.netloc.rpartition("@")
+    if at:  # The client would leave them out of its requests.
+        login = b"Basic " + base64.b64encode(unquote_to_bytes(user))
+        settings["client_options"]["default_headers"] = {"Authorization": login}
+    return HTTPStore.from_url(parts._replace(netloc=host).geturl(), **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
