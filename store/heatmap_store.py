@@ -149,9 +149,7 @@ class HeatmapStore(StoreReader, Closing):
         if annotations is not None:
             check_fingerprint(backend, spec, annotations)
         if mode == "r":
-            log = SnapshotLog(backend)
-            wanted = log.read(log.newest() if snapshot is None else snapshot)
-            return cls(backend, spec, wanted, annotations, transport=transport)
+            return cls._open_reader(backend, spec, snapshot, annotations, transport)
         if annotations is None:
             raise UserError(f"{backend.url}: writing needs the annotations the store was made for")
         leases: list[Lease] = []
@@ -178,6 +176,26 @@ class HeatmapStore(StoreReader, Closing):
             retained=retained,
             run=run,
         )
+
+    @classmethod
+    def _open_reader(
+        cls,
+        backend: Backend,
+        spec: StoreSpec,
+        snapshot: int | None,
+        annotations: Annotations | None,
+        transport: Transport | None,
+    ) -> Self:
+        log = SnapshotLog(backend)
+        wanted = log.newest() if snapshot is None else snapshot
+        while True:
+            try:
+                return cls(backend, spec, log.read(wanted), annotations, transport=transport)
+            except StoreError:
+                # A writer may have dropped the newest since it was listed, and its array group with it.
+                before = wanted
+                if snapshot is not None or (wanted := log.newest()) == before:
+                    raise
 
     def close(self) -> None:
         """Release the lease. What was not committed is lost."""

@@ -167,6 +167,26 @@ def test_reader_notices_that_its_snapshot_was_dropped(place, annotations):
             reader.read(ids)
 
 
+@pytest.mark.parametrize("moment", ["newest", "read"])
+def test_opening_while_a_writer_drops_gets_the_newest_snapshot(place, annotations, monkeypatch, moment):
+    make(place, annotations)
+    url, options = place
+    ask, tops = getattr(SnapshotLog, moment), [3, 4]
+
+    def ask_before_a_drop(log, *number):
+        found = ask(log, *number)
+        if log is not store._log and tops:
+            store.compact(tops.pop())
+            store.drop_snapshots()
+        return found
+
+    with open_for_writing(place, annotations) as store:
+        monkeypatch.setattr(SnapshotLog, moment, ask_before_a_drop)
+        reader = HeatmapStore.open(url, options=options)
+        assert not tops
+        assert reader.snapshot.id == store.snapshot.id
+
+
 @pytest.mark.parametrize("layout", ["dense", "scores"])
 def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotations, layout):
     make(place, annotations, layout=layout, counts=layout == "dense")

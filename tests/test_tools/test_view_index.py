@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -266,23 +267,20 @@ def test_interrupted_build_leaves_nothing_that_is_taken_for_an_index(run, tmp_pa
     assert not left.exists()
 
 
-def test_builds_at_once_make_one_whole_index(run, tmp_path):
+def test_builds_at_once_make_one_whole_index(run, tmp_path, monkeypatch):
     store, data = opened(run)
-    failures = []
+    rename, together = index_building._rename, threading.Barrier(4)
 
-    def build():
-        try:
-            assert build_index(tmp_path / "cache", store, data).complete
-        except Exception as error:
-            failures.append(error)
+    def rename_together(unfinished, whole):
+        together.wait(30)
+        rename(unfinished, whole)
 
-    threads = [threading.Thread(target=build) for _ in range(3)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not failures
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    monkeypatch.setattr(index_building, "_rename", rename_together)
+    with ThreadPoolExecutor(4) as pool:
+        for cache in (tmp_path / str(number) for number in range(8)):
+            made = list(pool.map(lambda _, cache=cache: build_index(cache, store, data), range(4)))
+            assert all(one.complete for one in made)
+            assert len(list(cache.iterdir())) == 1
 
 
 def test_damaged_index_is_made_again(run, tmp_path):

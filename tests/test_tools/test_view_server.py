@@ -22,7 +22,7 @@ from bigscl.data.index import load_index
 from bigscl.data.reader import read_encoded
 from bigscl.data.scan import scan
 from bigscl.data.views import RandomCrop
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.questions import Questions
 from bigscl.tools.viewer import open_run
@@ -608,6 +608,26 @@ def test_training_that_drops_the_shown_snapshot_is_followed(run, index):
         assert found.status == 200, found.body
         assert found.json()["snapshot"] >= site.runs[0].index.snapshot
         assert site.ask("/api/samples").status == 200
+
+
+def test_requests_at_once_follow_a_training_that_dropped_the_shown_snapshot(run, index, monkeypatch):
+    peek = HeatmapStore.peek
+
+    def peek_beside_another_request(store, ids):
+        try:
+            return peek(store, ids)
+        except StoreError:
+            site.runs[0].reopen()
+            raise
+
+    monkeypatch.setattr(HeatmapStore, "peek", peek_beside_another_request)
+    with serving(run) as site:
+        with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="x") as store:
+            learn(store, index, 3, 1.0, np.random.default_rng(0))
+            store.drop_snapshots(keep=[])
+        found = site.ask("/api/sample?row=2")
+        assert found.status == 200, found.body
+        assert found.json()["snapshot"] == store.snapshot.id
 
 
 def test_damaged_chunk_is_an_error_on_the_page_not_the_end_of_it(run):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.data.sources import Unreadable
 from bigscl.files import free_bytes
-from bigscl.store import Array, HeatmapStore, Rows, StoreError, read_holder
+from bigscl.store import Array, Rows, StoreError, read_holder
 from bigscl.text import printable
 from bigscl.tools.choosing import next_epoch
 from bigscl.tools.halves import to_float32
@@ -190,7 +190,7 @@ class Api:
 
     def _items(self, run: OpenRun, pairs: Array) -> list[dict[str, Any]]:
         ids = pairs["row"].astype(np.int64)
-        rows = _peek(run, run.store, ids)
+        rows = run.read(lambda store: store.peek(ids))
         maps = (
             None if rows.heatmaps is None else to_bytes(rows.heatmaps_of(np.arange(len(ids)), pairs["class"]))
         )
@@ -211,9 +211,9 @@ class Api:
     def _sample(self, parameters: Parameters) -> Reply:
         run = self._run(parameters)
         row = self._row(parameters, run)
-        store = run.at(parameters.optional_integer("at", 0, 2**40))
         ids, index = np.array([row]), run.data.index
-        rows = _peek(run, store, ids)
+        at = parameters.optional_integer("at", 0, 2**40)
+        store, rows = run.read(lambda store: (store, store.peek(ids)), at)
         facts: dict[str, Any] = {
             "row": row,
             "key": printable(index.key(row)),
@@ -240,7 +240,7 @@ class Api:
         """Scores of a sample's classes after each epoch; of tracked samples with heatmaps."""
         run = self._run(parameters)
         row = self._row(parameters, run)
-        tracked = run.store.history(row)
+        tracked = run.read(lambda store: store.history(row))
         epochs = {
             epoch: {
                 "scores": {number: float(rows.scores[0, number]) for number in _shown(rows)},
@@ -348,18 +348,6 @@ class Api:
         if self._sizes.get(run.name, (None,))[0] != at:
             self._sizes[run.name] = at, bytes_by_array(list(run.store.backend.sizes("")))
         return self._sizes[run.name][1]
-
-
-def _peek(run: OpenRun, store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:
-    """Return the rows of these samples; of the newest snapshot, if a training has dropped the one shown."""
-    try:
-        return store.peek(ids)
-    except StoreError:
-        before = run.store.snapshot.id
-        run.reopen()
-        if store.snapshot.id != before or run.store.snapshot.id == before:
-            raise
-        return run.store.peek(ids)
 
 
 def _shown(rows: Rows) -> list[int]:

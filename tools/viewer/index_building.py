@@ -8,7 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -316,23 +316,23 @@ def _new_folder(folder: Path, name: str) -> Iterator[Path]:
 
 def _rename(unfinished: Path, whole: Path) -> None:
     """Give a folder its name, unless another process has made the same index meanwhile."""
-    if not (whole / HEAD).exists():
-        shutil.rmtree(whole, ignore_errors=True)
-        try:
+    try:
+        unfinished.rename(whole)
+    except OSError:
+        # Only what has no head may go: the other process reads its index by now.
+        if not (whole / HEAD).exists():
+            shutil.rmtree(whole, ignore_errors=True)
             unfinished.rename(whole)
-        except OSError:
-            if not (whole / HEAD).exists():
-                raise
 
 
 def _remove_old(folder: Path, keep: str) -> None:
     """Remove indexes of older snapshots but the newest, and what a killed build left a day ago."""
     ours = [one for one in folder.iterdir() if NAME.fullmatch(one.name.lstrip(".").partition(".")[0])]
     whole = sorted((one for one in ours if NAME.fullmatch(one.name) and one.name != keep), reverse=True)
-    left = [
-        one
-        for one in ours
-        if one.name.startswith(".") and time.time() - one.stat().st_mtime > SECONDS_OF_A_BUILD
-    ]
-    for one in [*whole[INDEXES_KEPT - 1 :], *left]:
+    for one in whole[INDEXES_KEPT - 1 :]:
         shutil.rmtree(one, ignore_errors=True)
+    for one in ours:
+        # Another process may give it its name meanwhile.
+        with suppress(FileNotFoundError):
+            if one.name.startswith(".") and time.time() - one.stat().st_mtime > SECONDS_OF_A_BUILD:
+                shutil.rmtree(one, ignore_errors=True)

@@ -5,9 +5,10 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bigscl.config import Config
 
 logger = logging.getLogger(__name__)
+Read = TypeVar("Read")
 
 LARGEST_SHARE = 0.01
 """Share of the time that is spent on indexes of a running training: a pass reads its whole store."""
@@ -53,7 +55,7 @@ class OpenRun:
         self.data: Data = places.source.need("view", self._url, opened.spec.fingerprint)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
-        self.store: HeatmapStore = open_store(self._url, opened.snapshot.id, places.storage, self.data)
+        self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
         self.config = _config_of(self.folder)
         self._cache = places.cache or _default_cache(self.folder, locate(self._url))
         self._lock = threading.Lock()
@@ -65,10 +67,26 @@ class OpenRun:
         self._against: dict[str, Against] = {}
         self._comparing: threading.Thread | None = None
 
-    def at(self, snapshot: int | None) -> HeatmapStore:
-        """Return the store at one of its retained snapshots, or the one that is shown."""
-        if snapshot is None or snapshot == self.store.snapshot.id:
-            return self.store
+    def read(self, work: Callable[[HeatmapStore], Read], snapshot: int | None = None) -> Read:
+        """Return what is read of this snapshot, or of the one that is shown.
+
+        If a training drops the latter meanwhile, the newest is read, and shown from then on.
+        """
+        if snapshot is not None and snapshot != self.store.snapshot.id:
+            return work(self.at(snapshot))
+        for _ in range(TRIES - 1):
+            store = self.store
+            try:
+                return work(store)
+            except StoreError:
+                self.reopen()
+                # Not so if another request has reopened it at the same time.
+                if self.store is store:
+                    raise
+        return work(self.store)
+
+    def at(self, snapshot: int) -> HeatmapStore:
+        """Return the store at one of its retained snapshots."""
         return open_store(self._url, snapshot, self._storage, self.data)
 
     def follow(self) -> None:
@@ -102,19 +120,15 @@ class OpenRun:
         return self.index.snapshot != self.store.snapshot.id and waited * LARGEST_SHARE >= self.index.seconds
 
     def _build(self) -> None:
-        for left in reversed(range(TRIES)):
-            try:
-                found = open_index(self._cache, self.store)
-                self.index = found or build_index(self._cache, self.store, self.data, self._advance)
-                break
-            except StoreError:
-                # A training may have dropped the snapshot during the pass.
-                before = self.store.snapshot.id
-                self.reopen()
-                if not left or self.store.snapshot.id == before:
-                    raise
-            finally:
-                self.progress = None
+        try:
+            self.index = self.read(
+                lambda store: (
+                    open_index(self._cache, store)
+                    or build_index(self._cache, store, self.data, self._advance)
+                )
+            )
+        finally:
+            self.progress = None
         self._built = time.monotonic()
 
     def _advance(self, done: int, total: int) -> None:
