@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.command_line import AsJson
-from bigscl.data.answers import Answer, append_answers, now, read_answers
+from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.evaluation.asking import By
 from bigscl.text import printable
 from bigscl.tools.answer_files import Asked, Format, label_studio_view, read_answered, write_questions
@@ -107,12 +107,12 @@ class Session:
     """A person who answers questions; every answer is on the disk before the next question comes."""
 
     def __init__(self, questions: Questions, path: Path, who: str, snapshot: str) -> None:
-        self.questions, self.path, self.who, self.snapshot = questions, path, who, snapshot
+        self.questions, self.file, self.who, self.snapshot = questions, AnswersFile(path), who, snapshot
         self.answered: list[tuple[Question, bool]] = []
 
     def answer(self, given: "Sequence[tuple[Question, bool]]") -> None:
         """Save answers, and let the queue hear them."""
-        append_answers(self.path, [self._line(question, yes) for question, yes in given])
+        self.file.append([self._line(question, yes) for question, yes in given])
         for question, yes in given:
             self.questions.hear(question, yes)
         self.answered += given
@@ -122,7 +122,7 @@ class Session:
         if not self.answered:
             return None
         question, _ = self.answered.pop()
-        append_answers(self.path, [self._line(question, None)])
+        self.file.append([self._line(question, None)])
         self.questions.forget(question)
         return question
 
@@ -134,7 +134,7 @@ class Session:
 
 
 def _ask(session: Session, count: int) -> None:
-    print(f"{KEYS}; answers go to {printable(str(session.path))}")
+    print(f"{KEYS}; answers go to {printable(str(session.file.path))}")
     again: Question | None = None
     while len(session.answered) < count:
         question = again or next(iter(session.questions.next(1)), None)
@@ -156,7 +156,8 @@ def _ask(session: Session, count: int) -> None:
                 print(f"  {KEYS}")
                 again = question
     yes = sum(one for _, one in session.answered)
-    print(f"{counted(len(session.answered), 'answer')}, {yes} of them yes, in {printable(str(session.path))}")
+    told = counted(len(session.answered), "answer")
+    print(f"{told}, {yes} of them yes, in {printable(str(session.file.path))}")
 
 
 def _asked(question: Question, number: int, count: int) -> str:
@@ -198,15 +199,18 @@ def _import(source: Path, path: Path, who: str, data: Data) -> tuple[dict[str, A
     from bigscl.data.answered import match_answers
     from bigscl.data.answers import standing_answers
 
-    found = read_answered(source, Asked(who=who, when=now()))
+    given = Asked(who=who, when=now())
+    found = read_answered(source, given)
     # Names that the shards do not have are refused before anything is added.
     match_answers(data.labelled, standing_answers(found), source)
-    standing = read_answers(path).standing
+    file = AnswersFile(path)
     # An answer without a time of its own is new each time; said again by the same person it changes nothing.
-    known = {(pair, one.who, one.yes) for pair, one in standing.items()}
-    new = append_answers(path, [one for one in found if (one.pair, one.who, one.yes) not in known])
-    facts = {"answers": len(found), "new": new, "file": str(path)}
-    return facts, f"{source}: {counted(len(found), 'answer')}, {new} of them new in {path}"
+    known = {(pair, one.who, one.yes) for pair, one in file.read().standing.items()}
+    new = [one for one in found if (one.pair, one.who, one.yes) not in known]
+    dated = [one for one in new if one.when != given.when]
+    num_new = file.append(dated, dated=True) + file.append(one for one in new if one not in dated)
+    facts = {"answers": len(found), "new": num_new, "file": str(path)}
+    return facts, f"{source}: {counted(len(found), 'answer')}, {num_new} of them new in {path}"
 
 
 def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any], str]:
@@ -224,10 +228,10 @@ def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any],
         "answers": len(session.answered),
         "found": found,
         "refuted": refuted,
-        "file": str(session.path),
+        "file": str(session.file.path),
     }
     told = (
-        f"{session.path}: {counted(len(session.answered), 'answer')} of the full labels: "
+        f"{session.file.path}: {counted(len(session.answered), 'answer')} of the full labels: "
         f"{counted(found, 'missing positive')} found, {counted(refuted, 'label')} refuted"
     )
     return facts, told

@@ -3,7 +3,9 @@
 A line is `{"key": ..., "class": ..., "yes": true, "who": ..., "when": ..., "snapshot": ...}`. `yes` is true
 or false; null withdraws what the same person said before. Of one person the latest answer counts, of several
 people the latest of theirs, by `when`: so the order of lines is free, files may be joined, and a line that
-occurs twice counts once. A key is that of a sample in its shard, or `shard/key`, as in a file of labels.
+occurs twice counts once. An answer that is given while the clock is behind one about the same pair in the
+file is written with the moment after that. A key is that of a sample in its shard, or `shard/key`, as in a
+file of labels.
 Our lines end in `crc32`, the digest of their values; those of other programs may have none.
 """
 
@@ -11,11 +13,12 @@ import fcntl
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from bigscl.files import BadFile, naming, sync
 from bigscl.store import SEAL, seal, seal_fault
@@ -37,6 +40,7 @@ FIELDS = {
 """The fields of a line, and their names in an Answer."""
 Pair = tuple[str, str]
 """Key and class name."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +90,151 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def append_answers(path: Path, answers: Iterable[Answer]) -> int:
-    """Add the answers that the file does not have yet, synced when this returns; return how many those are.
+class AnswersFile:
+    """A file of answers, whose lines are parsed once; any number of processes may read it and add to it."""
 
-    Any number of processes may do so at once. Lines that killed writers left incomplete stay apart.
-    """
-    lines = [line.encode() for line in dict.fromkeys(_checked(answer).to_line() for answer in answers)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with naming(path), path.open("ab+", buffering=0) as file:
-        # The kernel gives the lock back when a writer is killed. It guards the look before the write.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        before = file.read()
-        there = set(before.split(b"\n"))
-        missing = [line for line in lines if line not in there]
-        torn = before and not before.endswith(b"\n")
-        data = b"".join(line + b"\n" for line in missing)
-        _write_all(file.fileno(), b"\n" + data if torn and data else data)
-        os.fsync(file.fileno())
-    if is_new:
-        sync(path.parent)
-    return len(missing)
+    # Invariant: `_said` has the answers in the first `_num_bytes` bytes, which end with a line, and `_tail`,
+    # an answer after them whose end of line is not there yet.
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._state: tuple[int, ...] | None = None
+        self._num_bytes = self._num_lines = self._crc = 0
+        self._said: dict[Pair, list[Answer]] = {}
+        self._tail: Answer | None = None
+        self._torn: list[int] = []
+        self._warned: list[int] = []
+        self._standing: dict[Pair, Answer] = {}
+        self._others: dict[Pair, list[Answer]] = {}
+        self._answers = Answers(standing={})
+
+    def read(self) -> Answers:
+        """Return what the file says, nothing if it does not exist; BadFile names a line that is no answer."""
+        with naming(self.path):
+            try:
+                file = self.path.open("rb", buffering=0)
+            except FileNotFoundError:
+                self._forget()
+                return self._answers
+            with file:
+                return self._follow(file)
+
+    def append(self, answers: Iterable[Answer], *, dated: bool = False) -> int:
+        """Add answers that the file does not have yet, synced when this returns; return how many those are.
+
+        They are given now, and count more than those before; `dated` ones were given at their `when`. A line
+        that is no answer is BadFile before anything is added. Lines that killed writers left incomplete stay
+        apart.
+        """
+        given = [_checked(answer) for answer in answers]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        with naming(self.path), self.path.open("ab+", buffering=0) as file:
+            # The kernel gives the lock back when a writer is killed. It guards the look before the write.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            self._follow(file)
+            missing = self._missing(given, dated)
+            data = b"".join(answer.to_line().encode() + b"\n" for answer in missing)
+            is_torn = self._num_bytes < os.fstat(file.fileno()).st_size
+            _write_all(file.fileno(), b"\n" + data if is_torn and data else data)
+            os.fsync(file.fileno())
+        if is_new:
+            sync(self.path.parent)
+        return len(missing)
+
+    def _missing(self, given: Iterable[Answer], dated: bool) -> list[Answer]:
+        """Return those answers that the file does not have, with moments after those they count more than."""
+        missing: list[Answer] = []
+        added: dict[Pair, list[Answer]] = {}
+        for answer in given:
+            before = [*self._said.get(answer.pair, ()), *added.get(answer.pair, ())]
+            if answer not in before:
+                missing.append(answer if dated else _after(answer, before, self.path))
+                added.setdefault(answer.pair, []).append(missing[-1])
+        return missing
+
+    def _follow(self, file: IO[bytes]) -> Answers:
+        """Take up what was added to the file, or all of it if it is another one."""
+        found = os.fstat(file.fileno())
+        state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        if state != self._state:
+            self.take(file.read())
+            self._state = state
+        return self._answers
+
+    def take(self, data: bytes) -> Answers:
+        """Return what the file says if these are its bytes; those it had before are not parsed again."""
+        if zlib.crc32(memoryview(data)[: self._num_bytes]) != self._crc or len(data) < self._num_bytes:
+            self._forget()
+        try:
+            self._decide(self._parse(data))
+        except BaseException:
+            self._forget()
+            raise
+        return self._answers
+
+    def _parse(self, data: bytes) -> Iterable[Pair]:
+        """Parse the new lines; return the pairs that they are about."""
+        changed: dict[Pair, None] = {}  # in their order
+        if self._tail is not None:
+            self._said[self._tail.pair].remove(self._tail)
+            changed[self._tail.pair] = None
+        *lines, tail = data[self._num_bytes :].split(b"\n")
+        for line in lines:
+            self._num_lines += 1
+            self._add(line, self._num_lines, changed, self._torn)
+        end = len(data) - len(tail)
+        self._crc = zlib.crc32(memoryview(data)[self._num_bytes : end], self._crc)
+        self._num_bytes = end
+        torn = self._torn.copy()
+        self._tail = self._add(tail, self._num_lines + 1, changed, torn)
+        if torn and torn != self._warned:
+            shown = first_few(map(str, torn), len(torn), most=3)
+            logger.warning("%s: skipped incomplete lines of killed writers: %s", self.path, shown)
+        self._warned = torn
+        return changed
+
+    def _add(self, line: bytes, number: int, changed: dict[Pair, None], torn: list[int]) -> Answer | None:
+        if not line.strip():
+            return None
+        answer = _parsed(line, f"{self.path}: line {number}")
+        if answer is None:
+            torn.append(number)
+        else:
+            self._said.setdefault(answer.pair, []).append(answer)
+            changed[answer.pair] = None
+        return answer
+
+    def _decide(self, changed: Iterable[Pair]) -> None:
+        """Decide which of the answers about these pairs count."""
+        for pair in changed:
+            standing, others = _decided(self._said[pair])
+            _keep(self._standing, pair, standing)
+            _keep(self._others, pair, others or None)
+            _keep(self._said, pair, self._said[pair] or None)
+        # Copies: a file that grows does not change what was returned before.
+        self._answers = Answers(
+            standing=self._standing.copy(),
+            conflicts=[(one, self._standing[pair]) for pair, own in self._others.items() for one in own],
+            asked=frozenset(self._said),
+            torn=tuple(self._warned),
+        )
+
+
+def _keep(values: dict[Pair, Value], pair: Pair, value: Value | None) -> None:
+    if value is None:
+        values.pop(pair, None)
+    else:
+        values[pair] = value
+
+
+def append_answers(path: Path, answers: Iterable[Answer]) -> int:
+    """Add answers that are given now to a file, see `AnswersFile.append`."""
+    return AnswersFile(path).append(answers)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -118,45 +245,47 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 def read_answers(path: Path) -> Answers:
     """Return what the file says, nothing if it does not exist; BadFile names a line that is no answer."""
-    return parse_answers(path.read_bytes() if path.exists() else b"", path)
+    return AnswersFile(path).read()
 
 
-def parse_answers(data: bytes, path: Path) -> Answers:
-    """Return what the bytes of a file say; `path` is its name in messages."""
-    lines = data.split(b"\n")
-    found: list[Answer] = []
-    torn: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        answer = _parsed(line, f"{path}: line {number}")
-        if answer is None:
-            torn.append(number)
-        else:
-            found.append(answer)
-    if torn:
-        shown = first_few(map(str, torn), len(torn), most=3)
-        logger.warning("%s: skipped incomplete lines of killed writers: %s", path, shown)
-    return standing_answers(found, torn)
-
-
-def standing_answers(answers: Iterable[Answer], torn: Sequence[int] = ()) -> Answers:
+def standing_answers(answers: Iterable[Answer]) -> Answers:
     """Return which of these answers count."""
-    latest: dict[tuple[Pair, str], Answer] = {}
-    for answer in sorted(answers, key=lambda one: (moment(one.when), json.dumps(one.values()))):
-        latest.pop((answer.pair, answer.who), None)  # the place of a later answer is later
-        latest[answer.pair, answer.who] = answer
-    standing: dict[Pair, Answer] = {}
-    for answer in latest.values():
-        if answer.yes is not None:
-            standing[answer.pair] = answer
-    conflicts = [
-        (answer, standing[answer.pair])
-        for answer in latest.values()
-        if answer.yes is not None and answer.yes != standing[answer.pair].yes
-    ]
-    asked = frozenset(pair for pair, _ in latest)
-    return Answers(standing=standing, conflicts=conflicts, asked=asked, torn=tuple(torn))
+    found = AnswersFile(Path())
+    for answer in answers:
+        found._said.setdefault(answer.pair, []).append(answer)
+    found._decide(list(found._said))
+    return found._answers
+
+
+def _decided(answers: Sequence[Answer]) -> tuple[Answer | None, list[Answer]]:
+    """Return the answer about a pair that counts, and those of other people that differ from it."""
+    if len(answers) == 1:
+        return (answers[0] if answers[0].yes is not None else None), []
+    latest: dict[str, Answer] = {}
+    for answer in sorted(answers, key=_order):
+        latest.pop(answer.who, None)  # the place of a later answer is later
+        latest[answer.who] = answer
+    said = [answer for answer in latest.values() if answer.yes is not None]
+    return (said[-1], [one for one in said if one.yes != said[-1].yes]) if said else (None, [])
+
+
+def _order(answer: Answer) -> tuple[datetime, str]:
+    return moment(answer.when), json.dumps(answer.values())
+
+
+def _after(answer: Answer, before: Iterable[Answer], path: Path) -> Answer:
+    """Return the answer with a moment after those before it."""
+    last = max((moment(one.when) for one in before), default=None)
+    if last is None or moment(answer.when) > last:
+        return answer
+    try:
+        after = last.astimezone(UTC) + timedelta(microseconds=1)
+    except OverflowError:
+        raise BadFile(
+            f"{path}: an answer about key {printable(answer.key[:60])!r}, class "
+            f"{printable(answer.class_name[:60])!r} is of {last}, and none can be later. {LAST}"
+        ) from None
+    return replace(answer, when=after.isoformat(timespec="microseconds"))
 
 
 # Lines

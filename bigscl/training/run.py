@@ -13,7 +13,7 @@ from bigscl.config import Config, ConfigError, changed_settings, to_yaml
 from bigscl.data import sample_list
 from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.answered import match_answers, with_answered
-from bigscl.data.answers import Answers, parse_answers
+from bigscl.data.answers import Answers, AnswersFile
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.digests import write_sealed
@@ -107,7 +107,7 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
 def _read_answers(path: Path, ranks: Transport | None) -> Answers:
     """Return the answers that rank 0 finds in the file; a file that is not there yet has none."""
     read = on_rank_zero(ranks or SingleProcess(), lambda: path.read_bytes() if path.exists() else b"")
-    answers = parse_answers(read, path)
+    answers = AnswersFile(path).take(read)
     yes = sum(bool(one.yes) for one in answers.standing.values())
     logger.info("%s: %d answers, %d of them yes", path, len(answers.standing), yes)
     if answers.conflicts:

@@ -46,7 +46,7 @@ import numpy as np
 
 from bigscl.config import load_config
 from bigscl.data.answered import match_answers
-from bigscl.data.answers import parse_answers
+from bigscl.data.answers import read_answers
 from bigscl.data.index import Index
 from bigscl.evaluation.asking import By
 from bigscl.files import read_json_object, write_text
@@ -114,7 +114,7 @@ def bigscl(*words: object, threads: int | None = None) -> None:
 
 def found(path: Path, index: Index) -> int:
     """Return how many missing positives are among the answers of a file."""
-    answered = match_answers(index, parse_answers(path.read_bytes(), path), path)
+    answered = match_answers(index, read_answers(path), path)
     return int(((answered.says == 1) & ~answered.named).sum())
 
 

@@ -9,12 +9,14 @@ import sys
 import time
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.data.answers import Answer, append_answers, now, read_answers, standing_answers
+from bigscl.data import answers as module
+from bigscl.data.answers import Answer, AnswersFile, append_answers, now, read_answers, standing_answers
 from bigscl.user_error import UserError
 
 HOSTILE = [
@@ -221,6 +223,116 @@ def test_an_answer_that_could_not_be_read_again_is_not_written(tmp_path):
 def test_now_is_a_moment_that_answers_accept(tmp_path):
     append_answers(tmp_path / "a.jsonl", [replace(answer(), when=now())])
     assert len(read_answers(tmp_path / "a.jsonl").standing) == 1
+
+
+@pytest.mark.parametrize("who", ["ann", "bob"])
+@pytest.mark.parametrize("second", [0, 5])
+def test_a_corrected_answer_counts_although_the_clock_was_set_back(tmp_path, who, second):
+    path = tmp_path / "answers.jsonl"
+    append_answers(path, [answer(second=5)])
+    append_answers(path, [answer("other", second=3)])
+    corrected = answer(yes=False, who=who, second=second)
+    assert append_answers(path, [corrected]) == 1
+    assert read_answers(path).standing["a", "cat"].yes is False
+    append_answers(path, [replace(corrected, yes=None)])
+    assert read_answers(path).standing.get(("a", "cat")) == (None if who == "ann" else answer(second=5))
+    moments = [json.loads(line)["when"][17:] for line in path.read_text().splitlines()]
+    assert moments == [f"{text}+00:00" for text in ("05.000000", "03.000000", "05.000001", "05.000002")]
+
+
+def test_answers_of_one_call_count_in_their_order(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    append_answers(path, [answer(second=5), answer(yes=False, second=4)])
+    assert read_answers(path).standing["a", "cat"].yes is False
+
+
+def test_answers_that_were_given_elsewhere_keep_their_moments(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    append_answers(path, [answer(second=5)])
+    assert AnswersFile(path).append([answer(yes=False, second=4)], dated=True) == 1
+    assert read_answers(path).standing["a", "cat"] == answer(second=5)
+
+
+def test_an_answer_after_the_end_of_time_is_refused(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    append_answers(path, [replace(answer(), when="9999-12-31T23:59:59.999999-05:00")])
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="key 'a', class 'cat' is of 9999-12-31 "):
+        append_answers(path, [answer(yes=False)])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [b"hello", b"hello\n", b'{"key": "a", "class": cat}\n'])
+def test_a_bad_line_is_named_when_an_answer_is_given_and_nothing_is_added(tmp_path, bad):
+    path = tmp_path / "answers.jsonl"
+    file = AnswersFile(path)
+    file.append([answer()])
+    path.write_bytes(path.read_bytes() + bad)
+    before = path.read_bytes()
+    for one in (file, AnswersFile(path)):
+        with pytest.raises(UserError, match="line 2: "):
+            one.append([answer("b")])
+    assert path.read_bytes() == before
+    path.write_bytes(before[: -len(bad)])
+    assert file.append([answer("b")]) == 1
+    assert len(file.read().standing) == 2
+
+
+def test_lines_are_parsed_once_by_whoever_keeps_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "answers.jsonl"
+    parsed = []
+
+    def counting(line, where, parse=module._parsed):
+        parsed.append(line)
+        return parse(line, where)
+
+    append_answers(path, [answer(str(number)) for number in range(50)])
+    file = AnswersFile(path)
+    assert len(file.read().standing) == 50
+    monkeypatch.setattr(module, "_parsed", counting)
+    assert file.read() is file.read()
+    file.append([answer("mine")])
+    assert len(file.read().standing) == 51
+    assert len(parsed) == 1
+    append_answers(path, [answer("theirs")])
+    del parsed[:]
+    assert len(file.read().standing) == 52
+    file.append([answer("mine"), answer("theirs")])
+    assert len(parsed) == 1
+    path.write_text(path.read_text().replace(answer("mine").to_line(), answer("ours").to_line()))
+    assert ("ours", "cat") in file.read().standing
+    assert len(parsed) == 53, "another file is parsed from its start"
+    path.unlink()
+    assert not file.read().standing
+
+
+SAID = [("a", True, "ann", 1), ("a", False, "bob", 2), ("b", None, "ann", 0), ("a", None, "bob", 3)]
+LINES = [answer(key, yes=yes, who=who, second=second).to_line() for key, yes, who, second in SAID]
+
+
+def what_it_says(file, data):
+    """What a file of these bytes says, or what is wrong with it."""
+    try:
+        found = file.take(data)
+    except UserError as error:
+        return str(error)
+    return found.standing, found.asked, found.torn, sorted(found.conflicts, key=repr)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(LINES), st.integers(0, 200), st.sampled_from([b"\n", b""])), max_size=8
+    ),
+    st.booleans(),
+)
+def test_a_file_that_grows_says_what_it_says_when_it_is_read_at_once(parts, is_rewritten):
+    file, data = AnswersFile(Path("answers.jsonl")), b""
+    for number, (line, length, end) in enumerate(parts):
+        if is_rewritten and number == 4:
+            data = data[len(data) // 2 :]
+        data += line[:length].encode() + end
+        assert what_it_says(file, data) == what_it_says(AnswersFile(Path("answers.jsonl")), data)
 
 
 WRITER = """

@@ -188,6 +188,18 @@ def test_questions_go_out_and_answers_come_back(run, tmp_path, form):
         assert len((run / "answers.jsonl").read_text().splitlines()) == 8
 
 
+def test_an_import_of_older_answers_leaves_what_was_corrected_since(run, tmp_path):
+    path = tmp_path / "tasks.json"
+    assert bigscl("ask", run, "--count", 2, "--export", "label-studio", "-o", path).code == 0
+    fill_in("label-studio", path, [True, True])
+    (first, second) = pairs(asked(run, "--count", 2))
+    append_answers(run / "answers.jsonl", [Answer(*first, False, "eve@x", "2025-01-31T12:00:01Z")])
+    append_answers(run / "answers.jsonl", [Answer(*second, False, "eve@x", "2025-01-31T11:00:00Z")])
+    assert bigscl("ask", run, "--import", path).code == 0
+    given = read_answers(run / "answers.jsonl").standing
+    assert [given[pair].yes for pair in (first, second)] == [False, True]
+
+
 NAMES = ['"', "line\nfeed", "a,b;c", "\u2028 \U0001f408", "x" * 10_000, "={1+1}", "{key}", "  "]
 
 

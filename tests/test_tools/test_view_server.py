@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bigscl.data import answers
 from bigscl.data.answers import FILE, Answer, append_answers, now, read_answers
 from bigscl.data.index import load_index
 from bigscl.data.reader import read_encoded
@@ -526,6 +527,38 @@ def test_wrong_answers_are_refused_and_not_kept(site, folder, value):
     assert got.status == 400
     assert got.json()["error"]
     assert (file.read_bytes() if file.exists() else b"") == before
+
+
+def test_a_question_after_an_answer_parses_the_answer_only(site, folder, monkeypatch):
+    file = folder / "weak" / FILE
+    append_answers(file, [Answer("nobody", str(number), True, "ann", now()) for number in range(200)])
+    items = site.ask("/api/questions?run=1&count=2").json()["items"]
+    parsed = []
+
+    def counting(line, where, parse=answers._parsed):
+        parsed.append(where)
+        return parse(line, where)
+
+    monkeypatch.setattr(answers, "_parsed", counting)
+    for one in items:
+        value = {"run": 1, "row": one["row"], "class": one["class"], "yes": True, "who": "ann"}
+        assert site.send("/api/answers", value).status == 200
+        assert site.ask("/api/questions?run=1&count=2").status == 200
+    assert len(parsed) == len(items)
+
+
+def test_a_line_that_is_no_answer_is_named_when_one_is_given(site, folder):
+    file = folder / "topk" / FILE
+    before = file.read_bytes() if file.exists() else b""
+    (one,) = site.ask("/api/questions?run=2&count=1").json()["items"]
+    file.write_bytes(before + b"hello\n")
+    value = {"run": 2, "row": one["row"], "class": one["class"], "yes": True, "who": "ann"}
+    got = site.send("/api/answers", value)
+    assert got.status == 400
+    assert "'hello', expected an answer. Correct the line" in got.json()["error"]
+    assert file.read_bytes() == before + b"hello\n"
+    file.write_bytes(before)
+    assert site.send("/api/answers", value).status == 200
 
 
 # Runs that are not as they should be

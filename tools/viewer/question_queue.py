@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.answers import Answer, Answers, append_answers, now, read_answers
+from bigscl.data.answers import Answer, Answers, AnswersFile, now
 from bigscl.data.index import Index
 from bigscl.evaluation.asking import Pairs, chances, first_values, rank, worth
 from bigscl.store import Array
@@ -40,7 +40,7 @@ class QuestionQueue:
         self._lock = threading.Lock()
         self._skipped: set[Pair] = set()
         self._shortlist: tuple[Path, Array, Pairs] | None = None
-        self._read: dict[Path, tuple[tuple[int, int], Answers]] = {}
+        self._read: dict[Path, AnswersFile] = {}
         self._rows: dict[str, int | None] = {}
 
     def next(self, count: int) -> tuple[Array, dict[str, Any]]:
@@ -49,7 +49,7 @@ class QuestionQueue:
             index = self._run.index
             if index is None:
                 return np.empty(0, PAIR), {"progress": self._run.progress}
-            files = [self._answers(file) for file in self._files()]
+            files = [file.read() for file in self._files()]
             return self._chosen(index, self._said(files), count), self._told(files[0])
 
     def answer(self, row: int, number: int, yes: bool | None, who: str) -> None:
@@ -66,7 +66,7 @@ class QuestionQueue:
                 when=now(),
                 snapshot="" if shown is None else str(shown.snapshot),
             )
-            append_answers(self._files()[0], [given])
+            self._files()[0].append([given])
             self._rows[given.key] = row
 
     def skip(self, row: int, number: int, again: bool) -> None:
@@ -81,7 +81,10 @@ class QuestionQueue:
         closed = np.array([*said, *self._skipped], np.int64).reshape(-1, 2)
         open_ = np.flatnonzero(~np.isin(self._numbers(pairs.ids, pairs.classes), self._numbers(*closed.T)))
         told = _find(index, said)
-        yes = np.array([said[int(pair["row"]), int(pair["class"])] for pair in told], bool)
+        # The sorted numbers of what was said: there may be hundreds of thousands.
+        order = np.argsort(numbers := self._numbers(*np.array([*said], np.int64).reshape(-1, 2).T))
+        found_at = np.searchsorted(numbers, self._numbers(told["row"], told["class"]), sorter=order)
+        yes = np.array([*said.values()], bool)[order[found_at]]
         pairs, answered = pairs.take(open_), self._as_pairs(told)
         values = worth(pairs, chances(pairs, answered, yes))
         found: Array = listed[open_[rank(values, pairs, answered, most=count)]]
@@ -130,21 +133,13 @@ class QuestionQueue:
 
     # Answers
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[AnswersFile]:
         if self._run.data.labels != "observed":
             raise UserError(
                 "this run was trained with all labels (data.labels: labels): nothing is to be asked"
             )
-        return answers_files(self._run.folder, self._run.data, None)
-
-    def _answers(self, file: Path) -> Answers:
-        if not file.exists():
-            return Answers(standing={})
-        found = file.stat()
-        state = found.st_mtime_ns, found.st_size
-        if self._read.get(file, (None,))[0] != state:
-            self._read[file] = state, read_answers(file)
-        return self._read[file][1]
+        paths = answers_files(self._run.folder, self._run.data, None)
+        return [self._read.setdefault(path, AnswersFile(path)) for path in paths]
 
     def _said(self, files: list[Answers]) -> dict[Pair, bool]:
         """Return what stands for each pair; of several files the first counts."""
