@@ -4,7 +4,7 @@ import os
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
@@ -13,7 +13,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from bigscl.config.packaged import find_config
-from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, Tracker
+from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
 from bigscl.data.transforms import shorter_side
 from bigscl.method.losses import BASES, Base, Consistency, Norm
 from bigscl.method.objective import Objective
@@ -238,8 +238,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     needs = objective.needs
     if store.kind == "none" and needs.memory:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
-    if store.kind != "disk" and store.url is not None:
-        yield "store.url", f"has no effect with store.kind {store.kind}"
+    elif store.kind == "none":
+        yield from _idle_store(store)
+    if store.kind == "memory" and store.url is not None:
+        yield "store.url", "has no effect with store.kind memory"
     yield from _idle_settings(objective)
     yield from _late_starts(config)
     if needs.k and config.selection.K == "auto" and config.data.val is None:
@@ -289,6 +291,14 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "checkpoint.keep", f"{config.keep_checkpoints}, but {store.slots} slots can keep {most}{every}"
     if config.model.freeze_statistics and config.hardware.sync_batchnorm:
         yield "hardware.sync_batchnorm", "has no effect with model.freeze_statistics"
+
+
+def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of settings of a store that is not there."""
+    # The number of slots is also that of the checkpoints that are kept.
+    for name in [field.name for field in fields(store) if field.name not in ("kind", "slots")]:
+        if getattr(store, name) != getattr(StoreConfig(), name):
+            yield f"store.{name}", "has no effect with store.kind none"
 
 
 def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:

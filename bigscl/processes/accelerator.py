@@ -48,6 +48,11 @@ def start_accelerator(config: Config) -> Accelerator:
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind not in SUPPORTED:
         raise _unsupported(f"distributed_type: {kind}")
+    if config.hardware.sync_batchnorm and not cuda and kind != "NO":
+        raise UserError(
+            "hardware.sync_batchnorm: true, but this launcher's processes compute on CPUs, and torch has it "
+            "for GPUs only. Set it to false."
+        )
     return accelerator
 
 

@@ -56,11 +56,17 @@ def test_every_mistake_is_listed_with_its_dotted_path():
     assert any("'enn'" in line and "'en'" in line for line in found)
 
 
+NO_MEMORY = {"base": "an", "consistency": "none"}
+
+
 @pytest.mark.parametrize(
     ("sections", "path"),
     [
         ({"store": {"kind": "none"}}, "store.kind"),
         ({"store": {"kind": "memory", "url": "x"}}, "store.url"),
+        ({"objective": NO_MEMORY, "store": {"kind": "none", "url": "x"}}, "store.url"),
+        ({"objective": NO_MEMORY, "store": {"kind": "none", "codec": "zstd"}}, "store.codec"),
+        ({"objective": NO_MEMORY, "store": {"kind": "none", "checksum": False}}, "store.checksum"),
         ({"objective": {"consistency": "none", "norm": "l2"}}, "objective.norm"),
         ({"objective": {"smoothing": 0.3}}, "objective.smoothing"),
         ({"data": {"val": None}, "objective": {"base": "epr"}}, "selection.K"),
