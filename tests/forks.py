@@ -354,12 +354,17 @@ _servers = ExitStack()
 
 
 @functools.cache
+def started_server(*modules: str) -> ForkServer:
+    """Return the server that has imported these: started at the first call, and shared by all tests."""
+    return _servers.enter_context(ForkServer(*modules))
+
+
 def trainer_server() -> ForkServer:
-    """Return the server that has imported the trainer: started at the first call, and shared by all tests."""
-    return _servers.enter_context(ForkServer(*TRAINER_MODULES))
+    """Return the server that has imported the trainer."""
+    return started_server(*TRAINER_MODULES)
 
 
 def close_servers() -> None:
     """End the shared server, if it was started."""
     _servers.close()
-    trainer_server.cache_clear()
+    started_server.cache_clear()

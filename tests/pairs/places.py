@@ -1,0 +1,148 @@
+"""Where the tars and stores of the rows are: folders, a web server, an S3 server and an Azure server."""
+
+import csv
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bigscl.data.answers import Answer, now
+from bigscl.data.index import load_index
+from tests.forks import CREDENTIALS, free_port
+from tests.integration.runs import make_shards
+from tests.tars import web_server
+
+NUM_SHARDS = 8
+BUCKET = "pairs"
+AZURITE = "azurite-blob"
+# The account that every Azurite has; Microsoft documents it.
+AZURE = {
+    "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
+    "AZURE_STORAGE_ACCOUNT_KEY": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq"
+    "/K1SZFPTOtr/KBHBeksoGMGw==",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The shards, and the addresses of their copies."""
+
+    shards: Path
+    tars: dict[str, str]
+    """Where the tars are, by the name of the dimension's value; see `pattern`."""
+    environment: dict[str, str]
+    """Addresses and credentials of the servers."""
+
+    def pattern(self, kind: str, part: str) -> str:
+        """Return where the tars of a part (train or val) are."""
+        last = len(list(self.shards.glob(f"{part}-*.tar"))) - 1
+        return self.tars[kind].replace("PART", part).replace("LAST", f"{last:06d}")
+
+    @property
+    def missing(self) -> str:
+        """Why rows with `az` cannot be tried; empty if they can."""
+        return "" if "az" in self.tars else f"{AZURITE} is not installed: npm install -g azurite"
+
+
+def fill(folder: Path) -> None:
+    """Write shards, indexes, files of labels, and answers into a folder."""
+    make_shards(folder, train=6 * NUM_SHARDS, samples_per_shard=6, val=12)
+    for part, labels in (("train", "observed"), ("val", "labels")):
+        index = load_index(str(folder / f"{part}-*.tar"))
+        known = index.labels_of(index.ids(), labels)
+        with (folder / f"{part}.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["key", "positives"])
+            for sample, row in zip(index.ids(), known, strict=True):
+                # Other labels than those of the shards.
+                names = ";".join(index.class_names[(c + 1) % 10] for c in np.flatnonzero(row == 1))
+                rows.writerow([index.key(int(sample)), names])
+
+
+def some_answers(shards: Path) -> list[Answer]:
+    """Answers about pairs that no label names, one label that is refuted, and one that is confirmed."""
+    index = load_index(str(shards / "train-*.tar"))
+    ids = index.ids()
+    observed, full = index.labels_of(ids), index.labels_of(ids, "labels")
+    unnamed = np.random.default_rng(0).permutation(np.argwhere(observed != 1))[:10].tolist()
+    named = np.argwhere(observed == 1)[[0, -1]].tolist()
+    given = [(n, c, bool(full[n, c] == 1)) for n, c in unnamed]
+    given[1:1] = [(*named[0], False), (*named[1], True)]
+    return [Answer(index.key(int(ids[n])), index.class_names[c], yes, "ann", now()) for n, c, yes in given]
+
+
+@contextmanager
+def serve(shards: Path, scratch: Path) -> Iterator[Places]:
+    """Copies of the shards behind every kind of server."""
+    with ExitStack() as stack:
+        web = stack.enter_context(web_server(shards))
+        tars = {"folder": f"{shards}/PART-*.tar", "http": f"{web}/PART-{{000000..LAST}}.tar"}
+        environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": stack.enter_context(_s3(shards))}
+        tars["s3"] = f"s3://{BUCKET}/shards/PART-*.tar"
+        if shutil.which(AZURITE):
+            environment |= AZURE | {"AZURE_STORAGE_ENDPOINT": stack.enter_context(_azurite(shards, scratch))}
+            tars["az"] = f"az://{BUCKET}/shards/PART-*.tar"
+        yield Places(shards, tars, environment)
+
+
+@contextmanager
+def _s3(shards: Path) -> Iterator[str]:
+    """The address of an S3 server in a process of its own, with a bucket that has the shards."""
+    import boto3
+
+    port = free_port()
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(words, port):
+        client = boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{port}",
+            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            region_name=CREDENTIALS["AWS_REGION"],
+        )
+        client.create_bucket(Bucket=BUCKET)
+        for tar in shards.glob("*.tar"):
+            client.upload_file(str(tar), BUCKET, f"shards/{tar.name}")
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def _azurite(shards: Path, scratch: Path) -> Iterator[str]:
+    """The address of an Azure server, with a container that has the shards."""
+    from azure.storage.blob import BlobServiceClient
+
+    port = free_port()
+    place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(scratch / "azurite")]
+    with _running([AZURITE, "--silent", "--skipApiVersionCheck", *place], port):
+        address = f"http://127.0.0.1:{port}/{AZURE['AZURE_STORAGE_ACCOUNT_NAME']}"
+        account = BlobServiceClient(address, credential=AZURE["AZURE_STORAGE_ACCOUNT_KEY"])
+        container = account.create_container(BUCKET)
+        for tar in shards.glob("*.tar"):
+            container.upload_blob(f"shards/{tar.name}", tar.read_bytes())
+        yield address
+
+
+@contextmanager
+def _running(words: list[str], port: int, seconds: float = 60.0) -> Iterator[None]:
+    """A server that listens on a port of this machine, until the end of the block."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        else:
+            raise AssertionError(f"{words[0]} did not start: exit code {process.poll()}")
+        yield
+    finally:
+        process.kill()
+        process.wait()
