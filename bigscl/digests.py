@@ -7,7 +7,8 @@ All are CRC-32, of the bytes as they are written: 0.2 s per GB. Small JSON files
 import io
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,6 +86,22 @@ def check_beside(path: Path, remedy: str) -> None:
             digests = read_sealed(beside, remedy).get(FILES, {})
             if path.name in digests:
                 check_file(path, head, digests[path.name], remedy)
+
+
+def folder_faults(folder: Path, head: str, remedy: str) -> Iterator[str]:
+    """Yield what is wrong with a folder of files and the sealed file with their digests."""
+    digests: dict[str, Any] = {}
+    yield from fault_of(lambda: digests.update(read_sealed(folder / head, remedy).get(FILES, {})))
+    for name in digests:
+        yield from fault_of(partial(check_file, folder / name, head, digests[name], remedy))
+
+
+def fault_of(check: Callable[[], object]) -> Iterator[str]:
+    """Yield what keeps a file from being read, if anything does."""
+    try:
+        check()
+    except (BadFile, FileNotFoundError) as error:
+        yield str(error)
 
 
 # Arrays

@@ -19,7 +19,7 @@ from typing import Self
 
 from bigscl.store.backends import Backend, check_creates_once
 from bigscl.store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
-from bigscl.store.fields import Fields
+from bigscl.store.fields import Fields, seal
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class Holder:
 
     def to_bytes(self) -> bytes:
         """The lease file's content."""
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(seal(asdict(self))).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, place: str = KEY) -> Self:
         """The holder in a lease file, checked."""
-        fields = Fields.parse(data, place, REMEDY)
+        fields = Fields.parse(data, place, REMEDY).sealed()
         return cls(
             run=fields.text("run"),
             host=fields.text("host"),

@@ -9,23 +9,21 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.files import read_json_object
+from bigscl.digests import read_sealed
+from bigscl.files import BadFile
 from bigscl.store import (
     Annotations,
     HeatmapStore,
     IndexMismatch,
     Snapshot,
     StorageOptions,
-    seal_fault,
 )
 from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bigscl.config import DataConfig, StoreConfig
+    from bigscl.config import DataConfig, ObservedConfig, StoreConfig
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
@@ -96,24 +94,28 @@ class DataFlags:
     def find(self, store: str, fingerprint: str) -> Data | None:
         """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
         from bigscl.data.index import load_index
-        from bigscl.data.training_labels import training_labels
 
-        settings = _data_settings(store)
+        settings = _data_settings(store, needed=self.shards is None)
         patterns = self.shards or (None if settings is None else settings.train)
         if patterns is None:
             return None
         file = self.index
         if file is None and self.shards is None and settings is not None:
             file = settings.train_index
-        for labelled, labels in _labellings(load_index(patterns, file), settings):
-            annotations = labelled.annotations(labels)
+        index = load_index(patterns, file)
+        if settings is not None and settings.labels_file is not None:
+            from bigscl.data.labels_file import with_training_labels
+
+            index = with_training_labels(index, settings.labels_file)
+        for candidate, labels in _labellings(index, None if settings is None else settings.observed):
+            annotations = candidate.annotations(labels)
             if annotations.fingerprint == fingerprint:
                 answers = None if settings is None else settings.answers
                 return Data(
-                    index=training_labels(labelled, labels, answers).index,
+                    index=_answered(candidate, answers),
                     labels=labels,
                     annotations=annotations,
-                    labelled=labelled,
+                    labelled=candidate,
                     answers=answers,
                 )
         raise IndexMismatch(
@@ -156,14 +158,11 @@ def locate(store: str) -> str:
 
 
 def _store_settings(folder: Path) -> "StoreConfig | None":
-    """Return the store section of the config in the folder of a run; None if there is no usable one."""
-    from bigscl.config import ConfigError, load_config
+    """Return the store section of the config in the folder of a run; None if there is none."""
+    from bigscl.config import load_config
 
     file = folder / "config.yaml"
-    try:
-        return load_config(file).store if file.is_file() else None
-    except (ConfigError, OSError):
-        return None
+    return load_config(file).store if file.is_file() else None
 
 
 def with_snapshot(place: str) -> tuple[str, int | None]:
@@ -192,22 +191,33 @@ def open_store(
     )
 
 
-def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
-    """Yield every set of labels that a run may have taken from these shards, that of its config first."""
-    from bigscl.data.training_labels import with_given_labels
+def _labellings(index: "Index", drawn: "ObservedConfig | None") -> "list[tuple[Index, Labels]]":
+    """Return every set of observed labels that a run may have taken from these shards."""
+    from bigscl.data.annotator import with_drawn_labels
 
-    if settings is not None:
-        index = with_given_labels(index, settings.labels_file, None)
-        if settings.observed is not None and index.labels is not None:
-            drawn = with_given_labels(index, None, settings.observed, allow_pipe=settings.allow_pipe)
-            yield drawn, "observed"
-    yield index, "observed"
+    found: list[tuple[Index, Labels]] = [(index, "observed")]
     if index.labels is not None:
-        yield index, "labels"
+        found.append((index, "labels"))
+        if drawn:
+            found.append((with_drawn_labels(index, drawn), "observed"))
+    return found
 
 
-def _data_settings(store: str) -> "DataConfig | None":
-    """Return the data section of the config that the store's run saved; None if there is no usable one."""
+def _answered(index: "Index", answers: Path | None) -> "Index":
+    """Return the labels of an index with the answers that people have given so far."""
+    if answers is None:
+        return index
+    from bigscl.data.answered import match_answers, with_answered
+    from bigscl.data.answers import read_answers
+
+    return with_answered(index, match_answers(index, read_answers(answers), answers))
+
+
+def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":
+    """Return the data section of the config that the store's run saved; None without a run.
+
+    A config that cannot be read is an error if it is needed, else a warning.
+    """
     from bigscl.config import ConfigError, load_data_settings
 
     folder = run_folder(store)
@@ -216,6 +226,8 @@ def _data_settings(store: str) -> "DataConfig | None":
     try:
         return load_data_settings(folder / "config.yaml")
     except ConfigError as error:
+        if needed:
+            raise ConfigError(f"{error}. Or give --shards") from None
         logger.warning("%s. Its data settings are ignored", " ".join(str(error).split()))
         return None
 
@@ -224,10 +236,12 @@ def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
     """Return the names of a run's checkpoints by the snapshot from which each of them resumes."""
     found: dict[int, list[str]] = {}
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
-        values = read_json_object(file) or {}
-        snapshot = values.get("snapshot")
-        # A run does not resume from a damaged one, either.
-        if isinstance(snapshot, int) and seal_fault(values) is None:
+        try:
+            snapshot = read_sealed(file, "A run does not resume from it.").get("snapshot")
+        except BadFile as error:
+            logger.warning("%s", error)
+            continue
+        if isinstance(snapshot, int):
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
 

@@ -4,12 +4,17 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from bigscl.command_line import AsJson
+from bigscl.config import ConfigError
+from bigscl.digests import METRICS, PROGRESS, fault_of, folder_faults, read_array, read_sealed
+from bigscl.files import BadFile as BadInput
+from bigscl.folders import find_folder
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
@@ -24,9 +29,10 @@ from bigscl.store import (
     stored_bytes,
     verify,
 )
-from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store, run_folder
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, size, tell
+from bigscl.training.score_log import FOLDER, REMEDY, WHAT
 
 MAX_LINES = 20
 
@@ -62,6 +68,8 @@ def command(
 ) -> None:
     """Check checksums, ranges, visit stamps, class ids, history and index. Exit code 1 if there are problems.
 
+    In the folder of a run also its config, answers, checkpoints, best weights and kept scores.
+
     Example: bigscl verify runs/quickstart --all
     """
     opened = open_store(store, snapshot, storage)
@@ -70,7 +78,9 @@ def command(
     try:
         data = source.find(store, opened.spec.fingerprint)
     except IndexMismatch as error:
-        findings.append(Finding(snapshot=None, where="index", samples=(), reason=str(error)))
+        findings += _of_files([("index", str(error))])
+    except (ConfigError, BadInput) as error:
+        findings += _of_files([("data", str(error))])
     started = time.perf_counter()
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
@@ -78,6 +88,7 @@ def command(
         findings += _check_cuts(one)
         findings += _check_shards(one, threads, checked)
     findings += _of_files(history_faults(opened.backend, opened.spec))
+    findings += _of_files(("run", fault) for fault in _run_faults(run_folder(store)))
     seconds = time.perf_counter() - started
     facts = {
         "url": opened.backend.url,
@@ -96,6 +107,21 @@ def command(
 
 def _of_files(faults: Iterable[tuple[str, str]]) -> list[Finding]:
     return [Finding(snapshot=None, where=where, samples=(), reason=reason) for where, reason in faults]
+
+
+def _run_faults(folder: Path | None) -> Iterator[str]:
+    """Yield what is wrong with the files of a run that a resume, an evaluation or an audit reads."""
+    if folder is None:
+        return
+    copy = "Restore it from a copy."
+    for checkpoint in sorted(folder.glob("checkpoints/step-*")):
+        yield from folder_faults(checkpoint, PROGRESS, copy)
+    if (best := find_folder(folder / "best")).exists():
+        yield from folder_faults(best, METRICS, copy)
+    for file in sorted(folder.glob(f"{FOLDER}/*/epoch-*.npy")):
+        yield from fault_of(partial(read_array, file, WHAT, REMEDY))
+    if (identity := folder / "run.json").exists():
+        yield from fault_of(partial(read_sealed, identity, "The next start of the run writes it again."))
 
 
 class _Checked:

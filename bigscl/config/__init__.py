@@ -11,6 +11,7 @@ from bigscl.config.reading import (
     make_objective,
     parse_yaml,
     to_yaml,
+    with_digest,
 )
 from bigscl.config.schema import (
     CheckpointConfig,
@@ -40,4 +41,5 @@ __all__ = [
     "make_objective",
     "parse_yaml",
     "to_yaml",
+    "with_digest",
 ]

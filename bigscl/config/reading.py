@@ -1,7 +1,9 @@
 """Read configs from YAML files and command lines, and report all their mistakes at once."""
 
 import os
+import re
 import reprlib
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -62,14 +64,36 @@ def load_data_settings(path: Path) -> DataConfig:
 def _read(path: Path) -> dict[str, Any]:
     """Return the sections of a YAML file."""
     try:
-        text = path.read_text()
+        data = path.read_bytes()
+        text = data.decode()
     except (OSError, ValueError) as error:
         hint = ". `bigscl configs` lists those that come with bigscl" if not os.path.exists(path) else ""
         raise ConfigError(f"{printable(str(path))}: cannot be read: {reason_of(error)}{hint}") from error
+    _check_digest(data, path)
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected sections with settings, found {type(values).__name__}")
     return values
+
+
+DIGEST = re.compile(rb"# crc32 ([0-9a-f]{8}) of the lines below")
+
+
+def with_digest(text: str) -> str:
+    """Return a YAML text after a comment with its CRC-32, which a reader of the file compares."""
+    crc = zlib.crc32(text.encode())
+    return f"# crc32 {crc:08x} of the lines below; remove this line if you edit them\n{text}"
+
+
+def _check_digest(data: bytes, path: Path) -> None:
+    """Raise ConfigError if a file has a digest, and its lines have another."""
+    first, _, rest = data.partition(b"\n")
+    found, said = f"{zlib.crc32(rest):08x}", DIGEST.match(first)
+    if said and said[1].decode() != found:
+        raise ConfigError(
+            f"{printable(str(path))}: damaged or edited: its lines have the CRC-32 {found}, its first line "
+            f"says {said[1].decode()}. Restore it from a copy; if you edited it, remove that line"
+        )
 
 
 def parse_yaml(text: str, source: str) -> Any:

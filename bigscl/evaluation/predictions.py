@@ -2,6 +2,8 @@
 
 # Shapes: n images, L classes, R best classes of an image.
 
+import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.files import BadFile, parsing
 from bigscl.folders import atomic_folder
+from bigscl.store import SEAL
 from bigscl.user_error import UserError
 
 NUM_RANKED = 10
@@ -89,6 +92,16 @@ class SavedPredictions:
             keys = group.create_array("keys", shape=(len(self.keys),), dtype="str")
             keys[:] = np.array(self.keys, dtype=object)
             group.attrs.update({"class_names": list(self.class_names), "about": self.about})
+            group.attrs[SEAL] = self.digest()
+
+    def digest(self) -> str:
+        """Return the CRC-32 of all values."""
+        crc = zlib.crc32(json.dumps([self.keys, self.class_names, self.about], sort_keys=True).encode())
+        for name in ARRAYS:
+            if (values := getattr(self, name)) is not None:
+                crc = zlib.crc32(f"{name} {values.dtype} {values.shape}".encode(), crc)
+                crc = zlib.crc32(np.ascontiguousarray(values).data, crc)
+        return f"{crc:08x}"
 
 
 def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> SavedPredictions:
@@ -174,6 +187,8 @@ def _load_group(path: Path) -> SavedPredictions:
             about=dict(attributes["about"]),
         )
         _check(saved)
+        if (found := saved.digest()) != attributes.get(SEAL):
+            raise UserError(f"damaged: its values have the digest {found}, it says {attributes.get(SEAL)}")
     return saved
 
 

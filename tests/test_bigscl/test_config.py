@@ -15,6 +15,7 @@ from bigscl.config import (
     load_data_settings,
     make_config,
     to_yaml,
+    with_digest,
 )
 from bigscl.config.reference import all_settings, commented_yaml, settings_page
 
@@ -361,3 +362,18 @@ def test_a_tracker_that_is_not_installed_is_refused_where_it_would_track(monkeyp
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     with pytest.raises(ConfigError, match=r"log.trackers: tensorboard is not installed"):
         make_config(values(), to_train=True)
+
+
+# The digest of a saved config
+
+
+def test_damaged_or_edited_config_of_a_run_is_refused_until_its_first_line_is_removed(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(with_digest(to_yaml(make_config({**values(), "seed": 1}))))
+    assert load_config(path).seed == 1
+    path.write_text(path.read_text().replace("seed: 1", "seed: 3"))
+    for read in (load_config, load_data_settings):
+        with pytest.raises(ConfigError, match=r"config\.yaml: damaged or edited: .*remove that line"):
+            read(path)
+    path.write_text(path.read_text().partition("\n")[2])
+    assert load_config(path).seed == 3

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, seal
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import LeaseHeld
 from bigscl.store.lease import Holder, Lease, break_lease, read_holder
@@ -46,7 +46,7 @@ def test_the_lease_of_a_killed_process_is_taken_over(tmp_path):
 def leave_lease_of_another_host(backend):
     Lease.acquire(backend, "elsewhere").release()
     who = {"run": "elsewhere", "host": "other-host", "pid": 1, "started": "1", "machine": "other-boot"}
-    backend.replace("lease.json", json.dumps({**who, "since": 0.0, "token": "t"}).encode())
+    backend.replace("lease.json", json.dumps(seal({**who, "since": 0.0, "token": "t"})).encode())
 
 
 def test_a_holder_on_another_host_is_dead_when_its_heart_stands_still(tmp_path):

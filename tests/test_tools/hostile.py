@@ -20,6 +20,7 @@ import typer
 import yaml
 
 from bigscl.command_line import with_options
+from bigscl.store import seal
 from bigscl.tools.cli import VERBS
 
 HUGE = "9" * 30
@@ -360,7 +361,7 @@ def wrong_fields() -> dict[str, Callable[[World], Path]]:
 def _copy(world: World) -> Path:
     target = world.scratch() / "run"
     shutil.copytree(world.run, target)
-    (target / "store" / "lease.json").write_text(json.dumps(LEASE))
+    (target / "store" / "lease.json").write_text(json.dumps(seal(LEASE)))
     return target
 
 

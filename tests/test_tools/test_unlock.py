@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bigscl.store import HeatmapStore
+from bigscl.store import HeatmapStore, seal
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import KEY, read_holder
 from tests.test_tools.conftest import bigscl
@@ -71,7 +71,7 @@ def test_a_silent_holder_on_another_host_is_dead(run):
         "token": "t",
         "machine": "",
     }
-    (run / "store" / KEY).write_text(json.dumps(holder))
+    (run / "store" / KEY).write_text(json.dumps(seal(holder)))
     assert bigscl("unlock", run, "--patience", 0.2, "--json").json()["dead"]
 
 
