@@ -23,7 +23,9 @@ from bigscl.user_error import UserError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from bigscl.config import DataConfig, ObservedConfig, StoreConfig
+    from collections.abc import Iterator
+
+    from bigscl.config import DataConfig, StoreConfig
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
@@ -94,6 +96,7 @@ class DataFlags:
     def find(self, store: str, fingerprint: str) -> Data | None:
         """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
         from bigscl.data.index import load_index
+        from bigscl.data.training_labels import training_labels
 
         settings = _data_settings(store, needed=self.shards is None)
         patterns = self.shards or (None if settings is None else settings.train)
@@ -102,20 +105,15 @@ class DataFlags:
         file = self.index
         if file is None and self.shards is None and settings is not None:
             file = settings.train_index
-        index = load_index(patterns, file)
-        if settings is not None and settings.labels_file is not None:
-            from bigscl.data.labels_file import with_training_labels
-
-            index = with_training_labels(index, settings.labels_file)
-        for candidate, labels in _labellings(index, None if settings is None else settings.observed):
-            annotations = candidate.annotations(labels)
+        for labelled, labels in _labellings(load_index(patterns, file), settings):
+            annotations = labelled.annotations(labels)
             if annotations.fingerprint == fingerprint:
                 answers = None if settings is None else settings.answers
                 return Data(
-                    index=_answered(candidate, answers),
+                    index=training_labels(labelled, labels, answers).index,
                     labels=labels,
                     annotations=annotations,
-                    labelled=candidate,
+                    labelled=labelled,
                     answers=answers,
                 )
         raise IndexMismatch(
@@ -191,26 +189,18 @@ def open_store(
     )
 
 
-def _labellings(index: "Index", drawn: "ObservedConfig | None") -> "list[tuple[Index, Labels]]":
-    """Return every set of observed labels that a run may have taken from these shards."""
-    from bigscl.data.annotator import with_drawn_labels
+def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
+    """Yield every set of labels that a run may have taken from these shards, that of its config first."""
+    from bigscl.data.training_labels import with_given_labels
 
-    found: list[tuple[Index, Labels]] = [(index, "observed")]
+    if settings is not None:
+        index = with_given_labels(index, settings.labels_file, None)
+        if settings.observed is not None and index.labels is not None:
+            drawn = with_given_labels(index, None, settings.observed, allow_pipe=settings.allow_pipe)
+            yield drawn, "observed"
+    yield index, "observed"
     if index.labels is not None:
-        found.append((index, "labels"))
-        if drawn:
-            found.append((with_drawn_labels(index, drawn), "observed"))
-    return found
-
-
-def _answered(index: "Index", answers: Path | None) -> "Index":
-    """Return the labels of an index with the answers that people have given so far."""
-    if answers is None:
-        return index
-    from bigscl.data.answered import match_answers, with_answered
-    from bigscl.data.answers import read_answers
-
-    return with_answered(index, match_answers(index, read_answers(answers), answers))
+        yield index, "labels"
 
 
 def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":

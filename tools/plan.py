@@ -102,9 +102,8 @@ def _data(
 
 def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
-    from bigscl.data.annotator import with_drawn_labels
-    from bigscl.data.index import load_index
     from bigscl.training.expectation import Expectation, expectation, positives_per_image
+    from bigscl.training.run import open_labels, open_val
 
     k = config.selection.K
     if not config.objective.needs.k or (samples is not None and k == "auto"):
@@ -115,14 +114,11 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
         return asdict(
             Expectation(positives_per_image=float(k), annotated=samples, total=total, num_samples=samples)
         )
-    data = config.data
-    train = load_index(data.train, data.train_index)
-    if data.observed is not None:
-        train = with_drawn_labels(train, data.observed, allow_pipe=data.allow_pipe)
-    val = load_index(data.val, data.val_index) if k == "auto" and data.val is not None else None
-    found = positives_per_image(config, val)
+    labels = open_labels(config.data)
+    found = positives_per_image(config, open_val(config.data) if k == "auto" else None)
     assert found is not None
-    return asdict(expectation(found, train.annotations(data.labels).counts(), train.num_samples))
+    counts = labels.annotations.counts()
+    return asdict(expectation(found, labels.counts(), labels.index.num_samples, counts))
 
 
 def _heatmap_size(config: "Config", num_classes: int) -> int:

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bigscl.config import Config, ConfigError, changed_settings, to_yaml, with_digest
+from bigscl.config import Config, ConfigError, DataConfig, changed_settings, to_yaml, with_digest
 from bigscl.data import sample_list
-from bigscl.data.annotator import with_drawn_labels
-from bigscl.data.answered import match_answers, with_answered
-from bigscl.data.answers import Answers, AnswersFile
+from bigscl.data.answers import Answers
 from bigscl.data.index import Index, load_index
-from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
+from bigscl.data.labels_file import with_evaluation_labels
+from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.digests import write_sealed
 from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.processes.ranks import Ranks
@@ -25,13 +24,10 @@ from bigscl.store import (
     HeatmapStore,
     IndexMismatch,
     NotAStore,
-    SingleProcess,
     Snapshot,
     SnapshotLog,
     StoreError,
     Transport,
-    label_counts,
-    on_rank_zero,
     open_backend,
     seal_fault,
 )
@@ -58,7 +54,7 @@ class Data:
     val: Index | None
     annotations: Annotations
     """The positives that training may see."""
-    answered: Answered | None
+    answered: Answered
     """Answers of people that are among them."""
     positives_per_image: float | None
     """K, if the objective needs it."""
@@ -71,50 +67,52 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
 
     If all `ranks` call it together, they have the same answers, even while people give more.
     """
-    train = load_index(config.data.train, config.data.train_index)
-    if config.data.labels_file is not None:
-        train = with_training_labels(train, config.data.labels_file)
-    if config.data.observed is not None:
-        train = with_drawn_labels(train, config.data.observed, allow_pipe=config.data.allow_pipe)
-    answered = None
-    if config.data.answers is not None:
-        answered = match_answers(train, _read_answers(config.data.answers, ranks), config.data.answers)
-        train = with_answered(train, answered)
-    val = None if config.data.val is None else load_index(config.data.val, config.data.val_index)
-    if val is not None and config.data.val_labels_file is not None:
-        val = with_evaluation_labels(val, config.data.val_labels_file)
+    labels = open_labels(config.data, ranks)
+    train, val = labels.index, open_val(config.data)
     if val is not None and val.class_names != train.class_names:
         raise UserError(
             f"data.val: its {val.num_classes} classes are not the {train.num_classes} of data.train. "
             f"Both need the same classes.txt."
         )
-    annotations = train.annotations(config.data.labels)
-    if not len(annotations.classes):
-        raise UserError(
-            "data.train: no image has a positive label. Give data.labels_file, or shards with labels."
-        )
-    labels = label_counts(annotations, answered or Answered.of())
     return Data(
         train=train,
         val=val,
-        annotations=annotations,
-        answered=answered,
+        annotations=labels.annotations,
+        answered=labels.answered,
         positives_per_image=positives_per_image(config, val),
-        k_per_class=k_per_class(config, labels, train.num_samples, val),
+        k_per_class=k_per_class(config, labels.counts(), train.num_samples, val),
     )
 
 
-def _read_answers(path: Path, ranks: Transport | None) -> Answers:
-    """Return the answers that rank 0 finds in the file; a file that is not there yet has none."""
-    read = on_rank_zero(ranks or SingleProcess(), lambda: path.read_bytes() if path.exists() else b"")
-    answers = AnswersFile(path).take(read)
+def open_labels(data: DataConfig, ranks: Transport | None = None) -> TrainingLabels:
+    """Read the index of the training shards, with the labels that training may see: see `open_data`."""
+    index = load_index(data.train, data.train_index)
+    index = with_given_labels(index, data.labels_file, data.observed, allow_pipe=data.allow_pipe)
+    found = training_labels(index, data.labels, data.answers, ranks)
+    if data.answers is not None:
+        _log_answers(found.answers, data.answers)
+    if not len(found.annotations.classes):
+        raise UserError(
+            "data.train: no image has a positive label. Give data.labels_file, or shards with labels."
+        )
+    return found
+
+
+def open_val(data: DataConfig) -> Index | None:
+    """Read the index of the validation shards, with the labels to evaluate against; None without them."""
+    if data.val is None:
+        return None
+    val = load_index(data.val, data.val_index)
+    return val if data.val_labels_file is None else with_evaluation_labels(val, data.val_labels_file)
+
+
+def _log_answers(answers: Answers, path: Path) -> None:
     yes = sum(bool(one.yes) for one in answers.standing.values())
     logger.info("%s: %d answers, %d of them yes", path, len(answers.standing), yes)
     if answers.conflicts:
         told = [f"{lost.key}, {lost.class_name}" for lost, _ in answers.conflicts]
         what = first_few(told, len(told), most=3, join="; ")
         logger.warning("%s: people disagree about %d pairs, the later counts: %s", path, len(told), what)
-    return answers
 
 
 class RunFolder:
@@ -261,7 +259,7 @@ def check_store(run: Run) -> list[Snapshot]:
 
 def _check_answers(run: Run, snapshots: list[Snapshot]) -> None:
     """Refuse to resume without answers that the memory has learnt from."""
-    answered = run.data.answered or Answered.of()
+    answered = run.data.answered
     for snapshot in snapshots:
         if lost := Answered.at(snapshot).lost(answered):
             row, number = lost[0]

@@ -3,7 +3,7 @@
 import torch
 
 from bigscl.config import Config
-from bigscl.store import Answered, label_counts, spec_for
+from bigscl.store import label_counts, spec_for
 from bigscl.text import size
 from bigscl.training.epoch_plan import plan_epoch
 from bigscl.training.expectation import expectation
@@ -28,7 +28,7 @@ def summary(
     ]
     if data.positives_per_image is not None:
         counts = data.annotations.counts()
-        labels = label_counts(data.annotations, data.answered or Answered.of())
+        labels = label_counts(data.annotations, data.answered)
         lines.append(str(expectation(data.positives_per_image, labels, index.num_samples, counts)))
     if config.store.kind == "none":
         return [*lines, "no store: this objective remembers nothing"]

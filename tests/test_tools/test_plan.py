@@ -2,18 +2,23 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.config import make_config
+from bigscl.config import load_config, make_config
+from bigscl.data.answers import Answer, append_answers
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure
 from bigscl.training import forecast
 from bigscl.training.epoch_plan import plan_epoch
-from tests.tars import write_shards
+from bigscl.training.expectation import Expectation
+from bigscl.training.run import open_data
+from bigscl.training.summary import summary
+from tests.tars import jpeg, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import make_store
 
@@ -230,6 +235,41 @@ def test_the_expected_positives_are_told(write, index):
     answer = bigscl("plan", write(data=train))
     assert f"K = 2: {2 * counts.sum()} positives expected, 2.00 per image" in answer.out
     assert f"{counts.sum()} are to be found" in answer.out
+
+
+def test_expected_positives_count_the_labels_file_and_answers_as_a_run_does(write, tmp_path):
+    shards = [("a.jpg", jpeg(0)), ("b.jpg", jpeg(1)), ("c.jpg", jpeg(2)), ("d.jpg", jpeg(3))]
+    write_tar(tmp_path / "train-0.tar", shards)
+    index, _ = scan(str(tmp_path / "train-0.tar"), num_classes=3, unlabelled=True)
+    index.save(tmp_path / "bigscl-index-train.npz")
+    given = {"train": str(tmp_path / "train-*.tar")}
+    answer = bigscl("plan", write(data=given))
+    assert answer.code == 2
+    assert "no image has a positive label. Give data.labels_file" in answer.err
+    labels = tmp_path / "labels.csv"
+    labels.write_text("key,positives\na,0\nb,0\nc,1\n")
+    given["labels_file"] = str(labels)
+    facts = bigscl("plan", write(data=given), "--json").json()["expected"]
+    assert (facts["annotated"], facts["total"]) == (3, 6)
+    said = [("a", "0", True), ("d", "0", True), ("d", "2", True), ("c", "1", False)]
+    append_answers(tmp_path / "answers.jsonl", [Answer(*one, "ann", "2025-01-31T12:00:00Z") for one in said])
+    given["answers"] = str(tmp_path / "answers.jsonl")
+    facts = bigscl("plan", write(data=given), "--json").json()["expected"]
+    # K counts labels: 2 x 2 of class 0; that of class 1 is refuted; class 2 was found once, by an answer.
+    assert (facts["annotated"], facts["total"]) == (4, 5)
+    settings = load_config(write(data=given))
+    lines = summary(settings, open_data(settings), 1, 12, torch.device("cpu"))
+    assert str(Expectation(**facts)) in lines
+
+
+def test_k_is_planned_from_the_labels_file_of_validation(write, tmp_path):
+    one_label, _ = scan(write_shards(tmp_path, [6]))
+    one_label.save(tmp_path / "bigscl-index-train.npz")
+    place = str(tmp_path / "train-*.tar")
+    (tmp_path / "full.csv").write_text("key,positives\nk0000,0;1\nk0001,1;2;3\n")
+    given = {"train": place, "val": place, "val_labels_file": str(tmp_path / "full.csv")}
+    facts = bigscl("plan", write(data=given, selection={"K": "auto"}), "--json").json()["expected"]
+    assert facts["positives_per_image"] == 2.5
 
 
 def test_k_from_validation_images_with_one_label_is_refused(write, tmp_path):
