@@ -101,6 +101,12 @@ def plain_jpeg_size(data: bytes | bytearray) -> tuple[int, int] | None:
     return size if usual and upright else None
 
 
+def has_several_scans(data: bytes | bytearray) -> bool:
+    """Return whether a JPEG has more than one scan: its coefficients are all kept while it is decoded."""
+    first = next((start for marker, start in _segments(data) if marker == START_OF_SCAN), len(data))
+    return data.find(bytes([0xFF, START_OF_SCAN]), first) >= 0
+
+
 def _check_scans(data: bytes | bytearray) -> tuple[NDArray[np.uint8], NDArray[np.intp]]:
     """Return a JPEG's bytes and where they are 0xFF; raise Unreadable for too many scans."""
     octets = np.frombuffer(data, np.uint8)

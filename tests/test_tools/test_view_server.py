@@ -1,8 +1,10 @@
 """The server of `bigscl view`: what it answers, whom, and what it refuses."""
 
 import base64
+import functools
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,10 +14,12 @@ import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from bigscl.data import answers
 from bigscl.data.answers import FILE, Answer, append_answers, now, read_answers
@@ -26,9 +30,10 @@ from bigscl.data.views import RandomCrop
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.questions import Questions
-from bigscl.tools.viewer import open_run
+from bigscl.tools.viewer import open_run, pictures, server
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
+from tests.tars import write_tar
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import learn, make_store
 from tests.test_tools.view_site import TOKEN, serving
@@ -706,3 +711,140 @@ def test_taken_port_is_named(run, site):
     answer = bigscl("view", run, "--port", site.port)
     assert answer.code == 2
     assert f"--port {site.port}: cannot listen there" in answer.err
+
+
+# Bounds
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """Return the index of eight red PNGs of 600 x 500."""
+    out = io.BytesIO()
+    Image.new("RGB", (600, 500), "red").save(out, "PNG")
+    members = [member for n in range(8) for member in ((f"k{n}.png", out.getvalue()), (f"k{n}.cls", b"0"))]
+    return scan(str(write_tar(tmp_path / "t.tar", members)), class_names=["a"])[0]
+
+
+@pytest.mark.parametrize("size_alone", [False, True])
+def test_requests_decode_within_one_budget(wide, monkeypatch, size_alone):
+    decoding, most = [], []
+    load = PngImagePlugin.PngImageFile.load
+
+    def watched(image):
+        if image.size != (600, 500) or not image.tile:
+            return load(image)
+        decoding.append(image)
+        most.append(len(decoding))
+        time.sleep(0.05)
+        try:
+            return load(image)
+        finally:
+            decoding.pop()
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", watched)
+    monkeypatch.setattr(pictures, "_decoding", pictures.Budget(2_420_000))
+    ask = pictures.upright_size if size_alone else functools.partial(pictures.thumbnail, side=60)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda row: ask(wide, row), range(8)))
+    assert (len(most), max(most)) == (8, 2)
+    if size_alone:
+        assert set(made) == {(600, 500)}
+    else:
+        assert min(Image.open(io.BytesIO(data)).getpixel((30, 25))[0] for data in made) > 200
+
+
+def test_image_beyond_the_budget_is_stated_by_its_size(wide, monkeypatch):
+    monkeypatch.setattr(pictures, "_decoding", pictures.Budget(4 * 600 * 500 - 1))
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("it was decoded"))
+    stated = Image.open(io.BytesIO(pictures.thumbnail(wide, 0, 60)))
+    assert stated.size == (60, 50)
+    assert min(stated.getpixel((55, 45))) > 200
+
+
+MEASURE = """
+import io, sys
+from PIL import Image
+from bigscl.tools.viewer import pictures
+data = bytearray(open(sys.argv[1], "rb").read())
+pictures.read_encoded = lambda index, row: data
+held, hold = [0], pictures.Budget.hold
+pictures.Budget.hold = lambda budget, size: held.append(size) or hold(budget, size)
+peak = lambda: 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+Image.open(sys.argv[1]).resize((2, 2), box=(0, 0, 2, 2))  # imports the format's plugin
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+pictures.thumbnail(None, 0, 256)
+print(peak() - before, held[-1])
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of memory")
+@pytest.mark.parametrize(
+    ("form", "mode", "options"),
+    [
+        ("PNG", "RGB", {}),
+        ("PNG", "RGBA", {}),
+        ("PNG", "LA", {}),
+        ("WEBP", "RGB", {"quality": 1}),
+        ("JPEG", "RGB", {}),
+        ("JPEG", "CMYK", {"progressive": True}),
+        ("BMP", "RGB", {}),
+    ],
+)
+def test_decoding_takes_no_more_than_is_held_for_it(tmp_path, form, mode, options):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.radial_gradient("L").resize((2600, 2000)).convert(mode)
+    image.save(tmp_path / "image", form, **options, **({} if form == "BMP" else {"exif": exif}))
+    command = [sys.executable, "-c", MEASURE, tmp_path / "image"]
+    taken, held = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert taken < held + 6_000_000
+    assert held < 4 * taken + 6_000_000
+
+
+def test_dripping_clients_are_dropped_and_others_answered(folder, monkeypatch):
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 5)
+    with serving(folder / "dense") as site, ExitStack() as stack:
+
+        def connect():
+            connection = socket.create_connection(("127.0.0.1", site.port), timeout=10)
+            connection.sendall(b"GET /api/runs HTTP/1.1\r\nX: ")
+            return stack.enter_context(connection)
+
+        dripping = [connect() for _ in range(20)]
+        assert site.ask("/api/runs").status == 200
+        assert dripping[0].recv(1) == b""
+        assert len(site.server._deadlines) <= 5
+        monkeypatch.setattr(server, "SECONDS_FOR_A_REQUEST", 0.5)
+        slow, started = connect(), time.monotonic()
+
+        def drip():
+            while time.monotonic() < started + 8:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+            drip()
+        assert site.ask("/api/runs").status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Content-Length: {}",
+        "Content-Length: 0\r\nContent-Length: {}",
+        "Content-Length : {}",
+        "no header\r\nContent-Length: {}",
+        "Transfer-Encoding: chunked",
+    ],
+)
+def test_body_of_a_read_is_not_the_next_request(site, headers):
+    own = f"Host: 127.0.0.1:{site.port}\r\n"
+    inner = f"GET /api/runs HTTP/1.1\r\n{own}\r\n"
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as connection:
+        connection.sendall(f"GET / HTTP/1.1\r\n{own}{headers.format(len(inner))}\r\n\r\n{inner}".encode())
+        with connection.makefile("rb") as answer:
+            got = answer.read()
+    assert got.startswith(b"HTTP/1.1 4")
+    assert got.count(b"HTTP/1.1") == 1
+    assert b"Connection: close" in got

@@ -3,13 +3,14 @@
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
-from bigscl.data.headers import FORMATS, check_header, check_pixels, image_size
+from bigscl.data.headers import FORMATS, check_header, check_pixels, has_several_scans, image_size
 from bigscl.data.index import Index
 from bigscl.data.reader import read_encoded, read_metadata
 from bigscl.data.sources import Unreadable
@@ -21,6 +22,12 @@ CACHE_BYTES = 64_000_000
 QUALITY = 85
 MAX_BOXES = 1000
 SMALL_BYTES = 65_536
+# For decoding, of all requests together: enough for an RGB PNG of all the pixels that are not refused.
+DECODING_BYTES = 400_000_000
+# Measured with 16 million pixels. Images with alpha are resized from a premultiplied copy, a WebP is decoded
+# into frames of an animation, and a JPEG of several scans keeps its coefficients, however small it gets.
+PIXEL_BYTES, ALPHA_BYTES, WEBP_BYTES, COEFFICIENT_BYTES = 4, 8, 17, 8
+GREY, DARK = (224, 224, 224), (64, 64, 64)
 JPEG = b"\xff\xd8\xff"
 TYPES = {
     JPEG: "image/jpeg",
@@ -55,6 +62,31 @@ class Cache:
         return made
 
 
+class Budget:
+    """Bytes that all requests together may take."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self._left = most
+        self._change = threading.Condition()
+
+    @contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Wait until so many bytes are free, and keep them during the block."""
+        assert size <= self.most
+        with self._change:
+            self._change.wait_for(lambda: size <= self._left)
+            self._left -= size
+        try:
+            yield
+        finally:
+            with self._change:
+                self._left += size
+                self._change.notify_all()
+
+
+_decoding = Budget(DECODING_BYTES)
+
+
 def original(index: Index, row: int) -> tuple[str, bytes]:
     """Return (type, content) of a sample's image file; Unreadable if it is none that a browser shows."""
     data = bytes(read_encoded(index, row))
@@ -67,30 +99,58 @@ def original(index: Index, row: int) -> tuple[str, bytes]:
 def thumbnail(index: Index, row: int, side: int) -> bytes:
     """Return a JPEG of a sample's image, upright, that fits into a square of this side.
 
-    A JPEG that is small enough is sent as it is: that takes no time of a training's processors.
+    A JPEG that is small enough is sent as it is: that takes no time of a training's processors. Of an image
+    that would take too much memory to decode, its size is drawn.
     """
     data = read_encoded(index, row)
     if len(data) <= SMALL_BYTES and data.startswith(JPEG) and check_header(data):
         return bytes(data)
     image = _opened(data)
+    width, height = image.size
     try:
-        image.draft("RGB", (side, side))
-        small = ImageOps.exif_transpose(image)
-        small.thumbnail((side, side))
-        out = io.BytesIO()
-        small.convert("RGB").save(out, "JPEG", quality=QUALITY)
+        image.draft("RGB", (side, side))  # A JPEG is decoded smaller than it is.
+        needed = _decoding_bytes(image, width * height, data)
+        if needed > _decoding.most:
+            return _as_jpeg(_stated(width, height, side))
+        with _decoding.hold(needed):
+            image.thumbnail((side, side))
+        # Turned when it is small: the other way round there would be two large ones.
+        return _as_jpeg(ImageOps.exif_transpose(image))
     except Exception as error:  # A broken file can make Pillow's plugins raise anything.
         raise Unreadable(f"cannot be decoded: {str(error) or type(error).__name__}") from error
+
+
+def _decoding_bytes(image: Image.Image, pixels: int, data: bytearray) -> int:
+    """Return about how much memory it takes to decode an image, which has so many pixels, to a small one."""
+    decoded, own = image.width * image.height, len(data)  # Pillow reads a copy of the file.
+    if image.format == "JPEG":
+        return own + PIXEL_BYTES * decoded + COEFFICIENT_BYTES * pixels * has_several_scans(data)
+    if image.format == "WEBP":
+        return own + WEBP_BYTES * decoded
+    return own + (ALPHA_BYTES if "A" in image.mode else PIXEL_BYTES) * decoded
+
+
+def _as_jpeg(image: Image.Image) -> bytes:
+    out = io.BytesIO()
+    image.convert("RGB").save(out, "JPEG", quality=QUALITY)
     return out.getvalue()
+
+
+def _stated(width: int, height: int, side: int) -> Image.Image:
+    """Return a picture of an image's shape that states its size."""
+    scale = side / max(width, height)
+    picture = Image.new("RGB", (max(1, round(width * scale)), max(1, round(height * scale))), GREY)
+    ImageDraw.Draw(picture).text((4, 4), f"{width} x {height}\nnot decoded", fill=DARK)
+    return picture
 
 
 def upright_size(index: Index, row: int) -> tuple[int, int]:
     """Return (width, height) of a sample's image as it is shown."""
     data = read_encoded(index, row)
-    check_header(data)
-    width, height = image_size(data)
-    check_pixels(width, height)
-    return width, height
+    image = _opened(data)
+    # Pillow decodes a PNG to find out how it is turned.
+    with _decoding.hold(PIXEL_BYTES * image.width * image.height if image.format == "PNG" else 0):
+        return image_size(data)
 
 
 def _opened(data: bytearray) -> Image.Image:

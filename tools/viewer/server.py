@@ -11,7 +11,10 @@ import hmac
 import ipaddress
 import json
 import socket
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,7 +47,10 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 LARGEST_BODY = 65_536
+MOST_CONNECTIONS = 64
+# From the end of the last answer to the end of the request, and to take the answer, however steadily.
 SECONDS_FOR_A_REQUEST = 30.0
+SECONDS_TO_TAKE_AN_ANSWER = 120.0
 Answer = Callable[[str, str], Reply]
 """From a path and its query."""
 Write = Callable[[str, Any], Reply]
@@ -69,6 +75,9 @@ class Server(ThreadingHTTPServer):
         self, host: str, port: int, token: str, get: dict[str, Answer], post: dict[str, Write]
     ) -> None:
         self.token, self.get, self.post = token, get, post
+        self._deadlines: dict[socket.socket, float | None] = {}
+        """Of all connections; those whose answer is being made have none."""
+        self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler)
         self.local = _is_loopback(host)
@@ -92,6 +101,45 @@ class Server(ThreadingHTTPServer):
         if name in self.hosts:
             return True
         return not self.local and _is_address(name)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection; if there are too many, end one that waits for its client."""
+        with self._lock:
+            is_full = len(self._deadlines) >= MOST_CONNECTIONS
+            waiting = {one: end for one, end in self._deadlines.items() if end is not None}
+            if is_full and waiting:
+                self._drop(min(waiting, key=waiting.__getitem__))
+            if not is_full or waiting:
+                self._deadlines[request] = time.monotonic() + SECONDS_FOR_A_REQUEST
+        if is_full and not waiting:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def wait_for_client(self, request: socket.socket, seconds: float | None) -> None:
+        """Give a client so long for its part; with None it is our turn."""
+        with self._lock:
+            if request in self._deadlines:
+                self._deadlines[request] = None if seconds is None else time.monotonic() + seconds
+
+    def service_actions(self) -> None:
+        """Drop the connections whose clients took too long; called a few times a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [one for one, end in self._deadlines.items() if end is not None and end < now]:
+                self._drop(request)
+
+    def _drop(self, request: socket.socket) -> None:
+        """End a connection; its thread, which waits for it, closes it."""
+        del self._deadlines[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Be silent about connections that browsers drop."""
@@ -120,6 +168,11 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
 
+    def handle_one_request(self) -> None:
+        """Read a request and answer it."""
+        self.server.wait_for_client(self.connection, SECONDS_FOR_A_REQUEST)
+        super().handle_one_request()
+
     def do_GET(self) -> None:
         """Answer a request that changes nothing."""
         self._answer(self._get)
@@ -139,13 +192,17 @@ class Handler(BaseHTTPRequestHandler):
             # What was sent with a refused request was not read.
             self.close_connection = True
             reply = as_json({"error": str(refused)}, refused.status)
+        self.server.wait_for_client(self.connection, SECONDS_TO_TAKE_AN_ANSWER)
         self.send_response(reply.status)
         for name, value in {**HEADERS, "Cache-Control": "no-store", **reply.headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", reply.type)
         self.send_header("Content-Length", str(len(reply.body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(reply.body)
+        self.wfile.flush()
 
     # Who may ask
 
@@ -200,6 +257,9 @@ class Handler(BaseHTTPRequestHandler):
     # What is asked
 
     def _get(self) -> Reply:
+        if self._length() != 0:
+            raise Refused(400, "a request that reads has no body")
+        self.server.wait_for_client(self.connection, None)
         parts = urlsplit(self.path)
         if self._offers_token():
             # The token leaves the address: as a cookie that may read, and for the page after the #.
@@ -225,14 +285,26 @@ class Handler(BaseHTTPRequestHandler):
         write = self.server.post.get(urlsplit(self.path).path)
         if write is None:
             raise Refused(404, "there is no such page")
-        return write(urlsplit(self.path).path, self._body())
+        body = self._body()
+        self.server.wait_for_client(self.connection, None)
+        return write(urlsplit(self.path).path, body)
 
-    def _body(self) -> Any:
-        length = self.headers.get("Content-Length", "")
+    def _length(self) -> int:
+        """Return the length of the body; refuse a request that leaves it in doubt.
+
+        What is not read of a body would be the next request.
+        """
+        length, *others = self.headers.get_all("Content-Length") or ["0"]
+        # A line that is no header, as one with a space in its name, hides the headers after it.
+        if others or self.headers.defects or self.headers.get_payload():
+            raise Refused(400, "the headers are malformed")
         if not (length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= LARGEST_BODY):
             raise Refused(413, f"expected at most {LARGEST_BODY} bytes")
+        return int(length)
+
+    def _body(self) -> Any:
         try:
-            return json.loads(self.rfile.read(int(length)))
+            return json.loads(self.rfile.read(self._length()))
         except (ValueError, RecursionError):
             raise Refused(400, "expected JSON") from None
 
