@@ -199,7 +199,7 @@ class Counts(_Counters):
     name = "counts"
 
     def exists(self, group: GroupSpec) -> bool:
-        return group.counts and group.layout != "scores"
+        return group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         return (spec.heatmap_size, spec.heatmap_size)
@@ -210,7 +210,8 @@ class Counts(_Counters):
             return rows.counts
         # Without heatmaps so far, cells of the plain average have not been visited since their start. In the
         # debiased one a visit of the image counts as one of all its cells.
-        visits = rows.times_visited() if compaction.debiased else np.zeros(len(rows), np.uint8)
+        assert rows.visits is not None
+        visits = rows.visits if compaction.debiased else np.zeros_like(rows.visits)
         return np.ascontiguousarray(np.broadcast_to(visits[:, None, None], (len(rows), size, size)))
 
 
@@ -218,9 +219,6 @@ class Visits(_Counters):
     """Visits of each sample."""
 
     name = "visits"
-
-    def exists(self, group: GroupSpec) -> bool:
-        return group.visits
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         return ()

@@ -30,13 +30,9 @@ class StartValues:
         return np.asarray(weights, np.float32)[counts]
 
     def evidence_of(self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array) -> Array:
-        """`rows.heatmaps_of(places, classes)` without initial values; `ids` are the samples of the rows.
-
-        Rows of stores that do not count visits are as they are.
-        """
+        """`rows.heatmaps_of(places, classes)` without initial values; `ids` are the samples of the rows."""
         maps = rows.heatmaps_of(places, classes)
-        if rows.counts is None:
-            return maps
+        assert rows.counts is not None
         places, classes = np.broadcast_arrays(places, classes)
         named = self.annotations.includes(ids[places], classes)
         left = maps[named].astype(np.float32) - self.remaining(rows.counts[places[named]])

@@ -104,8 +104,6 @@ class HeatmapStore(StoreReader, Closing):
         slots: int = 3,
         codec: Codec = "none",
         checksum: bool = True,
-        counts: bool = False,
-        visits: bool = False,
         debiased: bool = False,
         ranking: bool = False,
         tracked: int | Collection[int] = 64,
@@ -119,8 +117,6 @@ class HeatmapStore(StoreReader, Closing):
             slots=slots,
             codec=codec,
             checksum=checksum,
-            counts=counts,
-            visits=visits,
             debiased=debiased,
             ranking=ranking,
         )

@@ -86,10 +86,6 @@ class GroupSpec:
     """Writers that have slots of their own."""
     codec: Codec = "none"
     checksum: bool = True
-    counts: bool = False
-    """Whether the visits of each heatmap cell are counted."""
-    visits: bool = False
-    """Whether the visits of each sample are counted."""
     debiased: bool = False
     """Whether the first visit replaces the initial values."""
     ranking: bool = False
@@ -106,8 +102,6 @@ class GroupSpec:
             raise UserError(f"top: {self.top}, expected at least 1")
         if self.slots < 2:
             raise UserError(f"slots: {self.slots}, expected at least 2: one that is kept, one to write to")
-        if self.debiased and not self.counts:
-            raise UserError("debiased: true without counts; the debiased EMA needs them")
         if self.generations < 1:
             raise UserError(f"generations: {self.generations}, expected at least 1")
 
@@ -138,8 +132,6 @@ class GroupSpec:
                 generations=fields.integer("generations", 1, 2**15),
                 codec=cast(Codec, codec),
                 checksum=fields.flag("checksum"),
-                counts=fields.flag("counts"),
-                visits=fields.flag("visits"),
                 debiased=fields.flag("debiased"),
                 ranking=fields.flag("ranking"),
             )
@@ -178,9 +170,9 @@ class Update(_Arrays):
     """New values of some samples: the arrays that training changes."""
 
     scores: Array
+    visits: Array
     heatmaps: Array | None = None
     counts: Array | None = None
-    visits: Array | None = None
     ranking: Array | None = None
 
 
@@ -190,10 +182,11 @@ class Rows(_Arrays):
 
     scores: Array
     visited: Array
+    visits: Array | None = None
+    """None in the history alone."""
     heatmaps: Array | None = None
     classes: Array | None = None
     counts: Array | None = None
-    visits: Array | None = None
     ranking: Array | None = None
 
     def kept_classes(self) -> Array:
@@ -203,16 +196,6 @@ class Rows(_Arrays):
         if self.classes is None:
             return np.broadcast_to(np.arange(self.scores.shape[1]), self.scores.shape)
         return self.classes
-
-    def times_visited(self) -> Array:
-        """Visits of each row, uint8 [N], at most MAX_COUNT.
-
-        Stores of earlier revisions know the last epoch only: there every epoch up to it counts.
-        """
-        if self.visits is not None:
-            return self.visits
-        epochs: Array = np.clip(self.visited + 1, 0, MAX_COUNT).astype(np.uint8)
-        return epochs
 
     def ranked_by(self) -> Array:
         """What expected positives are ranked by, [N,L]: `ranking` where a class has it, else the score."""

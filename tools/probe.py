@@ -54,8 +54,6 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         top=group.top,
         slots=2,
         codec=group.codec,
-        counts=group.counts,
-        visits=group.visits,
         debiased=group.debiased,
         ranking=group.ranking,
         tracked=0,

@@ -200,7 +200,6 @@ def _layout_text(facts: dict[str, Any]) -> str:
     parts = [f"{layout['layout']}: {maps}", counted(layout["slots"], "slot")]
     parts.append("checksums" if layout["checksum"] else "no checksums")
     parts.append("no compression" if layout["codec"] == "none" else layout["codec"])
-    parts += ["visits counted per cell"] if layout["counts"] else []
     return ", ".join([*parts, f"{facts['tracked']} tracked samples"])
 
 

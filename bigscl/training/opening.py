@@ -49,15 +49,13 @@ def open_store(
 class KeptArrays(TypedDict):
     """Which optional arrays a new store has, and whether its averages forget their start at once."""
 
-    counts: bool
-    visits: bool
     debiased: bool
     ranking: bool
 
 
 def kept_arrays(settings: StoreConfig, *, ranking: bool) -> KeptArrays:
     """Return the optional arrays of a new store; `ranking` if it ranks spatially."""
-    return KeptArrays(counts=True, visits=True, debiased=settings.ema == "debiased", ranking=ranking)
+    return KeptArrays(debiased=settings.ema == "debiased", ranking=ranking)
 
 
 def _create(

@@ -67,15 +67,13 @@ class Recalled:
     scores: Tensor
     """float16 [B,L]"""
     visits: Tensor
-    """uint8 [B]: visits of each image. In a store of an earlier revision, epochs up to the last visit."""
-    counts_visits: bool
-    """Whether the store counts them."""
+    """uint8 [B]: visits of each image."""
     heatmaps: Tensor | None
     """float16 [B,L,W,W], or [B,k,W,W] with `classes`."""
     classes: Tensor | None
     """int64 [B,k]"""
     counts: Tensor | None
-    """uint8 [B,W,W]: visits of each cell; None in stores of earlier revisions."""
+    """uint8 [B,W,W]: visits of each cell; None without heatmaps."""
     ranking: Tensor | None
     """float16 [B,L], or [B,k] of `classes`: what expected positives are ranked by; None: by the scores."""
     annotations: AnnotatedClasses
@@ -128,8 +126,8 @@ class Recalled:
         """
         if self.heatmaps is None or self.counts is None:
             raise UserError(
-                "scl_corrected: this store does not count the visits of heatmap cells. It was created by an "
-                "earlier revision, or keeps scores only so far. Use consistency scl, or a new store.url."
+                "scl_corrected: this store keeps scores only so far, and counts no visits of heatmap cells. "
+                "Use consistency scl, or store.warmup_heatmaps: dense."
             )
         seen = 1 - remaining_start(self.counts, self.momentum)[:, None]
         target = self._evidence(self.heatmaps, self.counts) / seen.clamp(min=1e-6)
@@ -189,9 +187,7 @@ def updated_averages(
     """
     debiased = settings.ema == "debiased"
     scores = updated_scores(recalled, logits, settings)
-    updated = {"scores": scores}
-    if recalled.counts_visits:
-        updated["visits"] = recalled.visits + (recalled.visits < MAX_COUNT)
+    updated = {"scores": scores, "visits": recalled.visits + (recalled.visits < MAX_COUNT)}
     if recalled.heatmaps is None:
         return updated
     assert maps is not None

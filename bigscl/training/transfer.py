@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.method.selection import Selection
-from bigscl.store import MAX_COUNT, Rows
+from bigscl.store import Rows
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import CheckedViews, Recalled
 
@@ -42,6 +42,7 @@ def to_device(
     def move(array: Array | Tensor) -> Tensor:
         return torch.as_tensor(array).to(device, non_blocking=True)
 
+    assert rows.visits is not None
     return Recalled(
         rows=sample_views.rows,
         ids=move(sample_views.rows),
@@ -49,8 +50,7 @@ def to_device(
         erased=None if sample_views.erased is None else move(sample_views.erased),
         selection=selection,
         scores=move(rows.scores),
-        visits=_last_epochs(move(rows.visited)) if rows.visits is None else move(rows.visits),
-        counts_visits=rows.visits is not None,
+        visits=move(rows.visits),
         heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
         classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
         counts=None if rows.counts is None else move(rows.counts),
@@ -59,11 +59,6 @@ def to_device(
         momentum=momentum,
         source=source,
     )
-
-
-def _last_epochs(visited: Tensor) -> Tensor:
-    """Return the epochs up to the last visit as `Rows.times_visited` does."""
-    return (visited + 1).clamp(0, MAX_COUNT).to(torch.uint8)
 
 
 def _signed(array: Array) -> Array:

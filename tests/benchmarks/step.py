@@ -86,7 +86,6 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         erased=None,
         selection=replace(cuts, surest=cuts),
         visits=torch.full((batch,), 5, dtype=torch.uint8).to(device),
-        counts_visits=True,
         counts=torch.randint(6, (batch, 2 * side, 2 * side), dtype=torch.uint8).to(device),
         ranking=torch.rand(batch, options.top).half().to(device),
         annotations=AnnotatedClasses(annotations, device),

@@ -28,7 +28,7 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from bigscl.store import Annotations, HeatmapStore, Prefetcher, ShardCache, Update, Writeback
+from bigscl.store import Annotations, HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
 SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "visited": ()}
@@ -49,6 +49,11 @@ def blend(values: dict[str, Any]) -> dict[str, Any]:
         mixed += FRESH[: len(flat), : flat.shape[1]]
         out[name] = mixed.astype(np.float16).reshape(values[name].shape)
     return out
+
+
+def unchanged(rows: Rows) -> dict[str, Any]:
+    """All arrays of rows that an update has."""
+    return {name: array for name, array in rows.arrays() if name not in ("classes", "visited")}
 
 
 def shard_values() -> dict[str, Any]:
@@ -201,7 +206,7 @@ def epoch_of_store(store: HeatmapStore, epoch: int, shards: int) -> None:
     ):
         for ids, rows in prefetcher.pair(batches(), lambda ids: ids):
             after = blend({"scores": rows.scores, "heatmaps": rows.heatmaps})
-            writeback.put(ids, Update(scores=after["scores"], heatmaps=after["heatmaps"]))
+            writeback.put(ids, Update(**unchanged(rows) | after))
         writeback.drain()
 
 
@@ -309,7 +314,7 @@ def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, fl
                             if stop.is_set():
                                 return
                             begun = time.perf_counter()
-                            writeback.put(batch, Update(scores=rows.scores, heatmaps=rows.heatmaps))
+                            writeback.put(batch, Update(**unchanged(rows)))
                             done += len(batch)
                             time.sleep(max(0.0, BATCH / rate - (time.perf_counter() - begun)))
                         writeback.drain()

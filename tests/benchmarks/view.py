@@ -122,9 +122,7 @@ def _taken(rows: Ragged, places: np.ndarray, empty: np.ndarray) -> Ragged:
 def make_store(place: Path, index: Index) -> None:
     """Two snapshots, whose shards are links to those of a few."""
     annotations = index.annotations()
-    HeatmapStore.create(
-        place, annotations, heatmap_size=SIDE, top=TOP, visits=True, counts=True, layout="topk"
-    )
+    HeatmapStore.create(place, annotations, heatmap_size=SIDE, top=TOP, layout="topk")
     random = np.random.default_rng(1)
     with HeatmapStore.open(place, annotations=annotations, mode="w", run="benchmark") as store:
         for epoch in (0, 1):

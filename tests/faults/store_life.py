@@ -80,8 +80,6 @@ def open_for_life(url, ledger, endpoint, codec):
             heatmap_size=SIZE,
             codec=codec,
             tracked=2,
-            counts=True,
-            visits=True,
             ranking=True,
             options=options,
         )

@@ -7,9 +7,8 @@ import torch
 from bigscl.config import StoreConfig
 from bigscl.method.class_ratios import at_level, class_ratios
 from bigscl.method.spatial_ranking import spatial_ranking
-from bigscl.store import Answered, HeatmapStore, StoreError, with_answers
+from bigscl.store import Answered, StoreError, with_answers
 from bigscl.training.memory import Memory
-from bigscl.training.recalled import SampleViews
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,
     IDS,
@@ -231,20 +230,6 @@ def test_a_cell_that_was_never_seen_has_no_weight(tmp_path):
         _, weight = memory.recall(IDS[:4]).corrected_target(6)
     assert (weight[..., 3:] == 0).all()
     torch.testing.assert_close(weight[..., :3], torch.full((4, 1, 6, 3), 0.2), rtol=1e-3, atol=1e-3)
-
-
-def test_earlier_stores_without_counts_are_learnt_on(tmp_path):
-    """As revisions before created them: no visits, counts or ranking."""
-    HeatmapStore.create(tmp_path / "store", ANNOTATIONS, heatmap_size=6, tracked=0)
-    with open_memory(tmp_path / "store") as memory:
-        for _ in range(2):
-            train_epoch(memory)
-            memory.end_epoch()
-        recalled = memory.recall(SampleViews(IDS[:2]).ids)
-        assert recalled.visits.tolist() == [2, 2]
-        with pytest.raises(ValueError, match="does not count the visits of heatmap cells"):
-            recalled.corrected_target(3)
-    assert rows_at(tmp_path / "store").counts is None
 
 
 def some_answers():

@@ -18,7 +18,8 @@ def remember(folder, index, scores):
     """A store with these scores."""
     HeatmapStore.create(folder, index.annotations(), heatmap_size=4, layout="scores")
     with HeatmapStore.open(folder, annotations=index.annotations(), mode="w") as store:
-        update(store, 0, index.ids(), Update(scores=scores.astype(np.float16)))
+        visits = np.ones(len(scores), np.uint8)
+        update(store, 0, index.ids(), Update(scores=scores.astype(np.float16), visits=visits))
         store.commit(epoch=0)
     return HeatmapStore.open(folder, annotations=index.annotations())
 

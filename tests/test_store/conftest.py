@@ -46,12 +46,10 @@ def random_update(store, count, seed):
     if group.layout != "scores":
         maps = store.spec.num_classes if group.layout == "dense" else group.top
         update["heatmaps"] = rng.random((count, maps, size, size)).astype(np.float16)
-        if group.counts:
-            update["counts"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
+        update["counts"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
         if group.ranking:
             update["ranking"] = rng.random((count, maps)).astype(np.float16)
-    if group.visits:
-        update["visits"] = rng.integers(0, 255, count).astype(np.uint8)
+    update["visits"] = rng.integers(0, 255, count).astype(np.uint8)
     return Update(**update)
 
 

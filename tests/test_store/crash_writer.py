@@ -55,7 +55,8 @@ def train(store, epoch, acknowledged):
     ):
         for step, (ids, rows) in enumerate(prefetcher.pair(batches, lambda ids: ids)):
             scores, heatmaps = values_of(ids, epoch, rows.classes)
-            writeback.put(ids, Update(scores=scores, heatmaps=heatmaps))
+            others = {"visits": rows.visits, "counts": rows.counts}
+            writeback.put(ids, Update(scores=scores, heatmaps=heatmaps, **others))
             if step % 5 == 4:
                 commit(store, writeback, acknowledged, epoch, next_epoch=epoch)
         commit(store, writeback, acknowledged, epoch, next_epoch=epoch + 1)

@@ -44,8 +44,6 @@ def create(path, layout, top=5, ranking=True):
         heatmap_size=4,
         layout=layout,
         top=top if layout == "topk" else None,
-        counts=True,
-        visits=True,
         ranking=ranking,
     )
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="test") as store:

@@ -142,7 +142,7 @@ def epochs(place, annotations, options=None):
     """Create a store, train three epochs of it, compact it, go back, and give back all it held on the way."""
     ids = all_ids(annotations)
     seen = []
-    HeatmapStore.create(place, annotations, heatmap_size=4, counts=True, options=options)
+    HeatmapStore.create(place, annotations, heatmap_size=4, options=options)
     with HeatmapStore.open(place, annotations=annotations, mode="w", options=options) as store:
         for epoch in range(3):
             update(store, epoch, ids, random_update(store, len(ids), seed=epoch))

@@ -33,7 +33,6 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
         heatmap_size=4,
         layout=layout,
         top=4 if layout == "topk" else None,
-        counts=True,
         debiased=debiased,
         tracked=[0, 6],
     )
@@ -61,9 +60,9 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
     np.testing.assert_array_equal(sample.heatmaps[0], there)
 
 
-@pytest.mark.parametrize("missing", ["counts", "momentum", "annotations"])
+@pytest.mark.parametrize("missing", ["momentum", "annotations"])
 def test_heatmaps_are_shown_as_they_are_where_the_start_is_not_known(tmp_path, missing):
-    HeatmapStore.create(tmp_path / "store", ANNOTATIONS, heatmap_size=4, counts=missing != "counts")
+    HeatmapStore.create(tmp_path / "store", ANNOTATIONS, heatmap_size=4)
     with HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS, mode="w", run="test") as store:
         update(store, 0, IDS, random_update(store, len(IDS), 0))
         store.commit(epoch=0, attributes={} if missing == "momentum" else {"momentum": 0.7})

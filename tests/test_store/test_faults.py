@@ -121,7 +121,7 @@ def test_a_really_full_file_system(annotations, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(small)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs is not allowed here")

@@ -28,9 +28,9 @@ from tests.test_store.conftest import all_ids, assert_same_rows, make_annotation
 
 LAYOUTS = [
     {"layout": "dense"},
-    {"layout": "dense", "counts": True},
+    {"layout": "dense", "ranking": True},
     {"layout": "topk", "top": 3},
-    {"layout": "topk", "top": 3, "counts": True, "codec": "blosc"},
+    {"layout": "topk", "top": 3, "codec": "blosc"},
     {"layout": "scores", "codec": "zstd"},
     {"layout": "topk", "top": 7, "checksum": False},
 ]
@@ -189,7 +189,7 @@ def test_opening_while_a_writer_drops_gets_the_newest_snapshot(place, annotation
 
 @pytest.mark.parametrize("layout", ["dense", "scores"])
 def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotations, layout):
-    make(place, annotations, layout=layout, counts=layout == "dense")
+    make(place, annotations, layout=layout)
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
         update(store, 0, ids[:6], random_update(store, 6, seed=1))

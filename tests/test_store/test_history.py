@@ -20,7 +20,7 @@ def record_epoch(store, annotations, epoch):
 def recorded(place, annotations):
     """(backend, what opens the store for writing) of a store with two epochs of history."""
     url, options = place
-    HeatmapStore.create(url, annotations, heatmap_size=4, counts=True, tracked=[0, 6], options=options)
+    HeatmapStore.create(url, annotations, heatmap_size=4, tracked=[0, 6], options=options)
 
     def writer():
         return HeatmapStore.open(url, annotations=annotations, mode="w", run="run", options=options)

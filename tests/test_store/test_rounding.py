@@ -80,8 +80,6 @@ def make(tmp_path, annotations, **settings):
         "heatmap_size": 4,
         "codec": "compact",
         "tracked": 2,
-        "counts": True,
-        "visits": True,
     } | settings
     HeatmapStore.create(tmp_path / "store", annotations, **settings)
     return HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="test")
@@ -167,7 +165,7 @@ def test_a_compacted_store_may_change_to_the_codec_and_back(tmp_path, annotation
 
 def test_heatmaps_that_start_at_their_scores_are_rounded_too(tmp_path, annotations):
     ids = all_ids(annotations)
-    with make(tmp_path, annotations, layout="scores", counts=False) as store:
+    with make(tmp_path, annotations, layout="scores") as store:
         update(store, 0, ids, random_update(store, len(ids), seed=0))
         store.commit(epoch=0)
         store.compact(3)

@@ -19,20 +19,21 @@ from tests.test_store.rounding_reference import slowly_rounded
 NUM_CLASSES, SIZE = 5, 2
 
 
-def initial_row(annotations, n, layout, top, counted):
+def initial_row(annotations, n, layout, top, ranked):
     """What a sample starts as, written the slow and obvious way."""
     positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
     scores = np.array([c in positives for c in range(NUM_CLASSES)], np.float16)
-    row = {"scores": scores, "visited": -1} | ({"visits": 0} if counted else {})
+    row = {"scores": scores, "visited": -1, "visits": 0}
     if layout == "dense":
         row["heatmaps"] = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in scores])
-        row |= {"counts": np.zeros((SIZE, SIZE)), "ranking": scores} if counted else {}
+        row["counts"] = np.zeros((SIZE, SIZE))
+        row |= {"ranking": scores} if ranked else {}
     if layout == "topk":
-        return compacted(row | {"heatmaps": None}, positives, top)
+        return compacted(row | {"heatmaps": None}, positives, top, ranked)
     return row
 
 
-def compacted(row, positives, top, as_stored=lambda maps: maps):
+def compacted(row, positives, top, ranked, as_stored=lambda maps: maps):
     """One row reduced to its strongest classes, the slow and obvious way."""
     held = row.get("classes", list(range(NUM_CLASSES)))
     order = sorted(held, key=lambda c: (c not in positives, -row["scores"][c], c))
@@ -42,15 +43,10 @@ def compacted(row, positives, top, as_stored=lambda maps: maps):
         heatmaps = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in start])
     else:
         heatmaps = row["heatmaps"][[held.index(c) for c in classes]]
-    kept = {"scores": row["scores"], "visited": row["visited"], "classes": classes}
-    kept["heatmaps"] = as_stored(heatmaps)
-    if "visits" in row:
-        ranking = row.get("ranking", row["scores"][held])
-        kept |= {
-            "visits": row["visits"],
-            "counts": row.get("counts", np.zeros((SIZE, SIZE))),
-            "ranking": ranking[[held.index(c) for c in classes]],
-        }
+    kept = {name: row[name] for name in ("scores", "visited", "visits")} | {"classes": classes}
+    kept |= {"heatmaps": as_stored(heatmaps), "counts": row.get("counts", np.zeros((SIZE, SIZE)))}
+    if ranked:
+        kept["ranking"] = row.get("ranking", row["scores"][held])[[held.index(c) for c in classes]]
     return kept
 
 
@@ -63,13 +59,13 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         layout=st.sampled_from(["dense", "topk", "scores"]),
         slots=st.integers(2, 4),
-        counted=st.booleans(),
+        ranked=st.booleans(),
         codec=st.sampled_from(["none", "compact"]),
     )
-    def create(self, layout, slots, counted, codec):
-        """With `counted` the store has all optional arrays."""
+    def create(self, layout, slots, ranked, codec):
+        """With `ranked` the store has the optional array."""
         self.codec = codec
-        self.counted = counted
+        self.ranked = ranked
         self.annotations = make_annotations((3, 1, 2), NUM_CLASSES)
         self.ids = all_ids(self.annotations)
         self.layout, self.top = layout, 4 if layout == "topk" else None
@@ -83,12 +79,10 @@ class StoreMachine(RuleBasedStateMachine):
             slots=slots,
             codec=codec,
             tracked=2,
-            counts=counted,
-            visits=counted,
-            ranking=counted,
+            ranking=ranked,
         )
         self.epoch = 0
-        self.now = {n: initial_row(self.annotations, n, layout, self.top, counted) for n in self.ids}
+        self.now = {n: initial_row(self.annotations, n, layout, self.top, ranked) for n in self.ids}
         self.committed = {0: (layout, self.top, copy.deepcopy(self.now))}
         self.store = None
         self.open()
@@ -162,9 +156,9 @@ class StoreMachine(RuleBasedStateMachine):
         for n in self.ids:
             if n // 3 in visited_shards:
                 as_stored = self.as_stored(n, snapshot.epoch)
-                self.now[n] = compacted(self.now[n], self.positives(n), top, as_stored)
+                self.now[n] = compacted(self.now[n], self.positives(n), top, self.ranked, as_stored)
             else:
-                self.now[n] = initial_row(self.annotations, n, "topk", top, self.counted)
+                self.now[n] = initial_row(self.annotations, n, "topk", top, self.ranked)
         self.layout, self.top = "topk", top
         self.committed[snapshot.id] = (self.layout, self.top, copy.deepcopy(self.now))
 

@@ -143,8 +143,8 @@ def test_bad_values_stop_the_run_with_the_samples_id_and_store_nothing(store, an
 def test_an_update_that_does_not_fit_the_layout_is_refused(store):
     values = random_update(store, 2, seed=0)
     with ShardCache(store, 0) as cache:
-        with pytest.raises(BadValues, match=r"expected \['heatmaps', 'scores'\], found \['scores'\]"):
-            cache.scatter(np.array([0, 1]), Update(scores=values.scores))
+        with pytest.raises(BadValues, match=r"expected \['counts', 'heatmaps', 'scores', 'visits'\]"):
+            cache.scatter(np.array([0, 1]), Update(scores=values.scores, visits=values.visits))
         with pytest.raises(BadValues, match="got float32"):
             cache.scatter(np.array([0, 1]), replace(values, scores=values.scores.astype(np.float32)))
 

@@ -40,7 +40,7 @@ def make_store(
         url,
         annotations,
         heatmap_size=SIDE,
-        **{"slots": 3, "tracked": 6, "counts": True, "visits": True, **layout},
+        **{"slots": 3, "tracked": 6, **layout},
         options=options,
     )
     random = np.random.default_rng(1)
@@ -67,9 +67,8 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
         if (classes := store.read(ids).classes) is not None:
             heatmaps = np.take_along_axis(heatmaps, classes[:, :, None, None], 1)
     values = {"scores": scores, "heatmaps": heatmaps}
-    if store.group.visits:
-        values["visits"] = np.full(len(ids), epoch + 1, np.uint8)
-    if store.group.counts and heatmaps is not None:
+    values["visits"] = np.full(len(ids), epoch + 1, np.uint8)
+    if heatmaps is not None:
         values["counts"] = np.full((len(ids), SIDE, SIDE), epoch + 1, np.uint8)
     update(store, epoch, ids, Update(**values))
     chosen = select(

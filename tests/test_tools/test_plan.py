@@ -205,11 +205,11 @@ def test_a_probe_measures_a_place_and_leaves_nothing_behind(write, tmp_path):
 @pytest.mark.parametrize("layout", ["dense", "topk", "scores"])
 def test_every_layout_can_be_probed(tmp_path, layout):
     spec = StoreSpec(fingerprint="", num_classes=5, heatmap_size=4, rows_per_shard=20, shard_sizes=(20,) * 3)
-    group = GroupSpec(name="", layout=layout, top=2 if layout == "topk" else None, counts=layout != "scores")
+    group = GroupSpec(name="", layout=layout, top=2 if layout == "topk" else None)
     speed = measure(str(tmp_path), spec, group, 2, StorageOptions())
     assert speed.both == pytest.approx(1 / (1 / speed.read + 1 / speed.write))
     assert speed.num_bytes == 32 * 20 * sum(
-        {"dense": (10, 160, 16, 4), "topk": (10, 64, 16, 4, 4), "scores": (10, 4)}[layout]
+        {"dense": (10, 160, 16, 4, 1), "topk": (10, 64, 16, 4, 4, 1), "scores": (10, 4, 1)}[layout]
     )
 
 

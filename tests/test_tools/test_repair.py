@@ -25,7 +25,7 @@ def wide_run(tmp_path, wide):
     """A run with two checkpoints, at snapshots 1 and 2; the second one is in mid-epoch."""
     folder = tmp_path / "run"
     url, annotations, ids = folder / "store", wide.annotations(), wide.ids()
-    HeatmapStore.create(url, annotations, heatmap_size=4, counts=True, tracked=0)
+    HeatmapStore.create(url, annotations, heatmap_size=4, tracked=0)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
         for epoch, seen in ((0, ids), (1, ids[::2])):
             update(store, epoch, seen, random_update(store, len(seen), seed=epoch))
@@ -209,7 +209,7 @@ def answered_run(tmp_path, index, request):
     answered = answers_about(index, ids[4:20])
     for name in ("run", "twin"):
         url = tmp_path / name / "store"
-        layout = {"counts": True, "ranking": True, "tracked": 0, **LAYOUTS[request.param]}
+        layout = {"ranking": True, "tracked": 0, **LAYOUTS[request.param]}
         HeatmapStore.create(url, annotations, heatmap_size=4, **layout)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
             attributes = {"next_epoch": 1, "skipped": [], "momentum": 0.8}

@@ -52,7 +52,7 @@ def test_samples_never_visited_are_counted(tmp_path, index):
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, layout="scores")
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         scores = np.zeros((3, 10), np.float16)
-        update(store, 5, np.array([0, 1, 24]), Update(scores=scores))
+        update(store, 5, np.array([0, 1, 24]), Update(scores=scores, visits=np.ones(3, np.uint8)))
         store.commit(epoch=5)
     assert bigscl("show", tmp_path / "store", "--json").json()["visited"] == {"never": 27, "5": 3}
 

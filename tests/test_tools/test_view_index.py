@@ -300,7 +300,7 @@ def test_damaged_index_is_made_again(run, tmp_path):
 
 
 def test_store_of_scores_alone_has_an_index(index, tmp_path):
-    make_store(tmp_path / "store", index, layout="scores", counts=False)
+    make_store(tmp_path / "store", index, layout="scores")
     store = HeatmapStore.open(tmp_path / "store", annotations=index.annotations())
     _, data = opened_bare(tmp_path / "store", index)
     found = build_index(tmp_path / "cache", store, data)
