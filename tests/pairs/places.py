@@ -2,10 +2,7 @@
 
 import csv
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from bigscl.data.answers import Answer, now
 from bigscl.data.index import load_index
 from tests.forks import CREDENTIALS, free_port
 from tests.integration.runs import make_shards
+from tests.servers import serving
 from tests.tars import web_server
 
 NUM_SHARDS = 8
@@ -99,7 +97,7 @@ def _s3(shards: Path) -> Iterator[str]:
 
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(words, port):
+    with serving(words, port):
         client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{port}",
@@ -120,29 +118,10 @@ def _azurite(shards: Path, scratch: Path) -> Iterator[str]:
 
     port = free_port()
     place = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(scratch / "azurite")]
-    with _running([AZURITE, "--silent", "--skipApiVersionCheck", *place], port):
+    with serving([AZURITE, "--silent", "--skipApiVersionCheck", *place], port):
         address = f"http://127.0.0.1:{port}/{AZURE['AZURE_STORAGE_ACCOUNT_NAME']}"
         account = BlobServiceClient(address, credential=AZURE["AZURE_STORAGE_ACCOUNT_KEY"])
         container = account.create_container(BUCKET)
         for tar in shards.glob("*.tar"):
             container.upload_blob(f"shards/{tar.name}", tar.read_bytes())
         yield address
-
-
-@contextmanager
-def _running(words: list[str], port: int, seconds: float = 60.0) -> Iterator[None]:
-    """A server that listens on a port of this machine, until the end of the block."""
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        else:
-            raise AssertionError(f"{words[0]} did not start: exit code {process.poll()}")
-        yield
-    finally:
-        process.kill()
-        process.wait()
