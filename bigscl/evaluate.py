@@ -196,7 +196,7 @@ def _with_labels(index: Index, file: Path | None) -> Index:
 def _stored_pointing(config: Config) -> dict[str, Pointing]:
     """Return the figures of the run's training images at the newest snapshot of its store."""
     data = open_data(config)
-    with read_store(config, data.annotations) as store:
+    with read_store(config, data.labelled) as store:
         return pointing(store, data.train)
 
 

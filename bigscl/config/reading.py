@@ -4,7 +4,7 @@ import os
 import re
 import reprlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
@@ -36,6 +36,9 @@ Section = TypeVar("Section")
 # Shortens the values that messages quote.
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
+
+
+SHOULD = "input should be "
 
 
 class ConfigError(UserError):
@@ -199,8 +202,7 @@ def _validated(
     try:
         return adapter.validate_python(take_all(values))
     except ValidationError as error:
-        problems = [(_dotted(one["loc"]), _complaint(one)) for one in error.errors()]
-        raise ConfigError(_listed(source, [*problems, *others])) from None
+        raise ConfigError(_listed(source, [*_by_setting(error.errors()), *others])) from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply, expected sections with settings") from None
 
@@ -424,6 +426,20 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
 def _dotted(location: tuple[str | int, ...]) -> str:
     # Members of a union appear as types or literals; users know only the keys they wrote.
     return ".".join(str(part) for part in location if not str(part).endswith(("]", "float", "int")))
+
+
+def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return (dotted path, complaint) of each setting: the members of a union have one complaint together."""
+    found: dict[str, str] = {}
+    for error in errors:
+        path, complaint = _dotted(error["loc"]), _complaint(error)
+        start, should, expected = complaint.partition(SHOULD)
+        if should and found.get(path, "").startswith(start + should):
+            complaint = f"{found[path]} or {expected}"
+        elif path in found and complaint != found[path]:
+            complaint = f"{found[path]}; {complaint}"
+        found[path] = complaint
+    return list(found.items())
 
 
 def _complaint(error: Any) -> str:

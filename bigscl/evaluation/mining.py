@@ -43,7 +43,7 @@ def mined_by_run(config: Config) -> Mined | None:
         if data.val is None:
             return None
         expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
-    with read_store(config, data.annotations) as store:
+    with read_store(config, data.labelled) as store:
         return mined_positives(store, data.train, expected)
 
 

@@ -86,7 +86,7 @@ def _stored_samples(config: Config, ids: NDArray[np.int64]) -> list[StoredSample
     """Return the stored rows of each of these images in a run."""
     data = open_data(config)
     annotated = data.train.labels_of(ids, config.data.labels) == 1
-    with read_store(config, data.annotations) as store:
+    with read_store(config, data.labelled) as store:
         rows = store.read_evidence(ids)
     return [StoredSample(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
 

@@ -54,6 +54,8 @@ class Data:
     val: Index | None
     annotations: Annotations
     """The positives that training may see."""
+    labelled: Annotations
+    """The same without answers of people: for readers of a store, whose snapshot says which it has."""
     answered: Answered
     """Answers of people that are among them."""
     positives_per_image: float | None
@@ -78,6 +80,7 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
         train=train,
         val=val,
         annotations=labels.annotations,
+        labelled=labels.labelled.annotations(labels.labels),
         answered=labels.answered,
         positives_per_image=positives_per_image(config, val),
         k_per_class=k_per_class(config, labels.counts(), train.num_samples, val),

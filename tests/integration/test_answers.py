@@ -5,6 +5,7 @@ import pytest
 
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
+from bigscl.plots.runs import _stored_samples as stored_samples
 from bigscl.processes.failures import STOPPED
 from bigscl.processes.ranks import SingleProcess
 from bigscl.store import Answered, HeatmapStore
@@ -123,6 +124,14 @@ def test_only_rows_of_new_answers_change_when_the_run_is_resumed(tmp_path, stopp
         assert after.scores[places[one.key], index.class_names.index(one.class_name)] == one.yes
     with opened_memory(config) as memory:
         assert_same_rows(memory.store.read(ids), after)
+
+
+def test_heatmaps_are_shown_with_the_answers_that_their_rows_have(tmp_path, stopped, shards, answers):
+    config = again(stopped, tmp_path / "more", shards, answers)
+    ids = index_of(shards).ids()
+    before, after = (stored_samples(load_config(one), ids) for one in (stopped, config))
+    for one, same in zip(before, after, strict=True):
+        assert_same_rows(same.rows, one.rows)
 
 
 def opened_visits(config):
