@@ -15,6 +15,7 @@ from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
 from bigscl.training.committed import committed_state, is_empty
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState
+from bigscl.training.opening import free_shared_memory
 from bigscl.training.run import Run, RunFolder, check_store, read_store
 from bigscl.user_error import UserError
 
@@ -72,6 +73,7 @@ class CheckpointSearch:
         folder, store = self._run.folder, self._run.config.store
         known, paths = folder.read_id() or "", list_candidates(folder, self._choice)
         if store.kind == "memory" and paths:
+            free_shared_memory(known)
             raise UserError(
                 f"{folder.path}: its store was in memory (store.kind: memory) and ended with the "
                 f"process, so it cannot be resumed. Start again in another folder, with "

@@ -6,13 +6,16 @@ from typing import TypedDict
 
 from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.store import (
+    LEASE_PATIENCE_SECONDS,
     Annotations,
     HeatmapStore,
     NotAStore,
     StoreError,
     Transport,
+    is_dead,
     on_rank_zero,
     open_backend,
+    read_holder,
     read_spec,
 )
 from bigscl.user_error import UserError
@@ -93,7 +96,19 @@ def _writable_url(settings: StoreConfig, ranks: Transport, run: str) -> str:
         return f"memory://{run}"
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) != ranks.world_size:
         raise UserError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
+    return _shared_url(run)
+
+
+def _shared_url(run: str) -> str:
     return f"/dev/shm/bigscl-{run}"
+
+
+def free_shared_memory(run: str) -> None:
+    """Delete what a killed run on several ranks has left in RAM; nothing if it is still alive."""
+    backend = open_backend(_shared_url(run))
+    holder = read_holder(backend)
+    if holder is not None and is_dead(backend, holder, LEASE_PATIENCE_SECONDS):
+        backend.delete_tree("")
 
 
 # What a memory is given

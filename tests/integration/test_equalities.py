@@ -50,6 +50,21 @@ def test_memory_store_of_two_processes_equals_disk_store_and_is_gone_after_the_r
     assert not list(Path("/dev/shm").glob(f"*{name}*"))
 
 
+def test_memory_of_two_killed_processes_is_freed_when_their_run_is_started_again(
+    tmp_path, trainer_server, shards
+):
+    own = {"store": {"kind": "memory"}, "checkpoint": {"every_steps": 1}}
+    config = write_config(tmp_path / "run.yaml", shards, **own)
+    moment = "bigscl.train:Trainer.train_step before 4"
+    trainer_server.run("tests.integration.moments:train", moment, "", config, processes=2)
+    name = json.loads((tmp_path / "run" / "run.json").read_text())["id"]
+    assert list(Path("/dev/shm").glob(f"*{name}*"))
+    done = trainer_server.run_module("bigscl.train", config)
+    assert done.returncode == 2
+    assert "its store was in memory" in done.stderr
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
+
+
 def test_no_worker_equals_one_worker_bit_for_bit(tmp_path, plain, shards):
     train(write_config(tmp_path / "run.yaml", shards, data={"workers": 0}))
     assert_same_runs(tmp_path / "run", plain, shards)

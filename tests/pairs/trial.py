@@ -90,6 +90,8 @@ class Trial:
         code, output = self.start("bigscl.train", self.config("run", later=True), processes=1)
         assert code == 2, output
         assert is_one_line(output, "its store was in memory .* so it cannot be resumed"), output
+        name = json.loads((self.folder / "run" / "run.json").read_text())["id"]
+        assert not list(Path("/dev/shm").glob(f"*{name}*"))
         return self.launch(self.config("twin", later=True))
 
     def train(self, config: Path) -> Path:
