@@ -1,6 +1,6 @@
 """Digests of a run's files: a reader notices every file that its writer did not leave so.
 
-All are CRC-32, of the bytes as they are written: 0.2 s per GB. Small JSON files have one of their own values
+All are CRC-32, of the bytes as they are written: 0.3 s per GB. Small JSON files have one of their own values
 (`bigscl.store.seal`), folders of weights one of each file in such a JSON file, arrays one at their end.
 """
 

@@ -168,9 +168,7 @@ class Evaluation:
             workers=options.workers,
         )
         bad = BadSamples(index, plan.num_samples(ranks.rank), max_share=options.max_bad_share)
-        loader = Loader(
-            index, plan, ranks.rank, self._target.transform, bad=bad, allow_pipe=options.allow_pipe
-        )
+        loader = Loader(index, plan, ranks.rank, self._target.transform, bad=bad)
         said = time.monotonic()
         for number, batch in enumerate(loader):
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
@@ -182,11 +180,13 @@ class Evaluation:
 def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
     """Load the index of the given shards, or of the run's validation shards."""
     if options.shards:
-        return _with_labels(load_index(options.shards, options.index), options.labels_file)
-    if target.config is None or target.config.data.val is None:
+        index = load_index(options.shards, options.index, allow_pipe=options.allow_pipe)
+        return _with_labels(index, options.labels_file)
+    data = None if target.config is None else target.config.data
+    if data is None or data.val is None:
         raise UserError("--shards: missing. Give the shards, or a run that has validation shards.")
-    index = load_index(target.config.data.val, options.index or target.config.data.val_index)
-    return _with_labels(index, options.labels_file or target.config.data.val_labels_file)
+    index = load_index(data.val, options.index or data.val_index, allow_pipe=options.allow_pipe)
+    return _with_labels(index, options.labels_file or data.val_labels_file)
 
 
 def _with_labels(index: Index, file: Path | None) -> Index:

@@ -290,7 +290,6 @@ class Trainer:
             min(data.workers, len(index.urls)),
             labels=data.labels,
             pin_memory=self.device.type == "cuda",
-            allow_pipe=data.allow_pipe,
             decoder=data.decoder,
         )
 

@@ -196,7 +196,7 @@ def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tupl
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
         if settings.observed is not None and index.labels is not None:
-            drawn = with_given_labels(index, None, settings.observed, allow_pipe=settings.allow_pipe)
+            drawn = with_given_labels(index, None, settings.observed)
             yield drawn, "observed"
     yield index, "observed"
     if index.labels is not None:

@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 NEAREST = 0.01
 
 
-def with_drawn_labels(index: Index, drawn: ObservedConfig, *, allow_pipe: bool = False) -> Index:
+def with_drawn_labels(index: Index, drawn: ObservedConfig) -> Index:
     """Return the samples of the index with observed labels drawn from the full ones."""
-    weights = None if drawn.by == "uniform" else label_weights(index, drawn.by, allow_pipe=allow_pipe)
+    weights = None if drawn.by == "uniform" else label_weights(index, drawn.by)
     return index.draw_observed(
         drawn.seed, drawn.positives, drawn.negatives, noise=drawn.noise, weights=weights
     )
 
 
-def label_weights(index: Index, by: Chance, *, allow_pipe: bool = False) -> NDArray[np.float64]:
+def label_weights(index: Index, by: Chance) -> NDArray[np.float64]:
     """Return the weight of each full label in the draw, from the boxes in the shards' json.
 
     A class has the sum over its boxes; without boxes it has 0, and is named only if all others of its image
@@ -39,7 +39,7 @@ def label_weights(index: Index, by: Chance, *, allow_pipe: bool = False) -> NDAr
     """
     full = index.full_labels()
     weights = np.zeros(len(full.values))
-    for sample_id, boxes in _boxes(index, allow_pipe):
+    for sample_id, boxes in _boxes(index):
         places = {int(label): full.offsets[sample_id] + n for n, label in enumerate(full[sample_id])}
         for number, weight in _box_weights(boxes, by):
             if number in places:
@@ -61,11 +61,11 @@ def label_weights(index: Index, by: Chance, *, allow_pipe: bool = False) -> NDAr
     return weights
 
 
-def _boxes(index: Index, allow_pipe: bool) -> Iterator[tuple[int, Any]]:
+def _boxes(index: Index) -> Iterator[tuple[int, Any]]:
     """Yield (id, boxes) of every sample; the json of one shard at a time is held."""
     ids = index.ids()
     for own in np.split(ids, np.flatnonzero(np.diff(ids // index.rows_per_shard)) + 1):
-        for sample_id, fields in read_metadata(index, own, allow_pipe=allow_pipe, needs_boxes=True).items():
+        for sample_id, fields in read_metadata(index, own, needs_boxes=True).items():
             yield sample_id, fields.get("boxes", ())
 
 

@@ -59,6 +59,8 @@ class Index:
     """Samples that `labels` does not know: all their classes are unknown. Only with labels from a file."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
+    allow_pipe: bool = False
+    """Whether the commands of `pipe:` shards may be run. Files of indexes do not say so."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -169,7 +171,7 @@ class Index:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
 
 
-def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
+def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_pipe: bool = False) -> Index:
     """Load the index of these shards, from `path` or from their folder; refuse an index of other shards.
 
     Local shards must exist and have the length that they had when they were indexed.
@@ -188,6 +190,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None) -> Index:
         urls=tuple(urls),
         class_names=tuple(head["class_names"]),
         fingerprint=head["fingerprint"],
+        allow_pipe=allow_pipe,
         **arrays,
         **rows,
     )

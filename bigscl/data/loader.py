@@ -100,7 +100,6 @@ class Loader:
         bad: BadSamples | None = None,
         prefetch_batches: int = 2,
         pin_memory: bool = False,
-        allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
         workers: "LoaderWorkers | None" = None,
     ) -> None:
@@ -119,7 +118,6 @@ class Loader:
             labels=labels,
             prefetch_batches=prefetch_batches,
             pin_memory=pin_memory,
-            allow_pipe=allow_pipe,
             decoder=decoder,
             persistent=False,
         )
@@ -181,7 +179,6 @@ class LoaderWorkers:
         labels: Labels = "observed",
         prefetch_batches: int = 2,
         pin_memory: bool = False,
-        allow_pipe: bool = False,
         decoder: DecoderName = "torchvision",
         persistent: bool = True,
     ) -> None:
@@ -189,7 +186,7 @@ class LoaderWorkers:
         check_shards(index)
         find_decoder(decoder)  # here, once: forked workers inherit the import
         self._num_workers, self._persistent = num_workers, persistent
-        self._batches = Batches(index, labels, allow_pipe, decoder)
+        self._batches = Batches(index, labels, decoder)
         self._outboxes: list[Connection] = []
         method = start_method(index.urls) if num_workers else None
         self._loader: DataLoader[Batch] = DataLoader(
@@ -230,10 +227,8 @@ class LoaderWorkers:
 class Batches(IterableDataset[Batch]):
     """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
 
-    def __init__(
-        self, index: Index, labels: Labels, allow_pipe: bool, decoder: DecoderName = "torchvision"
-    ) -> None:
-        self._index, self._labels, self._allow_pipe = index, labels, allow_pipe
+    def __init__(self, index: Index, labels: Labels, decoder: DecoderName = "torchvision") -> None:
+        self._index, self._labels = index, labels
         self._decode = find_decoder(decoder)
         self._secrets = environment()
         self.work: Work | None = None
@@ -247,7 +242,7 @@ class Batches(IterableDataset[Batch]):
         if work is None:
             return
         stream, size = work.stream, work.batch_size
-        encoded = encoded_images(self._index, stream, allow_pipe=self._allow_pipe)
+        encoded = encoded_images(self._index, stream)
         for length in batch_lengths(len(stream.ids), size):
             yield self._batch([next(encoded) for _ in range(length)], work.transform)
 

@@ -30,16 +30,14 @@ HEAD_BYTES = 1 << 16
 LARGEST_CLASS = (1 << 24) - 1
 
 
-def encoded_images(
-    index: Index, stream: Stream, *, allow_pipe: bool = False
-) -> Iterator[tuple[int, Encoded]]:
+def encoded_images(index: Index, stream: Stream) -> Iterator[tuple[int, Encoded]]:
     """Yield (id, content of its image file or the reason why there is none), in the order of the stream.
 
     Shards are read from front to back, and only the samples of the stream. A sample that is read before its
     turn waits undecoded; the plan's shuffle buffer bounds their number.
     """
     waiting: dict[int, Encoded] = {}
-    source = _in_reading_order(index, stream, allow_pipe)
+    source = _in_reading_order(index, stream)
     for sample_id in stream.ids.tolist():
         while sample_id not in waiting:
             read_id, content = next(source)
@@ -47,22 +45,20 @@ def encoded_images(
         yield sample_id, waiting.pop(sample_id)
 
 
-def _in_reading_order(index: Index, stream: Stream, allow_pipe: bool) -> Iterator[tuple[int, Encoded]]:
+def _in_reading_order(index: Index, stream: Stream) -> Iterator[tuple[int, Encoded]]:
     ids = np.sort(stream.ids)
     for number in stream.shards.tolist():
         first, last = np.searchsorted(
             ids, [number * index.rows_per_shard, (number + 1) * index.rows_per_shard]
         )
         if first < last:
-            yield from _images_of_shard(index, number, ids[first:last].tolist(), allow_pipe)
+            yield from _images_of_shard(index, number, ids[first:last].tolist())
 
 
-def _images_of_shard(
-    index: Index, number: int, ids: list[int], allow_pipe: bool
-) -> Iterator[tuple[int, Encoded]]:
+def _images_of_shard(index: Index, number: int, ids: list[int]) -> Iterator[tuple[int, Encoded]]:
     logger.debug("reading %d samples of %s", len(ids), index.urls[number])
     try:
-        shard = open_shard(index.urls[number], allow_pipe=allow_pipe)
+        shard = open_shard(index.urls[number], allow_pipe=index.allow_pipe)
     except Unreadable as error:
         # It was there when the run started: its samples are skipped, counted and named like others.
         yield from ((sample_id, error) for sample_id in ids)
@@ -100,24 +96,24 @@ def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
     return data
 
 
-def read_encoded(index: Index, sample_id: int, *, allow_pipe: bool = False) -> bytearray:
+def read_encoded(index: Index, sample_id: int) -> bytearray:
     """Return the content of one sample's image file; raise Unreadable."""
     ids = np.array([sample_id])
     stream = Stream(shards=ids // index.rows_per_shard, ids=ids)
-    _, content = next(encoded_images(index, stream, allow_pipe=allow_pipe))
+    _, content = next(encoded_images(index, stream))
     if isinstance(content, Unreadable):
         raise content
     return content
 
 
-def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False) -> "dict[int, Tensor]":
+def read_images(index: Index, ids: NDArray[np.int64]) -> "dict[int, Tensor]":
     """Return the decoded images of a few samples, uint8 `[3,H,W]`, by id; raise Unreadable with its name."""
     # Here: the labels of samples are read without torch, which takes 700 MB.
     from bigscl.data.decode import decode
 
     stream = Stream(shards=np.unique(ids // index.rows_per_shard), ids=np.unique(ids))
     images = {}
-    for sample_id, content in encoded_images(index, stream, allow_pipe=allow_pipe):
+    for sample_id, content in encoded_images(index, stream):
         try:
             if isinstance(content, Unreadable):
                 raise content
@@ -128,7 +124,7 @@ def read_images(index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = Fals
 
 
 def read_metadata(
-    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False, needs_boxes: bool = False
+    index: Index, ids: NDArray[np.int64], *, needs_boxes: bool = False
 ) -> dict[int, dict[str, Any]]:
     """Return the json of a few samples (with `boxes`, if it has any), by id; empty if there is none.
 
@@ -137,7 +133,7 @@ def read_metadata(
     found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         wanted = {bytes(index.keys[n]): n for n in found if n // index.rows_per_shard == number}
-        with closing(open_shard(index.urls[number], allow_pipe=allow_pipe)) as shard:
+        with closing(open_shard(index.urls[number], allow_pipe=index.allow_pipe)) as shard:
             for member in members(shard, _ignore):
                 key, extension = member.key_and_extension() or ("", "")
                 row = wanted.get(key.encode(errors="surrogateescape")) if extension == "json" else None
@@ -193,15 +189,13 @@ class ImageHead:
     height: int
 
 
-def read_image_heads(
-    index: Index, ids: NDArray[np.int64], *, allow_pipe: bool = False
-) -> dict[int, ImageHead]:
+def read_image_heads(index: Index, ids: NDArray[np.int64]) -> dict[int, ImageHead]:
     """Return names and sizes of images by id, without those that are not readable images."""
     found: dict[int, ImageHead] = {}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         own = ids[ids // index.rows_per_shard == number]
         wanted = dict(zip(index.image_offsets[own].tolist(), own.tolist(), strict=True))
-        with closing(open_shard(index.urls[number], allow_pipe=allow_pipe)) as shard:
+        with closing(open_shard(index.urls[number], allow_pipe=index.allow_pipe)) as shard:
             for member in members(shard, _ignore):
                 row = wanted.pop(member.offset, None)
                 if row is not None and (size := _upright_size(shard, member)) is not None:

@@ -36,13 +36,11 @@ class TrainingLabels:
         return label_counts(self.annotations, self.answered)
 
 
-def with_given_labels(
-    index: Index, labels_file: Path | None, drawn: ObservedConfig | None, *, allow_pipe: bool = False
-) -> Index:
+def with_given_labels(index: Index, labels_file: Path | None, drawn: ObservedConfig | None) -> Index:
     """Return the samples with the labels of a file, and observed ones drawn from the full ones."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
-    return index if drawn is None else with_drawn_labels(index, drawn, allow_pipe=allow_pipe)
+    return index if drawn is None else with_drawn_labels(index, drawn)
 
 
 def training_labels(

@@ -43,7 +43,6 @@ def validate(
         ranks.rank,
         config.data.evaluation_transform(),
         bad=BadSamples(index, plan.num_samples(ranks.rank), max_share=config.data.max_bad_share),
-        allow_pipe=config.data.allow_pipe,
         decoder=config.data.decoder,
     )
     was_training = model.training

@@ -89,8 +89,8 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
 
 def open_labels(data: DataConfig, ranks: Transport | None = None) -> TrainingLabels:
     """Read the index of the training shards, with the labels that training may see: see `open_data`."""
-    index = load_index(data.train, data.train_index)
-    index = with_given_labels(index, data.labels_file, data.observed, allow_pipe=data.allow_pipe)
+    index = load_index(data.train, data.train_index, allow_pipe=data.allow_pipe)
+    index = with_given_labels(index, data.labels_file, data.observed)
     found = training_labels(index, data.labels, data.answers, ranks)
     if data.answers is not None:
         _log_answers(found.answers, data.answers)
@@ -105,7 +105,7 @@ def open_val(data: DataConfig) -> Index | None:
     """Read the index of the validation shards, with the labels to evaluate against; None without them."""
     if data.val is None:
         return None
-    val = load_index(data.val, data.val_index)
+    val = load_index(data.val, data.val_index, allow_pipe=data.allow_pipe)
     return val if data.val_labels_file is None else with_evaluation_labels(val, data.val_labels_file)
 
 

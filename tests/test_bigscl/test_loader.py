@@ -223,7 +223,7 @@ def test_persistent_workers_give_the_batches_of_each_epoch_and_live_on(index):
 
 def test_batches_are_the_same_after_a_trip_to_another_process(index):
     """Workers that are not forked get the dataset pickled."""
-    batches = Batches(index, "observed", allow_pipe=False)
+    batches = Batches(index, "observed")
     batches.work = Work(stream=plan_for(index).streams[0][0], batch_size=4, transform=TRANSFORM)
     assert contents(list(pickle.loads(pickle.dumps(batches)))) == contents(list(batches))
 
@@ -255,7 +255,8 @@ def test_remote_shards_give_the_same_batches_even_over_connections_that_break(
 
 def test_piped_shards_are_read_where_allowed(index, expected):
     piped = replace(index, urls=tuple(f"pipe:cat {url}" for url in index.urls))
-    assert contents(list(Loader(piped, plan_for(index), 0, TRANSFORM, allow_pipe=True))) == expected
+    allowed = replace(piped, allow_pipe=True)
+    assert contents(list(Loader(allowed, plan_for(index), 0, TRANSFORM))) == expected
     with pytest.raises(TooManyBadSamples, match="pipes are allowed"):
         list(Loader(piped, plan_for(index), 0, TRANSFORM))
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import ChunkCorrupt, HeatmapStore
+from bigscl.store.snapshots import SnapshotLog
+from bigscl.tools.choosing import snapshot_before
 from bigscl.tools.expected import expected_at
 from bigscl.tools.opening import DataFlags, StorageFlags, open_store
 from bigscl.tools.viewer import index_building, listing
@@ -281,6 +283,24 @@ def test_builds_at_once_make_one_whole_index(run, tmp_path, monkeypatch):
             made = list(pool.map(lambda _, cache=cache: build_index(cache, store, data), range(4)))
             assert all(one.complete for one in made)
             assert len(list(cache.iterdir())) == 1
+
+
+def test_an_older_snapshot_that_is_dropped_in_mid_build_is_not_compared_with(run, tmp_path, monkeypatch):
+    store, data = opened(run)
+    before = snapshot_before(store)
+    change, dropped = index_building._Pass._change, []
+
+    def drop_first(self, shard, scores):
+        if not dropped:
+            dropped.append(shard)
+            SnapshotLog(store.backend).drop(before.id)
+            raise ChunkCorrupt("a chunk of the older snapshot is missing")
+        return change(self, shard, scores)
+
+    monkeypatch.setattr(index_building._Pass, "_change", drop_first)
+    made = build_index(tmp_path / "cache", store, data)
+    assert made.complete
+    assert made.before != before.id
 
 
 def test_damaged_index_is_made_again(run, tmp_path):

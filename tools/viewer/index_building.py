@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bigscl.digests import FILES, file_digest, write_sealed
 from bigscl.files import sync
-from bigscl.store import Array, HeatmapStore
+from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
 from bigscl.tools.choosing import snapshot_before
 from bigscl.tools.expected import Expected, count_by_class, expected_at
 from bigscl.tools.halves import to_float32
@@ -54,8 +54,20 @@ Advance = Callable[[int, int], None]
 
 def build_index(folder: Path, store: HeatmapStore, data: Data, advance: Advance | None = None) -> ScoreIndex:
     """Return the index of the store's snapshot, made now; `advance` is told (shards done, of all)."""
+    while True:
+        before = snapshot_before(store)
+        try:
+            return _build_index(folder, store, data, before, advance)
+        except StoreError:
+            # The run may drop the snapshot before while it is read: then another one is compared with.
+            if before is None or any(one.id == before.id for one in store.snapshots()):
+                raise
+
+
+def _build_index(
+    folder: Path, store: HeatmapStore, data: Data, before: Snapshot | None, advance: Advance | None
+) -> ScoreIndex:
     start = time.monotonic()
-    before = snapshot_before(store)
     older = None if before is None else HeatmapStore(store.backend, store.spec, before, data.annotations)
     expected = expected_at(store)
     with _new_folder(folder, index_name(store)) as unfinished:
