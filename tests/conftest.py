@@ -10,7 +10,7 @@ import pytest
 
 from tests import forks
 
-LONG = ("integration/test_resume", "test_tools/test_study", "integration", "distributed", "faults")
+LONG = ("integration/test_resume", "test_tools/test_study", "integration", "distributed", "faults", "pairs")
 """Files and folders that take long, and so are started first when several workers share the files."""
 
 

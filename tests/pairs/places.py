@@ -50,7 +50,7 @@ class Places:
 
 
 def fill(folder: Path) -> None:
-    """Write shards, indexes, files of labels, and answers into a folder."""
+    """Write shards, their indexes, and files with other labels into a folder."""
     make_shards(folder, train=6 * NUM_SHARDS, samples_per_shard=6, val=12)
     for part, labels in (("train", "observed"), ("val", "labels")):
         index = load_index(str(folder / f"{part}-*.tar"))

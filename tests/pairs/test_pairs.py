@@ -7,18 +7,8 @@ import pytest
 
 from bigscl.config import ConfigError, load_config
 from tests.pairs.places import Places, fill, serve
-from tests.pairs.table import (
-    DIMENSIONS,
-    LEFT_OUT,
-    REFUSALS,
-    Row,
-    all_pairs,
-    all_settings,
-    choices_of,
-    pairs_of,
-    refusal_of,
-    rows,
-)
+from tests.pairs.rows import Row, all_pairs, pairs_of, refusal_of, rows
+from tests.pairs.table import DIMENSIONS, LEFT_OUT, REFUSALS, all_settings, choices_of
 from tests.pairs.trial import Trial, is_one_line
 from tests.sharing import make_once
 
