@@ -258,21 +258,11 @@ def _check_data(trials: Sequence[Trial]) -> None:
         found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
         if any(fields.get("boxes") for fields in found.values()):
             return
-        if drawn := next((by for trial in trials if (by := _drawn_by(trial)) != "uniform"), None):
-            raise UserError(
-                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, by which "
-                f"data.observed.by {drawn} draws labels. Choose uniform, or shards with boxes."
-            )
         if trial.boxes:
             raise UserError(
                 f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
                 f"pointing game needs. Add --no-boxes to skip it."
             )
-
-
-def _drawn_by(trial: Trial) -> str:
-    drawn = trial.resolved().data.observed
-    return "uniform" if drawn is None else drawn.by
 
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:

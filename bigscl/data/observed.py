@@ -1,7 +1,6 @@
 """Draw observed labels from full ones, as if annotators had named only a few classes of each image."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +9,6 @@ from bigscl.bounds import Count, CountOrZero, Share
 from bigscl.data.ragged import Ragged
 
 BLOCK = 4096
-Chance = Literal["uniform", "size", "position"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +21,6 @@ class ObservedConfig:
     """Observed positives per image; images with fewer keep all."""
     negatives: CountOrZero = 0
     """Observed negatives per image."""
-    by: Chance = "uniform"
-    """Chance of a class to be observed: equal; the total area of its boxes; their closeness to the centre."""
     noise: Share = 0.0
     """Share of the images of which one observed positive is replaced by a class that they do not show."""
 

@@ -17,7 +17,6 @@ from bigscl.data.plan import Stream
 from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
 from bigscl.text import printable
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,12 +122,10 @@ def read_images(index: Index, ids: NDArray[np.int64]) -> "dict[int, Tensor]":
     return {int(sample_id): images[int(sample_id)] for sample_id in ids}
 
 
-def read_metadata(
-    index: Index, ids: NDArray[np.int64], *, needs_boxes: bool = False
-) -> dict[int, dict[str, Any]]:
+def read_metadata(index: Index, ids: NDArray[np.int64]) -> dict[int, dict[str, Any]]:
     """Return the json of a few samples (with `boxes`, if it has any), by id; empty if there is none.
 
-    Malformed `boxes`, which `bigscl index` reports, are left out; with `needs_boxes` they are refused.
+    Malformed `boxes`, which `bigscl index` reports, are left out.
     """
     found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
@@ -138,7 +135,7 @@ def read_metadata(
                 key, extension = member.key_and_extension() or ("", "")
                 row = wanted.get(key.encode(errors="surrogateescape")) if extension == "json" else None
                 if row is not None:
-                    found[row] = _metadata(index.name(row), shard, member, needs_boxes)
+                    found[row] = _metadata(index.name(row), shard, member)
                     del wanted[bytes(index.keys[row])]
                 if not wanted:
                     break
@@ -149,7 +146,7 @@ def _ignore(damage: str) -> None:
     """Ignore damage between members: `bigscl index` has reported it."""
 
 
-def _metadata(name: str, shard: Shard, member: Member, needs_boxes: bool) -> dict[str, Any]:
+def _metadata(name: str, shard: Shard, member: Member) -> dict[str, Any]:
     if member.size > LARGEST_LABEL_BYTES:
         raise Unreadable(f"{name}: json of {member.size} bytes, expected at most {LARGEST_LABEL_BYTES}")
     try:
@@ -159,12 +156,7 @@ def _metadata(name: str, shard: Shard, member: Member, needs_boxes: bool) -> dic
     if not isinstance(content, dict):
         raise Unreadable(f"{name}: its json is of type {type(content).__name__}, expected an object")
     if not are_boxes(content.get("boxes", [])):
-        boxes = content.pop("boxes")
-        if needs_boxes:
-            raise UserError(
-                f"{name}: boxes are {printable(str(boxes)[:80])}, expected a list of "
-                f"[class, x0, y0, x1, y1]. Correct its json, and run `bigscl index` again."
-            )
+        del content["boxes"]
     return content
 
 

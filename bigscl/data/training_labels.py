@@ -1,12 +1,11 @@
 """The labels that training sees: those of shards or of a file, drawn ones, and then answers of people."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.answered import match_answers, with_answered
 from bigscl.data.answers import Answers, AnswersFile
 from bigscl.data.index import Index, Labels
@@ -40,7 +39,7 @@ def with_given_labels(index: Index, labels_file: Path | None, drawn: ObservedCon
     """Return the samples with the labels of a file, and observed ones drawn from the full ones."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
-    return index if drawn is None else with_drawn_labels(index, drawn)
+    return index if drawn is None else index.draw_observed(**asdict(drawn))
 
 
 def training_labels(

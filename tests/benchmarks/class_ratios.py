@@ -20,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.index import load_index
-from bigscl.data.observed import ObservedConfig
 from bigscl.method.class_ratios import class_ratios
 from bigscl.method.ranking import named_first, rank
 from bigscl.method.selection import expected_counts
 from bigscl.store import Annotations, SingleProcess
+from tests.benchmarks.label_weights import label_weights
 
 CHUNK = 1000
 
@@ -99,7 +98,8 @@ def print_draws(train, val, options):
     for by in ("uniform", "size", "position"):
         errors = []
         for seed in range(options.seeds):
-            drawn = with_drawn_labels(train, ObservedConfig(seed=seed, by=by))
+            weights = None if by == "uniform" else label_weights(train, by)
+            drawn = train.draw_observed(seed, weights=weights)
             observed = (drawn.labels_of(ids, "observed") == 1).argmax(1)
             counts = np.bincount(observed, minlength=full.shape[1])
             few = known[np.random.default_rng(seed).choice(len(known), 200, replace=False)]

@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 from bigscl.config import load_config
-from bigscl.data.annotator import with_drawn_labels
 from bigscl.data.plan import training_plan
 from bigscl.data.sample_list import is_list_of
 from bigscl.data.scan import scan
+from bigscl.data.training_labels import with_given_labels
 from bigscl.method.losses import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
@@ -82,7 +82,7 @@ OPTIONS = {
     "erasing": {"data.erase": {"probability": 0.8}},
     "colours": {"data.color_jitter": {"brightness": 0.4, "hue": 0.1}},
     "more observed": {"data.observed": {"seed": 3, "positives": 2, "negatives": 1}},
-    "large first, some wrong": {"data.observed": {"seed": 3, "by": "size", "noise": 0.1}},
+    "some wrong": {"data.observed": {"seed": 3, "noise": 0.1}},
     "best by map pooling": {"validation.pooling": "map"},
     "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},
@@ -160,7 +160,7 @@ def memory_of_variant(folder, shards):
     """What the store holds, whichever labels the config chose."""
     data, index = load_config(folder / "config.yaml").data, index_of(shards)
     if data.observed is not None:
-        index = with_drawn_labels(index, data.observed)
+        index = with_given_labels(index, None, data.observed)
     return HeatmapStore.open(folder / "store", annotations=index.annotations(data.labels)).read(index.ids())
 
 

@@ -80,7 +80,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "labels": {
         "shards": {},
         "file": {},
-        "drawn": {"data.observed": {"seed": 3, "negatives": 1, "by": "size", "noise": 0.1}},
+        "drawn": {"data.observed": {"seed": 3, "negatives": 1, "noise": 0.1}},
         "full": {"data.labels": "labels"},
     },
     "answers": {"none": {}, "before": {}, "later": {}},
@@ -114,7 +114,6 @@ LEFT_OUT = {
     "data.allow_pipe": "a `pipe:` is one shard, and needs a rank of its own: tests/test_bigscl/test_index.py",
     "data.interpolation": "pixels of a view: tests/test_bigscl/test_decoders.py",
     "data.labels": "the dimension `labels`",
-    "data.observed.by": "a draw before the run: tests/test_bigscl/test_annotator.py has all of them",
     "data.preprocessing": "needs published weights, which are downloads",
     "data.resize": "pixels of a view: tests/test_bigscl/test_decoders.py",
     "hardware.deterministic": "of GPUs",

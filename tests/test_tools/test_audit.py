@@ -6,8 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.config import ObservedConfig
-from bigscl.data.annotator import with_drawn_labels
 from bigscl.store import SingleProcess
 from bigscl.training.score_log import ScoreLog, log_folder
 from tests.test_tools.conftest import bigscl
@@ -63,7 +61,7 @@ def test_cold_labels_and_hot_missing_ones_come_first_with_their_place(run, index
 
 
 def test_wrong_labels_of_a_run_with_noise_are_counted_as_such(tmp_path, index):
-    drawn = with_drawn_labels(index, ObservedConfig(seed=1, noise=0.2))
+    drawn = index.draw_observed(1, noise=0.2)
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     train = index.urls[0].replace("000000", "*")
@@ -93,7 +91,7 @@ def test_a_class_without_a_heatmap_has_no_place(topk, index):
 
 
 def test_known_negatives_are_never_missing(tmp_path, index):
-    drawn = with_drawn_labels(index, ObservedConfig(seed=1, negatives=3))
+    drawn = index.draw_observed(1, negatives=3)
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     settings = {"train": index.urls[0].replace("000000", "*"), "observed": {"seed": 1, "negatives": 3}}

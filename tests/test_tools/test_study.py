@@ -103,19 +103,6 @@ def test_shards_without_boxes_are_noticed_before_training(tmp_path):
     assert "--heatmaps" not in told.out
 
 
-def test_labels_can_be_drawn_by_size_in_a_variant_if_the_shards_have_boxes(tmp_path):
-    trials = plan_trials(tmp_path, [SCL], ["", "data.observed.by=size"], [4], [])
-    drawn = [trial.resolved().data.observed for trial in trials]
-    assert [(one.seed, one.by) for one in drawn] == [(4, "uniform"), (4, "size")]
-    write_tar(tmp_path / "train-0.tar", labelled("s0", 0, labels=[0], observed=[0]))
-    scan(str(tmp_path / "train-*.tar"), num_classes=2)[0].save(tmp_path / "bigscl-index-train.npz")
-    config = write_config(tmp_path / "bare.yaml", tmp_path, data={"train": str(tmp_path / "train-*.tar")})
-    varied = ["--seeds", 1, "--no-boxes", "--vary", "data.observed.by=size"]
-    answer = bigscl("study", tmp_path / "out", config, *varied)
-    assert answer.code == 2
-    assert "by which data.observed.by size draws labels" in answer.err
-
-
 def test_shards_without_full_labels_are_noticed_before_training(tmp_path):
     scan(write_shards(tmp_path, [4]))[0].save(tmp_path / "bigscl-index-train.npz")
     config = write_config(tmp_path / "single.yaml", tmp_path)

@@ -1,4 +1,4 @@
-"""Observed labels as a person would give them: of large or of central objects first, and sometimes wrong.
+"""Observed labels as a person would give them: of large or of central objects first.
 
 Arroyo, Perona and Cole (Understanding label bias in single positive multi-label learning, 2023) draw the
 label of an image by the areas of its objects, or by one over the distances of their boxes' centres to the
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.data.index import Index
-from bigscl.data.observed import Chance, ObservedConfig
 from bigscl.data.reader import read_metadata
 from bigscl.user_error import UserError
 
@@ -23,15 +22,7 @@ logger = logging.getLogger(__name__)
 NEAREST = 0.01
 
 
-def with_drawn_labels(index: Index, drawn: ObservedConfig) -> Index:
-    """Return the samples of the index with observed labels drawn from the full ones."""
-    weights = None if drawn.by == "uniform" else label_weights(index, drawn.by)
-    return index.draw_observed(
-        drawn.seed, drawn.positives, drawn.negatives, noise=drawn.noise, weights=weights
-    )
-
-
-def label_weights(index: Index, by: Chance) -> NDArray[np.float64]:
+def label_weights(index: Index, by: str) -> NDArray[np.float64]:
     """Return the weight of each full label in the draw, from the boxes in the shards' json.
 
     A class has the sum over its boxes; without boxes it has 0, and is named only if all others of its image
@@ -48,14 +39,12 @@ def label_weights(index: Index, by: Chance) -> NDArray[np.float64]:
     without = np.add.reduceat(weights, full.offsets[labelled]) <= 0
     if without.all():
         raise UserError(
-            f"data.observed.by: {by}, but none of these {index.num_samples} samples has boxes of its labels. "
-            f"Expected `boxes` in the json of the shards: [class, x0, y0, x1, y1] each, in 0 to 1. Choose "
-            f"by: uniform, or shards with boxes."
+            f"by {by}: none of these {index.num_samples} samples has boxes of its labels (`boxes` in the "
+            f"json of the shards: [class, x0, y0, x1, y1] each, in 0 to 1)."
         )
     if without.any():
         logger.warning(
-            "data.observed.by %s: %d of %d images have no boxes of their labels, first %s; theirs are drawn "
-            "uniformly",
+            "by %s: %d of %d images have no boxes of their labels, first %s; theirs are drawn uniformly",
             *(by, without.sum(), len(labelled), index.name(int(labelled[without.argmax()]))),
         )
     return weights
@@ -65,11 +54,11 @@ def _boxes(index: Index) -> Iterator[tuple[int, Any]]:
     """Yield (id, boxes) of every sample; the json of one shard at a time is held."""
     ids = index.ids()
     for own in np.split(ids, np.flatnonzero(np.diff(ids // index.rows_per_shard)) + 1):
-        for sample_id, fields in read_metadata(index, own, needs_boxes=True).items():
+        for sample_id, fields in read_metadata(index, own).items():
             yield sample_id, fields.get("boxes", ())
 
 
-def _box_weights(boxes: Any, by: Chance) -> list[tuple[int, float]]:
+def _box_weights(boxes: Any, by: str) -> list[tuple[int, float]]:
     table = np.array(boxes, np.float64).reshape(-1, 5)
     low, high = table[:, 1:3], table[:, 3:5]
     if by == "size":
