@@ -43,7 +43,8 @@ class Host:
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs these words on the host."""
         own = ["unshare", "--mount", "--uts", "sh", "-c", ENTER, str(self.names), self.name]
-        return ["ip", "netns", "exec", self.name, *own, *words]
+        # Not `ip netns exec`, which hides /sys/fs/cgroup.
+        return ["nsenter", f"--net=/run/netns/{self.name}", *own, *words]
 
     def reaches(self, address: str) -> bool:
         """Whether packets pass from here to an address, and back."""
