@@ -3,8 +3,10 @@
 Neither torch nor zarr is imported here, so that `--help` answers at once.
 """
 
+import difflib
 import inspect
 import os
+import re
 import sys
 import time
 import traceback
@@ -214,4 +216,8 @@ def _usage(error: Any) -> str:
     if "\n" in message or not message:  # without a message, the help has been printed
         return message
     command = "bigscl" if error.ctx is None else error.ctx.command_path
-    return f"{command}: {printable(message.rstrip('.'))}. See `{command} --help`."
+    if (unknown := re.match(r"No such command '(.*)'", message)) and error.ctx is not None:
+        near = difflib.get_close_matches(unknown[1], error.ctx.command.list_commands(error.ctx), n=1)
+        message = f"{message.rstrip('.')}; did you mean {near[0]}?" if near else message
+    ended = message if message.endswith("?") else f"{message.rstrip('.')}."
+    return f"{command}: {printable(ended)} See `{command} --help`."

@@ -2,7 +2,7 @@
 
 The lease itself never changes while it is held; its holder bumps a counter in a file of its own, which others
 watch. Losing the lease cannot hurt the store: each writer has slots and a snapshot number of its own (see
-FORMAT.md). The lease only tells a second run early that its work would be lost.
+docs/store-format.md). The lease only tells a second run early that its work would be lost.
 """
 
 import contextlib

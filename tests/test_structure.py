@@ -126,8 +126,8 @@ def test_lowest_versions_are_tried_with_the_lowest_python():
 
 
 def folders_of_the_map():
-    """Text of the README's map by folder: `bigscl/config` and so on."""
-    text = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+    """Text of the map by folder: `bigscl/config` and so on."""
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## What is where")[2].split("```")[1]
     found, folder = {}, ""
     for line in text.strip("\n").splitlines():
         name = line[:16].strip()
@@ -137,14 +137,16 @@ def folders_of_the_map():
     return found
 
 
-def test_map_of_the_readme_names_every_module():
+def test_map_names_every_module():
     found = folders_of_the_map()
     for name, file in modules():
         words = set(re.findall(r"\w+", found[str(file.parent.relative_to(ROOT))]))
-        assert file.stem in words or file.stem in ("__init__", "__main__"), f"{name}: not in the README's map"
+        assert file.stem in words or file.stem in ("__init__", "__main__"), (
+            f"{name}: not in the map of the pages"
+        )
 
 
-def test_map_of_the_readme_names_no_module_that_is_gone():
+def test_map_names_no_module_that_is_gone():
     """Words with an underscore are names of modules; other words are not checked."""
     for folder, text in folders_of_the_map().items():
         stems = {file.stem for file in (ROOT / folder).glob("*.py")}
@@ -155,27 +157,31 @@ def test_map_of_the_readme_names_no_module_that_is_gone():
             assert not unknown, f"{folder}: {unknown}, near {named}"
 
 
-def test_map_of_the_readme_fits_on_one_screen():
-    text = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+def test_map_fits_on_one_screen():
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## What is where")[2].split("```")[1]
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "configs/FAQ.md",
-        "configs/LOSSES.md",
-        "bigscl/DESIGN.md",
-        "tools/README.md",
-        "store/FORMAT.md",
-    ],
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 )
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 12_000
+    assert not [page for page in PAGES[1:] if f"]({page})" not in text]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_name_files_that_exist(page):
     text = (ROOT / page).read_text()
-    named = set(re.findall(r"(?:bigscl|store|tools|configs|tests|\.ci)/[\w/]+\.(?:py|md|yaml|png)", text))
-    linked = {(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text)}
+    named = set(
+        re.findall(r"(?:bigscl|store|tools|configs|docs|tests|\.ci)/[\w/-]+\.(?:py|md|yaml|png)", text)
+    )
+    linked = {(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert not [name for name in named if not (ROOT / name).exists()]
     assert not [link for link in linked if not link.exists()]

@@ -1,4 +1,4 @@
-"""The outputs in tools/README.md, made from a finished quickstart.
+"""The outputs in docs/commands.md, made from a finished quickstart.
 
     bigscl quickstart && python -m tests.tools_readme quickstart    # write them again
     python -m tests.tools_readme quickstart --check                 # exit code 1 and a diff if they differ
@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "tools" / "README.md"
+PAGE = ROOT / "docs" / "commands.md"
 MARK = "<!-- outputs by python -m tests.tools_readme -->"
 BLOCK = re.compile(rf"(?P<mark>{re.escape(MARK)}\n)?```\n(?P<body>.*?)```\n", re.DOTALL)
 CHANGING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[\d.]+ [KMGT]?B/s|[\d.]+ [KMGT]B free")

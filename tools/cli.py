@@ -9,34 +9,45 @@ from bigscl.command_line import HELP, make_command, run
 
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that
-# `bigscl show` answers at once. The list of verbs is in the order in which a project uses them.
-VERBS = {
-    "quickstart": "Run the whole system in minutes, offline.",
-    "shards": "Write a dataset as tar shards.",
-    "index": "Scan tar shards once and write their index.",
-    "configs": "List the configs that come with bigscl, and copy them.",
-    "plan": "Estimate disk space, RAM and I/O of a run.",
-    "doctor": "Check this machine, or every node of a launcher.",
-    "preflight": "Rehearse a run: speed, memory, precision, hours.",
-    "train": "Train a classifier from a config, or resume it.",
-    "stop": "Ask a run to save and exit.",
-    "evaluate": "Evaluate a run, a checkpoint or published weights.",
-    "score": "Make the report of saved predictions.",
-    "compare": "Compare the predictions of several runs.",
-    "study": "Train and compare configs over several seeds.",
-    "publish": "Write a run's network for others: weights, card, ONNX.",
-    "show": "Show a store, or its memory of a sample.",
-    "render": "Draw samples with their heatmaps.",
-    "view": "Look at runs in the browser, while they train or after.",
-    "audit": "List labels that are likely wrong or missing.",
-    "ask": "Ask people about images; training learns from the answers.",
-    "export": "Write found labels, scores or heatmaps to files.",
-    "diff": "Compare two snapshots, or two stores of the same data.",
-    "verify": "Check every byte of a store.",
-    "repair": "Reset the damaged rows of a store.",
-    "compact": "Make a store smaller.",
-    "unlock": "Break the lease of a dead run.",
+# `bigscl show` answers at once. The groups are in the order in which a project uses them.
+GROUPS = {
+    "Data": {
+        "shards": "Write a dataset as tar shards.",
+        "index": "Scan tar shards once and write their index.",
+        "configs": "List the configs that come with bigscl, and copy them.",
+    },
+    "Train": {
+        "quickstart": "Run the whole system in minutes, offline.",
+        "plan": "Estimate disk space, RAM and I/O of a run.",
+        "doctor": "Check this machine, or every node of a launcher.",
+        "preflight": "Rehearse a run: speed, memory, precision, hours.",
+        "train": "Train a classifier from a config, or resume it.",
+        "stop": "Ask a run to save and exit.",
+        "study": "Train and compare configs over several seeds.",
+    },
+    "Evaluate": {
+        "evaluate": "Evaluate a run, a checkpoint or published weights.",
+        "score": "Make the report of saved predictions.",
+        "compare": "Compare the predictions of several runs.",
+        "publish": "Write a run's network for others: weights, card, ONNX.",
+    },
+    "Look": {
+        "view": "Look at runs in the browser, while they train or after.",
+        "show": "Show a store, or its memory of a sample.",
+        "render": "Draw samples with their heatmaps.",
+        "audit": "List labels that are likely wrong or missing.",
+        "ask": "Ask people about images; training learns from the answers.",
+        "export": "Write found labels, scores or heatmaps to files.",
+        "diff": "Compare two snapshots, or two stores of the same data.",
+    },
+    "Store": {
+        "verify": "Check every byte of a store.",
+        "repair": "Reset the damaged rows of a store.",
+        "compact": "Make a store smaller.",
+        "unlock": "Break the lease of a dead run.",
+    },
 }
+VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
 
 
 class Verbs(typer.core.TyperGroup):
@@ -58,7 +69,8 @@ class Verbs(typer.core.TyperGroup):
         if cmd_name not in VERBS:
             return None
         if self._listing:
-            return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name])
+            panel = next(name for name, verbs in GROUPS.items() if cmd_name in verbs)
+            return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], rich_help_panel=panel)
         module = importlib.import_module(f"bigscl.tools.{cmd_name}")
         if hasattr(module, "app"):
             group = typer.main.get_command(module.app)

@@ -1,5 +1,6 @@
 """Read configs from YAML files and command lines, and report all their mistakes at once."""
 
+import difflib
 import os
 import re
 import reprlib
@@ -39,6 +40,9 @@ SHORT.maxstring = SHORT.maxother = LONGEST_INPUT
 
 
 SHOULD = "input should be "
+
+
+UNKNOWN = "no such setting"
 
 
 class ConfigError(UserError):
@@ -433,6 +437,8 @@ def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for error in errors:
         path, complaint = _dotted(error["loc"]), _complaint(error)
+        if complaint == UNKNOWN:
+            complaint += _nearest(path)
         start, should, expected = complaint.partition(SHOULD)
         if should and found.get(path, "").startswith(start + should):
             complaint = f"{found[path]} or {expected}"
@@ -442,9 +448,19 @@ def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
     return list(found.items())
 
 
+def _nearest(path: str) -> str:
+    """Return a question with the setting that was most likely meant; empty if none is near."""
+    # The page of all settings reads configs itself.
+    from bigscl.config.reference import all_settings
+
+    names = [setting.path for setting in all_settings()]
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _complaint(error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        return "no such setting"
+        return UNKNOWN
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return "missing"
     message: str = error["msg"].removeprefix("Value error, ")

@@ -1,6 +1,6 @@
 """The reference of all settings, made from the sentences below them in the sources.
 
-`python -m bigscl.config.reference > configs/SETTINGS.md` writes the page again.
+`python -m bigscl.config.reference > docs/settings.md` writes the page again.
 """
 
 import ast
@@ -24,7 +24,7 @@ Every setting of a run, as `section.key` in a YAML file, or as `--section.key va
 `bigscl train` and `bigscl plan`. `bigscl train CONFIG --print-config`
 prints those of one config with these sentences.
 
-This page is made from the sources: `python -m bigscl.config.reference > configs/SETTINGS.md`.
+This page is made from the sources: `python -m bigscl.config.reference > docs/settings.md`.
 """
 WIDTH = 100
 NUMBERS = {"integer": "integer", "number": "number"}

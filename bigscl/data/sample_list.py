@@ -1,6 +1,6 @@
 """samples.json: which row of a store is which image, for readers without bigscl.
 
-`store/FORMAT.md` describes it, with an example that reads a heatmap by key.
+`docs/store-format.md` describes it, with an example that reads a heatmap by key.
 """
 
 import json

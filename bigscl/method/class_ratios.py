@@ -4,7 +4,7 @@ If a label is drawn uniformly from the positives of an image, an image with m po
 with probability 1/m. So for each label of class c there are in the mean K_c = E[m | the label is c] images
 that show c: classes that appear in company (table, chair) are named less often than those that appear alone
 (bird). Labels that are drawn by size or salience break this: K_c is then too small for what they overlook. On
-VOC's labels drawn by size its error is 15.5% instead of 8.7% (one K for all: 23.3%; configs/RESULTS.md).
+VOC's labels drawn by size its error is 15.5% instead of 8.7% (one K for all: 23.3%; docs/results.md).
 `labelled_ratios` makes no such assumption, but needs about a thousand images with full labels.
 """
 

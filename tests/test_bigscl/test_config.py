@@ -51,7 +51,7 @@ def test_every_mistake_is_listed_with_its_dotted_path():
         "selection.K",
         "schedule.main.learning_rate",
     ]
-    assert "data.batch_sice: no such setting" in found
+    assert "data.batch_sice: no such setting; did you mean data.batch_size?" in found
     assert "schedule.main.learning_rate: missing" in found
     assert any("'enn'" in line and "'en'" in line for line in found)
 
@@ -200,8 +200,8 @@ def test_every_setting_has_a_sentence_below_it():
 
 
 def test_the_reference_page_is_that_of_today():
-    """Write it again with `python -m bigscl.config.reference > configs/SETTINGS.md`."""
-    assert (CONFIGS[0].parent / "SETTINGS.md").read_text() == settings_page()
+    """Write it again with `python -m bigscl.config.reference > docs/settings.md`."""
+    assert (CONFIGS[0].parents[1] / "docs" / "settings.md").read_text() == settings_page()
 
 
 def test_the_reference_has_every_setting_with_its_default():

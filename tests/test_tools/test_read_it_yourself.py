@@ -1,4 +1,4 @@
-"""The example of store/FORMAT.md, executed as it is written there, but for the names."""
+"""The example of docs/store-format.md, executed as it is written there, but for the names."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from bigscl.data.sample_list import is_list_of, write_sample_list
 from bigscl.store import HeatmapStore
 from tests.test_tools.conftest import bigscl
 
-PAGE = Path(__file__).parents[2] / "store" / "FORMAT.md"
+PAGE = Path(__file__).parents[2] / "docs" / "store-format.md"
 NAMES = 'run, key, name = "runs/mine", "n01440764_10026", "tench"'
 
 

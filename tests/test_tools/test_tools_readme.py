@@ -1,4 +1,4 @@
-"""The commands that tools/README.md shows are ones that bigscl has, and its outputs can be made again."""
+"""The commands that docs/commands.md shows are ones that bigscl has, and its outputs can be made again."""
 
 import re
 import shlex

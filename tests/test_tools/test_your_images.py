@@ -12,7 +12,7 @@ import pytest
 from tests.tars import VOC, real_data
 from tests.test_tools.conftest import bigscl
 
-PAGE = Path(__file__).parent.parent.parent / "configs" / "YOUR_IMAGES.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "your-images.md"
 CLASSES = {14: "person", 6: "car", 11: "dog", 2: "bird"}
 PER_CLASS = 12
 
