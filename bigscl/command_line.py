@@ -16,15 +16,15 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from bigscl.errors import explain
-from bigscl.processes.failures import (
+from bigscl.distributed.failures import (
     SECONDS_FOR_THE_FIRST,
     end_in_launch,
+    exit_now,
     in_a_group,
-    leave,
     lost_other_ranks,
     report_to_launcher,
 )
+from bigscl.errors import explain
 from bigscl.text import printable
 from bigscl.url_secrets import hide, hide_in_logs, take_words
 
@@ -202,7 +202,7 @@ def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn
     print(text, file=sys.stderr)
     if _Start.is_over or not reports:
         report_to_launcher(text)
-    leave(1 if reason is None else 2)
+    exit_now(1 if reason is None else 2)
 
 
 def _say(message: str) -> None:

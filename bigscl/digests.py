@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import BadFile, atomic_write, parsing, read_json_object, write_text
+from bigscl.files import BadFile, atomic_write, parse_errors, read_json_object, write_text
 from bigscl.store import SEAL, seal, seal_fault
 
 PROGRESS, METRICS = "progress.json", "metrics.json"
@@ -117,7 +117,7 @@ def write_array(path: Path, array: NDArray[Any], *, suffix: str = "partial") -> 
 
 def read_array(path: Path, what: str, remedy: str) -> NDArray[Any]:
     """Return an array of `write_array`, mapped from disk; BadFile if its bytes are not those written."""
-    with parsing(path, what, remedy):
+    with parse_errors(path, what, remedy):
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     crc, end = 0, path.stat().st_size - CRC_BYTES
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Which errors end a command in one line: those of the user and of the outside world. All others are bugs."""
 
 from bigscl import files
-from bigscl.processes.failures import lost_other_ranks
+from bigscl.distributed.failures import lost_other_ranks
 from bigscl.user_error import UserError
 
 

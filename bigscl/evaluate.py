@@ -25,6 +25,8 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
+from bigscl.distributed.network import choose_interface
+from bigscl.distributed.ranks import process_group
 from bigscl.evaluation.inference import Predictions, predict
 from bigscl.evaluation.localization import (
     NETWORK,
@@ -43,8 +45,6 @@ from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.files import existing_folder
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.processes.network import choose_interface
-from bigscl.processes.ranks import process_group
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data, read_store
 from bigscl.user_error import UserError

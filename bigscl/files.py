@@ -32,7 +32,7 @@ class BadFile(UserError):
 
 
 @contextmanager
-def parsing(path: str | Path, what: str, remedy: str) -> Iterator[None]:
+def parse_errors(path: str | Path, what: str, remedy: str) -> Iterator[None]:
     """Turn every exception of a library into BadFile: `<path>: not <what> (<reason>). <remedy>`.
 
     Put only the library's call and the first check of its result inside: a bug of ours would be reported as a
@@ -62,7 +62,7 @@ def explain(error: OSError) -> str | None:
 
 
 @contextmanager
-def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+def name_os_errors(path: Path, temporary: Path | None = None) -> Iterator[None]:
     """Make OSErrors of the block name the file: a failed `write` names none, others the temporary file.
 
     An error that names another file, such as one that is read in the block, stays as it is.
@@ -85,7 +85,7 @@ def atomic_write(path: Path, *, suffix: str = "partial") -> Iterator[Path]:
     Processes that may write the same file at the same time need a `suffix` each.
     """
     partial = path.with_name(f".{path.name}.{suffix}")
-    with naming(path, partial):
+    with name_os_errors(path, partial):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield partial
@@ -113,7 +113,7 @@ def sync(path: Path) -> None:
 
 def append_lines(path: Path, lines: list[str]) -> None:
     """Append lines to a file. If a crash left an incomplete last line, start on a new line after it."""
-    with naming(path), path.open("ab+") as file:
+    with name_os_errors(path), path.open("ab+") as file:
         torn = False
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

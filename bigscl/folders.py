@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bigscl.files import naming, sync
+from bigscl.files import name_os_errors, sync
 
 
 @contextmanager
@@ -18,11 +18,11 @@ def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Ite
     repair_folder(path)
     partial, old = _hidden(path, "partial"), _hidden(path, "old")
     try:
-        with naming(path, partial):
+        with name_os_errors(path, partial):
             partial.mkdir(parents=True)
         yield partial
         for each in (*sorted(partial.rglob("*")), partial):
-            with naming(path / each.relative_to(partial), each):
+            with name_os_errors(path / each.relative_to(partial), each):
                 sync(each)
         check()
     except BaseException:
@@ -48,7 +48,7 @@ def remove_folder(path: Path) -> None:
     """Remove a folder with all of its files, from one moment to the next."""
     removed = _hidden(path, "removed")
     shutil.rmtree(removed, ignore_errors=True)
-    with naming(path):
+    with name_os_errors(path):
         _rename(path, removed)
         sync(path.parent)
     shutil.rmtree(removed, ignore_errors=True)

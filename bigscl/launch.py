@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bigscl.processes.failures import LAUNCH_FOLDER, STOPPED
-from bigscl.processes.signals import SIGNALS
+from bigscl.distributed.failures import LAUNCH_FOLDER, STOPPED
+from bigscl.distributed.signals import SIGNALS
 
 POLL_SECONDS = 0.2
 SECONDS_FOR_THE_LAUNCHER = 20.0

@@ -27,13 +27,13 @@ from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
 from bigscl.data.workers import WAITS
-from bigscl.evaluation.validation import deciding, validate
+from bigscl.distributed.accelerator import start_accelerator
+from bigscl.distributed.failures import STOPPED
+from bigscl.distributed.ranks import PendingSum, process_group
+from bigscl.distributed.signals import Interrupts
+from bigscl.evaluation.validation import best_metric, validate
 from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
-from bigscl.processes.accelerator import start_accelerator
-from bigscl.processes.failures import STOPPED
-from bigscl.processes.ranks import PendingSum, process_group
-from bigscl.processes.signals import Interrupts
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.log import Meter, MetricsLog, start_logging
@@ -240,7 +240,7 @@ class Trainer:
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
         logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, values)
-        value, best = deciding(found, self.config.validation), self.progress.current.best
+        value, best = best_metric(found, self.config.validation), self.progress.current.best
         if best is None or value > best:
             self.progress.advance(best=value, best_epoch=epoch)
             self.saver.save_best(metrics)

@@ -18,7 +18,7 @@ from bigscl.url_secrets import AGAIN, public, take, with_secret
 
 # The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
 # pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and
-# bodies that break off are not always among them; what it gives up on is retried by `Patience`, as a whole.
+# bodies that break off are not always among them; what it gives up on, `RetryPolicy` retries as a whole.
 RETRY_CONFIG: Any = {
     "max_retries": 4,
     "retry_timeout": timedelta(seconds=30),

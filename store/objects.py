@@ -12,7 +12,7 @@ from zarr.storage import ObjectStore
 
 from bigscl.store.errors import AlreadyExists
 from bigscl.store.object_storage import Location
-from bigscl.store.retries import NotImplementedByServer, Patience
+from bigscl.store.retries import NotImplementedByServer, RetryPolicy
 
 T = TypeVar("T")
 DELETE_THREADS = 8
@@ -24,12 +24,12 @@ class ObjectBackend:
     def __init__(self, location: Location) -> None:
         self.url = location.url.rstrip("/")
         place = f"{self.url} at {location.endpoint}" if location.endpoint else self.url
-        self._patience = Patience(place, location.credentials)
+        self._patience = RetryPolicy(place, location.credentials)
         self._store = location.client(prefix=location.path.strip("/"))
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """Zarr over the same client."""
-        return PatientStore(self._store, self._patience, read_only=read_only)
+        return RetryingStore(self._store, self._patience, read_only=read_only)
 
     def read(self, key: str) -> bytes | None:
         """The object's bytes, or None if there is none."""
@@ -155,10 +155,10 @@ class ObjectBackend:
         """Nothing to do."""
 
 
-class PatientStore(ObjectStore[Any]):
+class RetryingStore(ObjectStore[Any]):
     """Zarr's ObjectStore, which retries what a bad connection spoils: each operation may be repeated."""
 
-    def __init__(self, store: Any, patience: Patience, *, read_only: bool = False) -> None:
+    def __init__(self, store: Any, patience: RetryPolicy, *, read_only: bool = False) -> None:
         super().__init__(store, read_only=read_only)
         self._patience = patience
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bigscl.store.closing import Closing
 from bigscl.store.shard_cache import Allocate, ShardCache
 from bigscl.store.spec import Rows
-from bigscl.store.waiting import Channel, OnStart, join, nothing
+from bigscl.store.waiting import BoundedQueue, OnStart, join, nothing
 
 Batch = TypeVar("Batch")
 
@@ -53,7 +53,7 @@ class Prefetcher(Closing):
         self._cache = cache
         self._allocate = allocate
         self._on_start = on_start
-        self._items: Channel[_Item[Any]] = Channel(depth)
+        self._items: BoundedQueue[_Item[Any]] = BoundedQueue(depth)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -101,7 +101,7 @@ class _Attempts:
         return pause * random.uniform(0.5, 1.0)
 
 
-class Patience:
+class RetryPolicy:
     """Runs operations at one place, and repeats them while they fail with temporary errors.
 
     An operation may run twice although it succeeded the first time: its answer may have been lost. What

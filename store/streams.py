@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from bigscl.store.errors import StoreError
 from bigscl.store.object_storage import Location, StorageOptions
-from bigscl.store.retries import Patience, cause_of
+from bigscl.store.retries import RetryPolicy, cause_of
 
 # A tar that cannot be read is skipped, so a server is waited for less long than for a store. One that never
 # answered, or that did not come back, fails soon: otherwise each of 1,000 shards would wait for it.
@@ -19,7 +19,7 @@ PART_BYTES = 1 << 14
 SKIP_BYTES = 1 << 20
 
 T = TypeVar("T")
-_patience: dict[str, Patience] = {}
+_patience: dict[str, RetryPolicy] = {}
 """By server, for all objects that are read from it."""
 
 
@@ -34,7 +34,7 @@ class ObjectReader(io.RawIOBase):
         self._client, self._key = location.object()
         self._patience = _patience.setdefault(
             location.server,
-            Patience(
+            RetryPolicy(
                 location.url,
                 location.credentials,
                 retry_seconds=RETRY_SECONDS,
@@ -166,5 +166,5 @@ def list_objects(url: str, options: StorageOptions | None = None) -> list[str]:
     def list_all() -> list[str]:
         return sorted(entry["path"] for page in obstore.list(client, prefix or None) for entry in page)
 
-    names = Patience(location.url, location.credentials).call("list the shards", list_all)
+    names = RetryPolicy(location.url, location.credentials).call("list the shards", list_all)
     return [f"{location.scheme}://{location.bucket}/{name}" for name in names]

@@ -24,7 +24,7 @@ def nothing() -> None:
     """Do nothing: there is nothing to wait for, and nothing wrong."""
 
 
-class Channel(Generic[Item]):
+class BoundedQueue(Generic[Item]):
     """A queue of bounded length between two threads, ended by its writer."""
 
     # Two queues in C, one of them for the free places: an exception that a signal raises in the middle of a

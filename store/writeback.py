@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.store.closing import Closing
 from bigscl.store.shard_cache import ShardCache
 from bigscl.store.spec import Update
-from bigscl.store.waiting import Channel, OnStart, join, nothing, take
+from bigscl.store.waiting import BoundedQueue, OnStart, join, nothing, take
 
 
 class Writeback(Closing):
@@ -26,7 +26,7 @@ class Writeback(Closing):
         """Start the thread, which calls `on_start` first: to choose the GPU that it waits for."""
         self.wait_seconds = 0.0
         self._cache = cache
-        self._actions: Channel[Callable[[], object]] = Channel(depth)
+        self._actions: BoundedQueue[Callable[[], object]] = BoundedQueue(depth)
         self._actions.put(on_start, nothing)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigscl.data.answers import Answer, moment
-from bigscl.files import parsing, write_text
+from bigscl.files import parse_errors, write_text
 from bigscl.text import printable
 from bigscl.tools.questions import Question
 from bigscl.user_error import UserError
@@ -123,9 +123,9 @@ def read_answered(path: Path, asked: Asked) -> list[Answer]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of answers")
     if path.suffix == ".csv":
-        with parsing(path, "a table of answers", REMEDY):
+        with parse_errors(path, "a table of answers", REMEDY):
             return list(_from_csv(path, asked))
-    with parsing(path, "answers in JSON", REMEDY):
+    with parse_errors(path, "answers in JSON", REMEDY):
         content = json.loads(path.read_text(encoding="utf-8"))
         read = _from_label_studio if isinstance(content, list) else _from_coco
         return list(read(content, asked))

@@ -72,8 +72,8 @@ def _launched_ranks() -> Iterator[Transport]:
     """Yield the processes of the launcher as one group, or this process alone."""
     import torch.distributed as dist
 
-    from bigscl.processes.network import choose_interface
-    from bigscl.processes.ranks import process_group
+    from bigscl.distributed.network import choose_interface
+    from bigscl.distributed.ranks import process_group
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield process_group()
@@ -93,8 +93,8 @@ def _environment(place: str | None) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from bigscl.processes.hardware import machine_ram_bytes
-    from bigscl.processes.network import address_of_ranks
+    from bigscl.distributed.hardware import machine_ram_bytes
+    from bigscl.distributed.network import address_of_ranks
 
     devices = [
         {"name": torch.cuda.get_device_name(n), "bytes": torch.cuda.get_device_properties(n).total_memory}
@@ -144,7 +144,7 @@ def _timeout_minutes() -> float | None:
 def _bf16() -> bool:
     import torch
 
-    from bigscl.processes.hardware import usable_precision
+    from bigscl.distributed.hardware import usable_precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from bigscl.data.reader import LARGEST_CLASS
 from bigscl.data.scan import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
-from bigscl.files import parsing
+from bigscl.files import parse_errors
 from bigscl.tools.progress import progress
 from bigscl.user_error import UserError
 
@@ -87,7 +87,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):
         return None, None
-    with parsing(path, "a list of class names", "Give a text file with one name per line, or a number."):
+    with parse_errors(path, "a list of class names", "Give a text file with one name per line, or a number."):
         names = path.read_text().splitlines()
     if not names or len(set(names)) < len(names) or not all(names):
         raise UserError(f"{path}: expected a different name on each line, found {len(names)} lines")

@@ -143,7 +143,7 @@ def _facts(
     config: "Config", spec: "StoreSpec", processes: int, rate: float, mean_bytes: float | None
 ) -> dict[str, Any]:
     from bigscl.config import doubtful_settings
-    from bigscl.processes.hardware import machine_ram_bytes
+    from bigscl.distributed.hardware import machine_ram_bytes
     from bigscl.training.forecast import warnings
 
     needs = _forecast(config, spec, processes)

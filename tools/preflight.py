@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.command_line import INTERRUPTED, AsJson, Settings, first_on_this_machine, start_is_over
+from bigscl.distributed.failures import report_to_launcher
 from bigscl.files import free_bytes
-from bigscl.processes.failures import report_to_launcher
 from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def command(
 
 def _rehearse(config: "Config", steps: int) -> Facts | None:
     """Return what was measured on rank 0, None on other ranks."""
-    from bigscl.processes.signals import Interrupts, Wording
+    from bigscl.distributed.signals import Interrupts, Wording
     from bigscl.train import Stopped
     from bigscl.training.preflight import rehearsal
     from bigscl.training.preflight_plan import kinds_of_epochs
@@ -125,7 +125,7 @@ def _spec(trainer: "RehearsalTrainer") -> "StoreSpec":
 
 
 def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts]) -> Facts:
-    from bigscl.processes.hardware import machine_ram_bytes
+    from bigscl.distributed.hardware import machine_ram_bytes
     from bigscl.training.epoch_plan import plan_epoch
     from bigscl.training.forecast import forecast, warnings
 

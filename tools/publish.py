@@ -100,7 +100,7 @@ def _check_packages(needed: dict[str, bool]) -> None:
 def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
     """Return the names of the classes, as many as the network has outputs."""
     from bigscl.data.index import load_index
-    from bigscl.files import parsing
+    from bigscl.files import parse_errors
 
     assert target.config is not None
     if file is None:
@@ -108,7 +108,7 @@ def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
             return list(load_index(target.config.data.train, target.config.data.train_index).class_names)
         except (ValueError, OSError) as error:
             raise UserError(f"class names: {error} Or give --classes FILE.") from None
-    with parsing(file, "a list of class names", "Give a text file with one name per line."):
+    with parse_errors(file, "a list of class names", "Give a text file with one name per line."):
         return file.read_text().splitlines()
 
 

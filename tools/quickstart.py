@@ -149,9 +149,9 @@ class QuickstartRun:
 def _figures(report: Path) -> dict[str, float | None]:
     """Return the numbers of a run in the table."""
     from bigscl.evaluation.localization import STORED
-    from bigscl.files import parsing
+    from bigscl.files import parse_errors
 
-    with parsing(report, "a report of bigscl.evaluate", MAKE_AGAIN):
+    with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
         found = json.loads(report.read_bytes())
         heat = found["localization"][STORED]
         return {

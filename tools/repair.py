@@ -30,7 +30,7 @@ from bigscl.tools.opening import (
     run_folder,
 )
 from bigscl.tools.passes import pass_over
-from bigscl.tools.text import counted, spans, tell
+from bigscl.tools.text import counted, ranges, tell
 from bigscl.user_error import UserError
 
 MAX_LINES = 20
@@ -236,7 +236,7 @@ def _named(snapshot: int, checkpoints: list[str]) -> str:
 
 def _damage_lines(facts: dict[str, Any]) -> list[str]:
     lines = [
-        f"  shard {shard}, {one['array']}, samples {spans(one['samples'])}: {one['reason']}"
+        f"  shard {shard}, {one['array']}, samples {ranges(one['samples'])}: {one['reason']}"
         for shard, problems in facts["shards"].items()
         for one in problems
     ]
@@ -254,7 +254,7 @@ def _other_lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _done_lines(facts: dict[str, Any]) -> list[str]:
-    lines = [f"  samples {spans(ids)}: reset to {origin}" for origin, ids in facts["reset"].items()]
+    lines = [f"  samples {ranges(ids)}: reset to {origin}" for origin, ids in facts["reset"].items()]
     names = ", ".join(facts["checkpoints"])
     told = f"checkpoint {names} refers to it now. Resume the run with its usual command."
     alone = "no checkpoint referred to the damaged one. If the store has a run, give its folder with --run."

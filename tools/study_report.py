@@ -173,9 +173,9 @@ def _figures(trial: "Trial") -> dict[str, float]:
 
 def _read_report(trial: "Trial") -> dict[str, Any]:
     """Return the report of a run's evaluation."""
-    from bigscl.files import parsing
+    from bigscl.files import parse_errors
 
-    with parsing(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
+    with parse_errors(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
         float(report["mean_ap"]["present"])
         histograms, heat = report["score_distribution"], report["localization"] or {}
@@ -187,9 +187,9 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
 
 def _minutes(file: Path) -> float:
     """Return the minutes of all attempts at a run."""
-    from bigscl.files import parsing
+    from bigscl.files import parse_errors
 
-    with parsing(
+    with parse_errors(
         file, "a list of seconds", "Delete the lines that are not numbers, then run the command again."
     ):
         return sum(map(float, file.read_text().split())) / 60

@@ -19,7 +19,7 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def spans(numbers: Sequence[int], most: int = 5) -> str:
+def ranges(numbers: Sequence[int], most: int = 5) -> str:
     """Return rising numbers as `3, 16-31, 40`; after `most` spans, how many more there are."""
     parts: list[tuple[int, int]] = []
     for number in numbers:

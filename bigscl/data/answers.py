@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from bigscl.files import BadFile, naming, sync
+from bigscl.files import BadFile, name_os_errors, sync
 from bigscl.store import SEAL, seal, seal_fault
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
@@ -113,7 +113,7 @@ class AnswersFile:
 
     def read(self) -> Answers:
         """Return what the file says, nothing if it does not exist; BadFile names a line that is no answer."""
-        with naming(self.path):
+        with name_os_errors(self.path):
             try:
                 file = self.path.open("rb", buffering=0)
             except FileNotFoundError:
@@ -132,7 +132,7 @@ class AnswersFile:
         given = [_checked(answer) for answer in answers]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
-        with naming(self.path), self.path.open("ab+", buffering=0) as file:
+        with name_os_errors(self.path), self.path.open("ab+", buffering=0) as file:
             # The kernel gives the lock back when a writer is killed. It guards the look before the write.
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)

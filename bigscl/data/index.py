@@ -19,7 +19,7 @@ from bigscl.data import shards as tars
 from bigscl.data.observed import draw_negatives, draw_positives, flip_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
-from bigscl.files import BadFile, atomic_write, parsing
+from bigscl.files import BadFile, atomic_write, parse_errors
 from bigscl.store import Annotations
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
@@ -182,7 +182,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_p
         raise UserError(f"{path}: no index of these {len(urls)} shards. Create it with `bigscl index`.")
     with _opened(path) as (head, file):
         _check_names(path, head["shard_names"], short_names(urls))
-        with parsing(path, WHAT, REMEDY):
+        with parse_errors(path, WHAT, REMEDY):
             arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
             rows: dict[str, Any] = {field: _read_rows(file, name) for field, name in ROWS.items()}
         arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
@@ -237,7 +237,7 @@ def stored_fingerprint(path: Path) -> str | None:
 def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield (head, arrays) of an index file."""
     with ExitStack() as stack:
-        with parsing(path, WHAT, REMEDY):
+        with parse_errors(path, WHAT, REMEDY):
             # Opened here: numpy does not close a file that is not an archive.
             content = stack.enter_context(path.open("rb"))
             file = stack.enter_context(np.load(content, allow_pickle=False))

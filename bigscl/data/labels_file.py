@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index, with_fingerprint
 from bigscl.data.ragged import Ragged
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 from bigscl.parquet import load_pyarrow
 from bigscl.text import first_few, printable
 from bigscl.user_error import UserError
@@ -93,7 +93,7 @@ def read_labels(path: Path, index: Index) -> FileLabels:
         return _read_real(path, index)
     if path.suffix not in READERS:
         raise UserError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
-    with parsing(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
+    with parse_errors(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
         rows = list(READERS[path.suffix](path))
     return _matched(path, rows, index)
 

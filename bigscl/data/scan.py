@@ -16,7 +16,7 @@ from bigscl.data.ragged import Ragged
 from bigscl.data.reader import LARGEST_CLASS, are_boxes
 from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.data.sources import Shard, Unreadable, open_shard
-from bigscl.processes.pool import map_in_processes
+from bigscl.distributed.pool import map_in_processes
 from bigscl.text import printable
 from bigscl.user_error import UserError
 

@@ -15,7 +15,7 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 from bigscl.text import reason_of
 from bigscl.user_error import UserError
 
@@ -44,7 +44,7 @@ def _official(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
     """Return (class names, images with boxes), ids sorted as strings."""
     file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
     folder = existing_folder(source / name, "the folder of its images")
-    with parsing(file, "well-formed JSON", "Unpack the annotations again."):
+    with parse_errors(file, "well-formed JSON", "Unpack the annotations again."):
         # Outlines are most of the file and are not needed: they are dropped while it is read.
         content = json.loads(file.read_bytes(), object_hook=_without_outline)
     try:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from bigscl.datasets.image_files import key_of
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 
 LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"
@@ -17,7 +17,7 @@ def read_ground_truth(file: Path, synsets: Path | None) -> list[str] | dict[str,
     the number of a line of `synsets`, counted from 1 as in ImageNet's devkit, from 0 if a 0 occurs. The
     devkit's numbers are not in the order of the sorted names, so numbers without `synsets` are refused.
     """
-    with parsing(file, "a text file", "Give the ground truth as text, a class on every line."):
+    with parse_errors(file, "a text file", "Give the ground truth as text, a class on every line."):
         lines = [line.strip() for line in file.read_text().splitlines()]
     rows = [re.split(r"[,\s]+", line) for line in lines if line]
     if rows and rows[0][0] == "ImageId":  # the header of Kaggle's table
@@ -39,13 +39,13 @@ def read_synsets(file: Path) -> list[str]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: not there, expected {HINT}")
     if file.suffix != ".mat":
-        with parsing(file, "a text file", f"Expected {HINT}."):
+        with parse_errors(file, "a text file", f"Expected {HINT}."):
             return [line.split()[0] for line in file.read_text().splitlines() if line.strip()]
     try:
         from scipy.io import loadmat  # type: ignore[import-untyped]
     except ImportError:
         raise BadFile(f"{file}: needs scipy to be read: pip install scipy") from None
-    with parsing(file, "the devkit's meta.mat", f"Expected {HINT}."):
+    with parse_errors(file, "the devkit's meta.mat", f"Expected {HINT}."):
         rows = loadmat(file, squeeze_me=True)["synsets"]
         # Inner nodes of the hierarchy follow the 1,000 leaves.
         leaves = [(int(row["ILSVRC2012_ID"]), str(row["WNID"])) for row in rows if not row["num_children"]]

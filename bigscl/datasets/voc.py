@@ -13,7 +13,7 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 
 # fmt: off
 CLASSES = (
@@ -54,7 +54,7 @@ def _root(source: Path, year: int) -> Path:
 def _official(root: Path, name: str) -> list[BoxedImage]:
     """Return the images of an official set by file name, without those whose objects are all difficult."""
     listing = existing(root / "ImageSets" / "Main" / f"{name}.txt", "the list of images of an official set")
-    with parsing(listing, "a list of images", "Unpack the devkit again."):
+    with parse_errors(listing, "a list of images", "Unpack the devkit again."):
         keys = sorted(listing.read_text().split())
     images = [_read_image(root, key) for key in keys]
     return [image for image in images if image.boxes]
@@ -62,7 +62,7 @@ def _official(root: Path, name: str) -> list[BoxedImage]:
 
 def _read_image(root: Path, key: str) -> BoxedImage:
     annotation = existing(root / "Annotations" / f"{key}.xml", "the annotation of a listed image")
-    with parsing(annotation, "well-formed XML", "Unpack the devkit again."):
+    with parse_errors(annotation, "well-formed XML", "Unpack the devkit again."):
         tree = ElementTree.parse(annotation).getroot()
     width, height = _number(tree, "size/width", annotation), _number(tree, "size/height", annotation)
     boxes = [
@@ -80,7 +80,7 @@ def _box(item: ElementTree.Element, width: float, height: float, file: Path) -> 
         raise BadFile(f"{file}: object {name!r} is none of the {len(CLASSES)} VOC classes")
     x0, y0, x1, y1 = (_number(item, f"bndbox/{edge}", file) for edge in ("xmin", "ymin", "xmax", "ymax"))
     # VOC counts pixels from 1 and includes the last one.
-    with parsing(file, "an annotation of VOC", "Unpack the devkit again."):
+    with parse_errors(file, "an annotation of VOC", "Unpack the devkit again."):
         return (
             CLASSES.index(name),
             fraction(x0 - 1, width),

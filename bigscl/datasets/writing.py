@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bigscl.files import BadFile, atomic_write, parsing, write_text
-from bigscl.processes.pool import map_in_processes
+from bigscl.distributed.pool import map_in_processes
+from bigscl.files import BadFile, atomic_write, parse_errors, write_text
 from bigscl.text import first_few
 from bigscl.user_error import UserError
 
@@ -173,7 +173,7 @@ def _claim(shards: Shards, out: Path) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    with parsing(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
+    with parse_errors(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
         found: dict[str, Any] = json.loads(path.read_text())
         if not all(isinstance(found[name], dict) for name in ("settings", "parts")):
             raise UserError("settings or parts are no objects")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bigscl.data.index import Index, Labels
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 from bigscl.folders import atomic_folder
 from bigscl.store import SEAL
 from bigscl.user_error import UserError
@@ -171,7 +171,7 @@ def _load_group(path: Path) -> SavedPredictions:
         raise FileNotFoundError(
             f"{path}: no predictions there. Expected a folder that bigscl.evaluate wrote, an .npz or an .npy."
         )
-    with parsing(path, "predictions of bigscl.evaluate", "Evaluate again."):
+    with parse_errors(path, "predictions of bigscl.evaluate", "Evaluate again."):
         group = zarr.open_group(path, mode="r")
         arrays: dict[str, Any] = {name: np.asarray(values[:]) for name, values in group.arrays()}
         attributes: dict[str, Any] = dict(group.attrs)
@@ -216,13 +216,13 @@ def _check(saved: SavedPredictions) -> None:
 def _arrays(path: Path) -> dict[str, Any]:
     if path.suffix == ".npy":
         return {"logits": _load_array(path)}
-    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+    with parse_errors(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
         content = np.load(file, allow_pickle=False)
         return {name: np.asarray(content[name]) for name in content.files}
 
 
 def _load_array(path: Path) -> NDArray[Any]:
-    with parsing(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
+    with parse_errors(_there(path), NUMPY_FILE, "Save it again."), path.open("rb") as file:
         content = np.load(file, allow_pickle=False)
         if not isinstance(content, np.ndarray):
             raise UserError("several arrays, expected one")
@@ -273,7 +273,7 @@ def _read_keys(path: Path) -> Sequence[str]:
     if path.suffix == ".npy":
         keys: list[str] = _load_array(path).reshape(-1).astype(str).tolist()
         return keys
-    with parsing(_there(path), "a list of keys, one a line", "Give another file."):
+    with parse_errors(_there(path), "a list of keys, one a line", "Give another file."):
         return path.read_text().split()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 from bigscl.user_error import UserError
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -36,7 +36,7 @@ def read_real_labels(path: Path) -> list[list[int]]:
         raise FileNotFoundError(
             f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
         )
-    with parsing(path, "JSON", "Download it again."):
+    with parse_errors(path, "JSON", "Download it again."):
         lists = json.loads(path.read_text())
     if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
         raise BadFile(f"{path}: expected a list with a list of classes for each validation image")

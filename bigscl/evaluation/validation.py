@@ -10,11 +10,11 @@ from bigscl.data.batch import Batch
 from bigscl.data.index import Index
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.plan import evaluation_plan
+from bigscl.distributed.ranks import Ranks
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
 from bigscl.evaluation.predictions import true_labels
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.processes.ranks import Ranks
 from bigscl.training.memory import ShowWork
 
 MAP_POOLED = "_with_map_pooling"
@@ -63,7 +63,7 @@ def validate(
     return received
 
 
-def deciding(metrics: dict[str, float], config: ValidationConfig) -> float:
+def best_metric(metrics: dict[str, float], config: ValidationConfig) -> float:
     """Return the metric that decides which epoch is the best."""
     return metrics[config.metric + (MAP_POOLED if config.pooling == "map" else "")]
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.processes.ranks import Ranks
+from bigscl.distributed.ranks import Ranks
 
 SHIFT = 5
 ONE = int(np.float16(1).view(np.uint16))

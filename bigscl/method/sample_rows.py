@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bigscl.processes.ranks import Ranks
+from bigscl.distributed.ranks import Ranks
 from bigscl.user_error import UserError
 
 MAX_BYTES = 8 * 2**30

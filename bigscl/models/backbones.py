@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bigscl.digests import check_beside
-from bigscl.files import BadFile, parsing
+from bigscl.files import BadFile, parse_errors
 from bigscl.text import printable
 from bigscl.user_error import UserError
 
@@ -214,7 +214,7 @@ def read_state(file: str) -> dict[str, Tensor]:
     if not Path(file).is_file():
         raise FileNotFoundError(f"weights: no file {file}")
     check_beside(Path(file), "Restore it from a copy, or give other weights.")
-    with parsing(file, "a weights file of tensors", "Give model.weights another file."):
+    with parse_errors(file, "a weights file of tensors", "Give model.weights another file."):
         content = _load(file)
     # Training scripts wrap the state dict: torchvision under "model", Lightning and timm under "state_dict".
     for key in ("state_dict", "model"):

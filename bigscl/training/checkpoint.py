@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from bigscl.digests import FILES, PROGRESS, DigestingFile, check_file, read_sealed, write_sealed
-from bigscl.files import BadFile, naming
+from bigscl.files import BadFile, name_os_errors
 from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
 from bigscl.user_error import UserError
 
@@ -70,11 +70,11 @@ def write_files(
     digests = {}
     with atomic_folder(path, check) as partial:
         for name, write in files.items():
-            with naming(path / name, partial / name), (partial / name).open("wb") as file:
+            with name_os_errors(path / name, partial / name), (partial / name).open("wb") as file:
                 digesting = DigestingFile(file)
                 write(digesting)  # type: ignore[arg-type]
                 digests[name] = digesting.digest
-        with naming(path / head, partial / head):
+        with name_os_errors(path / head, partial / head):
             write_sealed(partial / head, {**values, FILES: digests})
 
 

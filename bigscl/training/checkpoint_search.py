@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.processes.ranks import failure_on_any
+from bigscl.distributed.ranks import failure_on_any
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
 from bigscl.training.committed import committed_state, is_empty

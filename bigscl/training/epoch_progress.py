@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from bigscl.data.batch import Batch
-from bigscl.processes.ranks import Ranks
+from bigscl.distributed.ranks import Ranks
 from bigscl.training.checkpoint import Checkpoint, Progress, Writer, write_state
 from bigscl.training.checkpoint_contents import check_ranks
 from bigscl.training.random_state import rng_state, set_rng_state

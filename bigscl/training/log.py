@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
+from bigscl.distributed.ranks import Ranks
 from bigscl.files import append_lines, read_json_lines, write_text
 from bigscl.method.objective import Loss
-from bigscl.processes.ranks import Ranks
-from bigscl.training.progress_bar import EpochBar, Pace, describe, working
+from bigscl.training.progress_bar import EpochBar, EpochTimer, describe, working
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "numpy", "webdataset")
@@ -67,7 +67,7 @@ class MetricsLog:
         self._path = folder / "metrics.jsonl"
         self._writes = accelerator.is_main_process
         self._console = Console(stderr=True) if self._writes and sys.stderr.isatty() else None
-        self._pace: Pace | None = None
+        self._pace: EpochTimer | None = None
         self._bar: EpochBar | None = None
         self._ended_at: float | None = None
         """When the last step of the epoch before was done."""
@@ -103,7 +103,7 @@ class MetricsLog:
     def progress(self, epoch: int, epochs: int, total: int, done: int) -> AbstractContextManager[Any]:
         """Return a progress bar over an epoch's steps on a terminal; elsewhere it shows nothing."""
         between = 0.0 if self._ended_at is None else time.perf_counter() - self._ended_at
-        self._pace = Pace(epoch, epochs, total, done, between)
+        self._pace = EpochTimer(epoch, epochs, total, done, between)
         if self._console is None:
             return nullcontext()
         self._bar = EpochBar(self._pace, epoch, epochs, self._console)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bigscl.config import Config
+from bigscl.distributed.ranks import Ranks
 from bigscl.method.class_histograms import (
     UNKNOWN,
     ClassHistograms,
@@ -24,13 +25,12 @@ from bigscl.method.loss_inputs import LossInputs
 from bigscl.method.objective import Objective
 from bigscl.method.precision import probabilities
 from bigscl.method.pseudo_label_losses import large_in
-from bigscl.processes.ranks import Ranks
 from bigscl.training.run import Data
 from bigscl.training.transfer import copy_to_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trained:
+class TrainedBatch:
     """A batch after its backward pass."""
 
     ids: Tensor
@@ -54,7 +54,7 @@ class LossState(Protocol):
         """Return fields of `LossInputs` for a batch, whose ids are on the host."""
         ...
 
-    def learn(self, trained: Trained) -> None:
+    def learn(self, trained: TrainedBatch) -> None:
         """Learn from a batch, without waiting for the device."""
         ...
 
@@ -96,7 +96,7 @@ class Estimates:
         """Return the estimates of a batch."""
         return {"estimates": self._estimator.of(ids, device)}
 
-    def learn(self, trained: Trained) -> None:
+    def learn(self, trained: TrainedBatch) -> None:
         """Step along the gradient of the estimates, one call later."""
         estimates = trained.inputs.estimates
         assert estimates is not None
@@ -130,7 +130,7 @@ class Corrections:
         """Return the corrections of a batch in earlier epochs."""
         return {"corrections": self._corrections.of(ids, device)}
 
-    def learn(self, trained: Trained) -> None:
+    def learn(self, trained: TrainedBatch) -> None:
         """Add the labels whose loss was large, one call later."""
         copies, ready = copy_to_host({"bits": pack(large_in(trained.inputs, self._objective))})
         self._corrections.add(trained.ids, copies["bits"], ready)
@@ -181,7 +181,7 @@ class Histograms:
             "observed_share": observed_share(counts).astype(np.float32),
         }
 
-    def learn(self, trained: Trained) -> None:
+    def learn(self, trained: TrainedBatch) -> None:
         """Count the scores that the memory learns, if the loss cuts those; else the predictions."""
         values = trained.scores if self._objective.needs.cuts else probabilities(trained.inputs.logits)
         assert values is not None

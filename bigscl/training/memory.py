@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
+from bigscl.distributed.ranks import process_group
 from bigscl.method.ranking import counted
-from bigscl.processes.ranks import process_group
 from bigscl.store import (
     Annotations,
     Answered,

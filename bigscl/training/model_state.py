@@ -10,11 +10,11 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from bigscl.config import Config
+from bigscl.distributed.ranks import Ranks
 from bigscl.method.schedule import Schedule
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
 from bigscl.models.sync_batchnorm import synchronize_batchnorm
-from bigscl.processes.ranks import Ranks
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Writer, write_state, write_tensors
 from bigscl.training.checkpoint_contents import check_optimizer, check_tensors, misfit
 from bigscl.training.loss_state import make_loss_state

@@ -21,8 +21,8 @@ import torch
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch
-from bigscl.processes.accelerator import start_accelerator
-from bigscl.processes.ranks import Ranks, process_group
+from bigscl.distributed.accelerator import start_accelerator
+from bigscl.distributed.ranks import Ranks, process_group
 from bigscl.train import Stopped, Trainer, Window
 from bigscl.training.epoch_plan import EpochPlan
 from bigscl.training.log import Meter

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Pace:
+class EpochTimer:
     """The steps done of an epoch, and the time left of the epoch and the run at the speed so far.
 
     `between_seconds` is what the end of the last epoch took: selection, commit, validation and checkpoint.
@@ -45,7 +45,7 @@ class Pace:
 class EpochBar:
     """The bar of an epoch's steps, for a terminal of at least 100 columns."""
 
-    def __init__(self, pace: Pace, epoch: int, epochs: int, console: Console) -> None:
+    def __init__(self, pace: EpochTimer, epoch: int, epochs: int, console: Console) -> None:
         self.progress = Progress(
             TextColumn("epoch {task.description}"),
             BarColumn(bar_width=4),
@@ -70,7 +70,7 @@ class EpochBar:
         self.progress.update(self._task, state=state)
 
 
-def describe(pace: Pace, values: Mapping[str, float]) -> str:
+def describe(pace: EpochTimer, values: Mapping[str, float]) -> str:
     """Return a step's line: what the bar shows, and all waits."""
     epoch, run = pace.seconds_left()
     waits = " ".join(f"{name} {share:.0%}" for name, share in waits_in(values).items())

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch
+from bigscl.distributed.ranks import SingleProcess
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
-from bigscl.processes.ranks import SingleProcess
-from bigscl.training.loss_state import LossState, Trained
+from bigscl.training.loss_state import LossState, TrainedBatch
 from bigscl.training.model_state import ModelState
 from bigscl.training.recalled import Recalled, updated_averages
 from bigscl.training.run import Data
@@ -250,7 +250,7 @@ class _Unchanged:
     def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
         return self._kept.inputs(ids, epoch, device)
 
-    def learn(self, trained: Trained) -> None:
+    def learn(self, trained: TrainedBatch) -> None:
         pass
 
 

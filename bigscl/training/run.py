@@ -16,8 +16,8 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.digests import write_sealed
+from bigscl.distributed.ranks import Ranks
 from bigscl.files import append_lines, read_json_object, write_text
-from bigscl.processes.ranks import Ranks
 from bigscl.store import (
     Annotations,
     Answered,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigscl.digests import METRICS
+from bigscl.distributed.failures import exit_now, report_to_launcher
 from bigscl.errors import explain
-from bigscl.processes.failures import leave, report_to_launcher
 from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint import Progress, Writer, write_files, write_tensors
 from bigscl.training.epoch_progress import EpochProgress
@@ -146,7 +146,7 @@ class WritingThread:
                 reason = explain(error) or "".join(traceback.format_exception(error))
                 logger.error("a checkpoint could not be written: %s", reason)
                 report_to_launcher(reason)
-                leave(2)
+                exit_now(2)
 
     def result(self) -> None:
         """Return when the action is done; raise what it raised."""

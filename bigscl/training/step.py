@@ -11,13 +11,13 @@ from torch import Tensor
 
 from bigscl.config import Config
 from bigscl.data.batch import Batch, normalize
+from bigscl.distributed.ranks import Ranks
 from bigscl.method.loss_inputs import LossInputs
 from bigscl.method.losses import predicted_count
 from bigscl.method.objective import Loss
 from bigscl.method.precision import probabilities
 from bigscl.method.pseudo_label_losses import competing_logits, large_rate, num_large
-from bigscl.processes.ranks import Ranks
-from bigscl.training.loss_state import Trained
+from bigscl.training.loss_state import TrainedBatch
 from bigscl.training.model_state import ModelState
 from bigscl.training.random_state import rng_state, set_rng_state
 from bigscl.training.recalled import Recalled, updated_scores
@@ -99,13 +99,15 @@ class Step:
             state.loss_state.learn(self._trained(batch, recalled, inputs, rate))
         return loss, Predicted(logits=prediction.logits, maps=maps)
 
-    def _trained(self, batch: Batch, recalled: Recalled | None, inputs: LossInputs, rate: float) -> Trained:
+    def _trained(
+        self, batch: Batch, recalled: Recalled | None, inputs: LossInputs, rate: float
+    ) -> TrainedBatch:
         needs, scores = self._objective.needs, None
         if recalled is not None and needs.cuts:
             scores = updated_scores(recalled, inputs.logits, self._config.store)
         # The scaler of fp16 would make the host wait for its factor.
         factor = self._gradient_factor if needs.estimates else 1.0
-        return Trained(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
+        return TrainedBatch(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
 
     def idle(self, count: int) -> None:
         """Join the other ranks' collectives with zero gradient, and without changing batch statistics.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from bigscl.processes.ranks import GlooRanks
+from bigscl.distributed.ranks import GlooRanks
 from tests.forks import free_port
 
 VALUES = [64.0, 0.0, 0.0, 0.0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bigscl.processes import signals
+from bigscl.distributed import signals
 from bigscl.store import HeatmapStore
 from bigscl.tools.cli import main
 from bigscl.training import preflight, reference_check

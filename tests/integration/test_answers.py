@@ -5,9 +5,9 @@ import pytest
 
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
+from bigscl.distributed.failures import STOPPED
+from bigscl.distributed.ranks import SingleProcess
 from bigscl.plots.runs import _stored_samples as stored_samples
-from bigscl.processes.failures import STOPPED
-from bigscl.processes.ranks import SingleProcess
 from bigscl.store import Answered, HeatmapStore
 from bigscl.training.checkpoint import Checkpoints
 from bigscl.training.memory import show_nothing

@@ -10,9 +10,9 @@ from bigscl.config import ConfigError, make_config
 from bigscl.data.index import sample_ids
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.shards import expand
+from bigscl.distributed.pool import map_in_processes
 from bigscl.errors import explain
 from bigscl.models.backbones import create_network
-from bigscl.processes.pool import map_in_processes
 from bigscl.store import StoreError
 from bigscl.user_error import UserError
 

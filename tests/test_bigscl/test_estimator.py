@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from bigscl.distributed.ranks import SingleProcess
 from bigscl.method import sample_rows
 from bigscl.method.estimator import LabelEstimator
-from bigscl.processes.ranks import SingleProcess
 from tests.test_store.conftest import make_annotations
 
 

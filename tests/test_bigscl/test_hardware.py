@@ -10,7 +10,7 @@ RESIDENT = """
 import sys
 import numpy as np
 import psutil
-from bigscl.processes.hardware import keep_freed_memory
+from bigscl.distributed.hardware import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bigscl.processes.failures import STOPPED
+from bigscl.distributed.failures import STOPPED
 
 ROOT = Path(__file__).parent.parent.parent
 LISTEN = """
 import multiprocessing, os, queue, signal, sys, time
-from bigscl.processes import signals as interrupts
+from bigscl.distributed import signals as interrupts
 asked = queue.SimpleQueue()
 def wait_for_ever():
     time.sleep(1000)
@@ -171,7 +171,7 @@ assert signal.set_wakeup_fd(-1) == -1
 
 RUN = """
 import os, signal, sys, time
-from bigscl.processes import signals as interrupts
+from bigscl.distributed import signals as interrupts
 with interrupts.Interrupts() as listening:
     listening.stop_with(lambda: print("asked", flush=True))
     print(os.getpid(), flush=True)

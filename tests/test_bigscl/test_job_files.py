@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from bigscl.config import load_config
 from bigscl.config.packaged import packaged_files
-from bigscl.processes.failures import STOPPED
+from bigscl.distributed.failures import STOPPED
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bigscl.distributed.failures import LAUNCH_FOLDER, STOPPED
 from bigscl.launch import main
-from bigscl.processes.failures import LAUNCH_FOLDER, STOPPED
 
 ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import os, queue, sys
-from bigscl.processes.failures import STOPPED, end_in_launch, leave
-from bigscl.processes.signals import Interrupts
+from bigscl.distributed.failures import STOPPED, end_in_launch, leave
+from bigscl.distributed.signals import Interrupts
 asked = queue.SimpleQueue()
 with Interrupts() as listening:
     if 'early' not in sys.argv:

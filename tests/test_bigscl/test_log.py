@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bigscl.distributed.ranks import SingleProcess
 from bigscl.method.objective import Loss
-from bigscl.processes.ranks import SingleProcess
 from bigscl.training import log, progress_bar
 from bigscl.training.log import Meter
 

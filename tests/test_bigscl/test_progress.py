@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bigscl.training import progress_bar
-from bigscl.training.progress_bar import EpochBar, Pace, clock, describe, working
+from bigscl.training.progress_bar import EpochBar, EpochTimer, clock, describe, working
 
 VALUES = {
     "total": 0.12345,
@@ -29,7 +29,7 @@ def now(monkeypatch):
 
 
 def test_line_says_step_time_left_and_every_wait(now):
-    pace = Pace(epoch=1, epochs=4, total=500, done=100)
+    pace = EpochTimer(epoch=1, epochs=4, total=500, done=100)
     pace.done, now[0] = 120, 40.0
     assert describe(pace, VALUES) == (
         "epoch 2/4 step 120/500: loss 0.1235, 12346 images/s, epoch ends in 12:40, run in 46:00, "
@@ -39,7 +39,7 @@ def test_line_says_step_time_left_and_every_wait(now):
 
 def test_time_left_of_the_run_counts_the_ends_of_epochs(now):
     """Two epochs of 10 seconds are left, and this one's half; each ends with 7 seconds of other work."""
-    pace = Pace(epoch=1, epochs=4, total=10, done=0, between_seconds=7.0)
+    pace = EpochTimer(epoch=1, epochs=4, total=10, done=0, between_seconds=7.0)
     pace.done, now[0] = 5, 5.0
     assert pace.seconds_left() == (5.0, 5.0 + 2 * 10.0 + 3 * 7.0)
 
@@ -56,7 +56,7 @@ def test_bar_of_a_large_run_shows_the_waits_in_100_columns(now):
     """The widest that a line gets: no value is cut off."""
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=True, color_system=None)
-    pace = Pace(epoch=98, epochs=100, total=10010, done=0)
+    pace = EpochTimer(epoch=98, epochs=100, total=10010, done=0)
     bar = EpochBar(pace, 98, 100, console)
     pace.done, now[0] = 1001, 4500.0
     bar.advance()

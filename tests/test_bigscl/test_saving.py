@@ -22,7 +22,7 @@ def test_error_that_nobody_asks_for_ends_the_process(monkeypatch):
     """The main thread may wait for a rank that waits for a slot which only this thread would free."""
     left = threading.Event()
     monkeypatch.setattr(WritingThread, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(saving, "leave", lambda code: left.set())
+    monkeypatch.setattr(saving, "exit_now", lambda code: left.set())
     reported = []
     monkeypatch.setattr(saving, "report_to_launcher", reported.append)
     WritingThread(lambda: 1 / 0)

@@ -9,10 +9,10 @@ from bigscl.config import ValidationConfig, make_config
 from bigscl.data.loader import Loader, TooManyBadSamples
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.scan import scan
+from bigscl.distributed.ranks import process_group
 from bigscl.evaluation.inference import predict
-from bigscl.evaluation.validation import deciding, validate
+from bigscl.evaluation.validation import best_metric, validate
 from bigscl.models.spatial import build_model
-from bigscl.processes.ranks import process_group
 from bigscl.training.memory import show_nothing
 from tests.tars import labelled, write_tar
 
@@ -57,7 +57,7 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
 )
 def test_the_setting_chooses_the_metric_that_decides(settings, expected):
     metrics = {"map": 1, "top1": 2, "map_with_map_pooling": 3, "top1_with_map_pooling": 4}
-    assert deciding(metrics, ValidationConfig(**settings)) == expected
+    assert best_metric(metrics, ValidationConfig(**settings)) == expected
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5])

@@ -262,4 +262,4 @@ def test_patience_ends(monkeypatch):
     with pytest.raises(
         StoreError, match=r"place: could not try: 503 Slow Down; gave up after \d tries in 0 s"
     ):
-        retries.Patience("place", object_storage.SCHEMES["s3"].credentials).call("try", fail)
+        retries.RetryPolicy("place", object_storage.SCHEMES["s3"].credentials).call("try", fail)

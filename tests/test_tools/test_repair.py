@@ -8,7 +8,7 @@ from bigscl.digests import write_sealed
 from bigscl.store import Answered, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
-from bigscl.tools.text import spans
+from bigscl.tools.text import ranges
 from tests.test_store.conftest import assert_same_rows, random_update
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards
@@ -293,5 +293,5 @@ def test_a_checkpoint_without_its_snapshot_is_said(wide_run):
 
 
 def test_spans_of_numbers_are_short():
-    assert spans([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
-    assert spans(range(0, 20, 2), most=2) == "0, 2 and 8 more"
+    assert ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert ranges(range(0, 20, 2), most=2) == "0, 2 and 8 more"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from bigscl.processes.failures import STOPPED, join_launch, leave
+from bigscl.distributed.failures import STOPPED, exit_now, join_launch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PARENT_POLL_SECONDS = 1.0
@@ -147,7 +147,7 @@ class Interrupts:
         self._print(message)
         with contextlib.suppress(Exception):  # whatever it meets, the process ends
             self._clean_up()
-        leave(code)
+        exit_now(code)
 
 
 def _do_nothing(*_: object) -> None:

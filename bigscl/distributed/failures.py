@@ -77,7 +77,7 @@ def _write_to_launch(text: str) -> bool:
     return True
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process and its loader workers now, whatever its other threads wait for.
 
     Destroying NCCL's group, as an ordinary exit does, waits for ranks that wait for this one. Forked workers

@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from bigscl.config import Config
-from bigscl.processes.failures import SECONDS_FOR_THE_FIRST
-from bigscl.processes.hardware import keep_freed_memory, make_deterministic, usable_precision
-from bigscl.processes.network import choose_interface
+from bigscl.distributed.failures import SECONDS_FOR_THE_FIRST
+from bigscl.distributed.hardware import keep_freed_memory, make_deterministic, usable_precision
+from bigscl.distributed.network import choose_interface
 from bigscl.user_error import UserError
 
 TASKS = (
