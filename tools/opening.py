@@ -149,7 +149,7 @@ def locate(store: str) -> str:
     if settings.kind != "disk":
         why = {
             "none": "its objective needs none (store.kind: none)",
-            "memory": "it was in RAM and ended with the run (store.kind: memory)",
+            "ram": "it was in RAM and ended with the run (store.kind: ram)",
         }[settings.kind]
         raise UserError(f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at.")
     return settings.url or str(inner)

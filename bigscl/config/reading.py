@@ -270,7 +270,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
     elif store.kind == "none":
         yield from _idle_store(store)
-    if store.kind == "memory" and store.url is not None:
+    if store.kind == "ram" and store.url is not None:
         yield "store.url", "has no effect with store.kind memory"
     yield from _idle_settings(objective)
     yield from _late_starts(config)

@@ -161,8 +161,8 @@ class SelectionConfig:
 class StoreConfig:
     """The memory: running averages of scores and heatmaps for every training image."""
 
-    kind: Literal["disk", "memory", "none"] = "disk"
-    """Where it is kept: `memory` ends with the run; `none` is for objectives that need no memory."""
+    kind: Literal["disk", "ram", "none"] = "disk"
+    """Where it is kept: `ram` ends with the run; `none` is for objectives that need no memory."""
     url: str | None = None
     """A path, or s3://bucket/prefix (or gs://, az://). Default: `store` in the run folder."""
     momentum: Share = 0.8

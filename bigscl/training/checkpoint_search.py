@@ -72,10 +72,10 @@ class CheckpointSearch:
     def _find_candidates(self) -> bytes:
         folder, store = self._run.folder, self._run.config.store
         known, paths = folder.read_id() or "", list_candidates(folder, self._choice)
-        if store.kind == "memory" and paths:
+        if store.kind == "ram" and paths:
             free_shared_memory(known)
             raise UserError(
-                f"{folder.path}: its store was in memory (store.kind: memory) and ended with the "
+                f"{folder.path}: its store was in memory (store.kind: ram) and ended with the "
                 f"process, so it cannot be resumed. Start again in another folder, with "
                 f"store.kind: disk if it should be."
             )

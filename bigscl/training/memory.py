@@ -456,7 +456,7 @@ class Memory(Closing):
         """
         self._close_threads()
         self.store.close()
-        if self._settings.kind == "memory" and self._ranks.rank == 0:
+        if self._settings.kind == "ram" and self._ranks.rank == 0:
             self.store.backend.delete_tree("")
 
     def _close_threads(self) -> None:

@@ -65,7 +65,7 @@ def _create(
     url: str, settings: StoreConfig, annotations: Annotations, heatmap_size: int, ranking: bool
 ) -> None:
     backend = open_backend(url, settings.options())
-    if settings.kind == "memory":
+    if settings.kind == "ram":
         backend.delete_tree("")  # what an earlier start of this run left, when it was killed
     try:
         read_spec(backend)
@@ -95,7 +95,7 @@ def _writable_url(settings: StoreConfig, ranks: Transport, run: str) -> str:
     if ranks.world_size == 1:
         return f"memory://{run}"
     if int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)) != ranks.world_size:
-        raise UserError("store.kind: memory is for one machine; ranks on several need store.kind: disk")
+        raise UserError("store.kind: ram is for one machine; ranks on several need store.kind: disk")
     return _shared_url(run)
 
 

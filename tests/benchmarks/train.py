@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 CLASSES, SHARD = 1000, 64
 KINDS = {
     "AN, no store": {"objective": {"base": "an", "consistency": "none"}, "store": {"kind": "none"}},
-    "EN + SCL, memory": {"store": {"kind": "memory", "top": 10, "warmup_heatmaps": "scores"}},
+    "EN + SCL, memory": {"store": {"kind": "ram", "top": 10, "warmup_heatmaps": "scores"}},
     "EN + SCL, disk": {"store": {"kind": "disk", "top": 10, "warmup_heatmaps": "scores"}},
 }
 

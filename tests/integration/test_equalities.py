@@ -29,7 +29,7 @@ from tests.tars import encoded, jpeg, picture, write_shards, write_tar
 
 
 def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, trainer_server, plain, shards):
-    config = write_config(tmp_path / "run.yaml", shards, store={"kind": "memory"})
+    config = write_config(tmp_path / "run.yaml", shards, store={"kind": "ram"})
     kept = tmp_path / "rows.npz"
     done = trainer_server.run_module("tests.integration.keep_memory", kept, config)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, trainer_server, pl
 
 def test_memory_store_of_two_processes_equals_disk_store_and_is_gone_after_the_run(tmp_path, noisy, shards):
     model = {"backbone": "tests.integration.tiny:noisy_net"}
-    config = write_config(tmp_path / "run.yaml", shards, model=model, store={"kind": "memory"})
+    config = write_config(tmp_path / "run.yaml", shards, model=model, store={"kind": "ram"})
     train(config, processes=2)
     assert_same_weights(weights_of(tmp_path / "run"), weights_of(noisy[2]))
     assert losses_of(tmp_path / "run") == losses_of(noisy[2])
@@ -53,7 +53,7 @@ def test_memory_store_of_two_processes_equals_disk_store_and_is_gone_after_the_r
 def test_memory_of_two_killed_processes_is_freed_when_their_run_is_started_again(
     tmp_path, trainer_server, shards
 ):
-    own = {"store": {"kind": "memory"}, "checkpoint": {"every_steps": 1}}
+    own = {"store": {"kind": "ram"}, "checkpoint": {"every_steps": 1}}
     config = write_config(tmp_path / "run.yaml", shards, **own)
     moment = "bigscl.train:Trainer.train_step before 4"
     trainer_server.run("tests.integration.moments:train", moment, "", config, processes=2)

@@ -255,7 +255,7 @@ def mistakes(tmp_path_factory, base, ended, small):
     diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
     finished, another = base.parent / "en+scl", ["--run", folder / "another"]
     copied = copy_run(finished, folder / "copied")
-    memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "memory"})]
+    memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "ram"})]
     ended = call_all(
         {
             "wrong values": [base, *another, *dotted(**wrong)],
@@ -300,7 +300,7 @@ def mistakes(tmp_path_factory, base, ended, small):
         ("store of other data", ["made for data"]),
         ("store of other maps", ["side 12", "needs 16"]),
         ("one label", ["selection.K: auto", "none of the 6 has two labels"]),
-        ("memory again", ["store.kind: memory", "cannot be resumed"]),
+        ("memory again", ["store.kind: ram", "cannot be resumed"]),
         ("fp16", ["hardware.precision", "needs a GPU"]),
         ("backbone", ["resnet5000"]),
         ("divergence", ["loss"]),

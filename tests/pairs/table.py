@@ -61,7 +61,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "disk": {"store.kind": "disk"},
         "s3": {},
         "az": {},
-        "memory": {"store.kind": "memory"},
+        "memory": {"store.kind": "ram"},
         "none": {"store.kind": "none"},
     },
     "layout": {

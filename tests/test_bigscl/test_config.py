@@ -63,7 +63,7 @@ NO_MEMORY = {"base": "an", "consistency": "none"}
     ("sections", "path"),
     [
         ({"store": {"kind": "none"}}, "store.kind"),
-        ({"store": {"kind": "memory", "url": "x"}}, "store.url"),
+        ({"store": {"kind": "ram", "url": "x"}}, "store.url"),
         ({"objective": NO_MEMORY, "store": {"kind": "none", "url": "x"}}, "store.url"),
         ({"objective": NO_MEMORY, "store": {"kind": "none", "codec": "zstd"}}, "store.codec"),
         ({"objective": NO_MEMORY, "store": {"kind": "none", "checksum": False}}, "store.checksum"),

@@ -471,7 +471,7 @@ def test_states_that_do_not_belong_to_the_store_are_refused(tmp_path):
 
 
 def test_a_store_in_memory_ends_with_the_memory():
-    memory = open_memory(None, settings={"kind": "memory", "url": None})
+    memory = open_memory(None, settings={"kind": "ram", "url": None})
     backend = memory.store.backend
     train_epoch(memory)
     memory.end_epoch()

@@ -214,7 +214,7 @@ def test_every_layout_can_be_probed(tmp_path, layout):
 
 
 def test_a_memory_in_ram_needs_no_disk(write):
-    facts = bigscl("plan", write(store={"kind": "memory"}), *DATA, "--json").json()
+    facts = bigscl("plan", write(store={"kind": "ram"}), *DATA, "--json").json()
     assert (facts["store_url"], facts["free_bytes"]) == (None, None)
 
 

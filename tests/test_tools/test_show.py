@@ -219,7 +219,7 @@ def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
     assert (facts["samples"], facts["snapshots"][-1]["shards_written"]) == (rows, 1)
 
 
-@pytest.mark.parametrize(("kind", "why"), [("none", "needs none"), ("memory", "in RAM")])
+@pytest.mark.parametrize(("kind", "why"), [("none", "needs none"), ("ram", "in RAM")])
 @pytest.mark.parametrize("verb", ["show", "verify"])
 def test_a_run_without_memory_says_so(tmp_path, verb, kind, why):
     objective = {"base": "an", "consistency": "none"}
