@@ -16,7 +16,7 @@ from bigscl.launch import main
 ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import os, queue, sys
-from bigscl.distributed.failures import STOPPED, end_in_launch, leave
+from bigscl.distributed.failures import STOPPED, end_in_launch, exit_now
 from bigscl.distributed.signals import Interrupts
 asked = queue.SimpleQueue()
 with Interrupts() as listening:
@@ -25,7 +25,7 @@ with Interrupts() as listening:
     print('ready', os.getpid(), flush=True)
     asked.get(timeout=60)
     if 'fails' in sys.argv:
-        leave(2)
+        exit_now(2)
     print('stopped', flush=True)
 sys.exit(end_in_launch(STOPPED))
 """
