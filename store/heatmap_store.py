@@ -43,7 +43,7 @@ from bigscl.store.snapshots import (
     unpack,
     with_versions,
 )
-from bigscl.store.spec import Codec, GroupSpec, Layout, Rows, StoreSpec
+from bigscl.store.spec import Codec, GroupSpec, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 from bigscl.store.waiting import POLL_SECONDS, Check, nothing
@@ -99,27 +99,11 @@ class HeatmapStore(StoreReader, Closing):
         annotations: Annotations,
         *,
         heatmap_size: int,
-        layout: Layout = "dense",
-        top: int | None = None,
-        slots: int = 3,
-        codec: Codec = "none",
-        checksum: bool = True,
-        debiased: bool = False,
-        ranking: bool = False,
+        group: GroupSpec = FIRST_GROUP,
         tracked: int | Collection[int] = 64,
         options: StorageOptions | None = None,
     ) -> None:
         """Create an empty store: every row has its initial value. An interrupted creation is repeated."""
-        group = GroupSpec(
-            name=FIRST_GROUP,
-            layout=layout,
-            top=top,
-            slots=slots,
-            codec=codec,
-            checksum=checksum,
-            debiased=debiased,
-            ranking=ranking,
-        )
         create_store(open_backend(url, options), annotations, heatmap_size, group, tracked)
 
     @classmethod

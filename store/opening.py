@@ -26,8 +26,8 @@ from bigscl.user_error import UserError
 ROOT = "zarr.json"
 PARTIAL = ".partial"
 """How names of files end that are being written."""
-FIRST_GROUP = "arrays-000"
-CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP)
+FIRST_GROUP = GroupSpec()
+CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP.name)
 """What creation makes next to the root file."""
 REMEDY = "Restore it from a copy (complete the copy, if one was interrupted), or use another place."
 
@@ -102,6 +102,7 @@ def create_store(
     tracked: int | Collection[int],
 ) -> None:
     """Make an empty store; it exists from the moment its snapshot 0 does."""
+    group = replace(group, name=FIRST_GROUP.name, generations=FIRST_GROUP.generations)
     if group.top is not None:
         check_top(annotations, group.top)
     spec = spec_for(annotations, heatmap_size, tracked)

@@ -76,8 +76,8 @@ class StoreSpec:
 class GroupSpec:
     """How one array group holds the memory."""
 
-    name: str
-    layout: Layout
+    name: str = "arrays-000"
+    layout: Layout = "dense"
     top: int | None = None
     """Classes kept per row; only for `topk`."""
     slots: int = 3

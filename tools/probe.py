@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,12 +50,7 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         url,
         annotations,
         heatmap_size=spec.heatmap_size,
-        layout=group.layout,
-        top=group.top,
-        slots=2,
-        codec=group.codec,
-        debiased=group.debiased,
-        ranking=group.ranking,
+        group=replace(group, slots=2),
         tracked=0,
         options=options,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from bigscl.config import Config
 from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, stored_bytes
-from bigscl.training.opening import kept_arrays
+from bigscl.training.opening import first_group
 
 CHECKSUM_BYTES = 4
 # Small files: a zarr.json; a snapshot, and a number in it.
@@ -16,14 +16,7 @@ NUMBER_BYTES = 20
 
 def layouts(config: Config, spec: StoreSpec) -> list[GroupSpec]:
     """Return the first layout, and the one after the compaction if there is one."""
-    kept = kept_arrays(config.store, ranking=config.selection.by == "spatial")
-    first = GroupSpec(
-        name="",
-        layout=config.store.warmup_heatmaps,
-        slots=config.store.slots,
-        codec=config.store.codec,
-        **kept,
-    )
+    first = first_group(config.store, ranking=config.selection.by == "spatial")
     if config.compact_after is None:
         return [first]
     return [first, replace(first, layout="topk", top=min(config.store.top or 0, spec.num_classes))]

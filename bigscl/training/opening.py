@@ -2,12 +2,12 @@
 
 import math
 import os
-from typing import TypedDict
 
 from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.store import (
     LEASE_PATIENCE_SECONDS,
     Annotations,
+    GroupSpec,
     HeatmapStore,
     NotAStore,
     StoreError,
@@ -49,16 +49,16 @@ def open_store(
     )
 
 
-class KeptArrays(TypedDict):
-    """Which optional arrays a new store has, and whether its averages forget their start at once."""
-
-    debiased: bool
-    ranking: bool
-
-
-def kept_arrays(settings: StoreConfig, *, ranking: bool) -> KeptArrays:
-    """Return the optional arrays of a new store; `ranking` if it ranks spatially."""
-    return KeptArrays(debiased=settings.ema == "debiased", ranking=ranking)
+def first_group(settings: StoreConfig, *, ranking: bool) -> GroupSpec:
+    """Return the layout of a new store; `ranking` if expected positives are ranked spatially."""
+    return GroupSpec(
+        layout=settings.warmup_heatmaps,
+        slots=settings.slots,
+        codec=settings.codec,
+        checksum=settings.checksum,
+        debiased=settings.ema == "debiased",
+        ranking=ranking,
+    )
 
 
 def _create(
@@ -74,13 +74,9 @@ def _create(
             url,
             annotations,
             heatmap_size=heatmap_size,
-            layout=settings.warmup_heatmaps,
-            slots=settings.slots,
-            codec=settings.codec,
-            checksum=settings.checksum,
+            group=first_group(settings, ranking=ranking),
             tracked=settings.tracked,
             options=settings.options(),
-            **kept_arrays(settings, ranking=ranking),
         )
 
 

@@ -8,6 +8,7 @@ The store is only read. Its newest rows are put into stores in memory, one per c
 import argparse
 import time
 import uuid
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -37,14 +38,9 @@ def unlabelled(source: HeatmapStore) -> Annotations:
 
 def measure(source: HeatmapStore, shards: dict[int, Rows], codec: Codec) -> dict[str, float]:
     """Bytes, and CPU milliseconds per 1000 samples to round, to write and to read them."""
-    group, url = source.group, f"memory://{uuid.uuid4().hex}"
-    kept = {
-        name: getattr(group, name) for name in ("layout", "top", "counts", "visits", "debiased", "ranking")
-    }
+    group, url = replace(source.group, codec=codec), f"memory://{uuid.uuid4().hex}"
     annotations = unlabelled(source)
-    HeatmapStore.create(
-        url, annotations, heatmap_size=source.spec.heatmap_size, codec=codec, tracked=0, **kept
-    )
+    HeatmapStore.create(url, annotations, heatmap_size=source.spec.heatmap_size, tracked=0, group=group)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="benchmark") as store:
         started = time.process_time()
         rounded = {

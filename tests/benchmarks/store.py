@@ -28,7 +28,7 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from bigscl.store import Annotations, HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
 SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "visited": ()}
@@ -250,7 +250,9 @@ def bench_store(shards: int, folder: Path | None, **settings: Any) -> dict[str, 
     """An epoch of the store once every shard has been written, and the size of what is on disk."""
     with place(folder) as where:
         data = annotations(shards)
-        HeatmapStore.create(where / "store", data, heatmap_size=SIZE, layout="topk", top=TOP, **settings)
+        HeatmapStore.create(
+            where / "store", data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP, **settings)
+        )
         with HeatmapStore.open(where / "store", annotations=data, mode="w", run="benchmark") as store:
             for epoch in range(2):
                 epoch_of_store(store, epoch, shards)
@@ -289,7 +291,7 @@ def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, fl
     shards = 64
     with place(folder) as where:
         data = annotations(shards)
-        HeatmapStore.create(where / "store", data, heatmap_size=SIZE, layout="topk", top=TOP)
+        HeatmapStore.create(where / "store", data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP))
         with HeatmapStore.open(where / "store", annotations=data, mode="w", run="benchmark") as store:
             epoch_of_store(store, 0, shards)
             store.commit(epoch=0)
@@ -343,7 +345,7 @@ sys.path.insert(0, {root!r})
 from tests.benchmarks.store import *
 rows = int(sys.argv[1]); shards = -(-rows // ROWS)
 data = annotations(shards)
-HeatmapStore.create(sys.argv[2], data, heatmap_size=SIZE, layout="topk", top=TOP)
+HeatmapStore.create(sys.argv[2], data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP))
 with HeatmapStore.open(sys.argv[2], annotations=data, mode="w", run="rss") as store:
     epoch_of_store(store, 0, min(shards, 10)); store.commit(epoch=0)
     labels = data.offsets.nbytes + data.classes.nbytes

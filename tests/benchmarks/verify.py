@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import Annotations, HeatmapStore
+from bigscl.store import Annotations, GroupSpec, HeatmapStore
 from bigscl.store.layout import shard_bytes
 from bigscl.tools.cli import main as bigscl
 
@@ -41,7 +41,7 @@ def annotations(num_shards: int) -> Annotations:
 def make(url: Path, num_shards: int, written: int) -> None:
     """A store like ImageNet's in its last phase, with random values in some of its shards."""
     data, random = annotations(num_shards), np.random.default_rng(1)
-    HeatmapStore.create(url, data, heatmap_size=SIDE, layout="topk", top=TOP)
+    HeatmapStore.create(url, data, heatmap_size=SIDE, group=GroupSpec(layout="topk", top=TOP))
     with HeatmapStore.open(url, annotations=data, mode="w") as store:
         for shard in range(written):
             rows = store.load_shard(shard)

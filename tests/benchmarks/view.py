@@ -36,7 +36,7 @@ from PIL import Image
 from bigscl.data.index import Index, load_index, with_fingerprint
 from bigscl.data.ragged import Ragged
 from bigscl.data.scan import scan
-from bigscl.store import HeatmapStore, Rows
+from bigscl.store import GroupSpec, HeatmapStore, Rows
 
 REAL = 8
 PER_SHARD = 1000
@@ -122,7 +122,7 @@ def _taken(rows: Ragged, places: np.ndarray, empty: np.ndarray) -> Ragged:
 def make_store(place: Path, index: Index) -> None:
     """Two snapshots, whose shards are links to those of a few."""
     annotations = index.annotations()
-    HeatmapStore.create(place, annotations, heatmap_size=SIDE, top=TOP, layout="topk")
+    HeatmapStore.create(place, annotations, heatmap_size=SIDE, group=GroupSpec(top=TOP, layout="topk"))
     random = np.random.default_rng(1)
     with HeatmapStore.open(place, annotations=annotations, mode="w", run="benchmark") as store:
         for epoch in (0, 1):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import HeatmapStore, StorageOptions, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, StorageOptions, Update, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import NotAStore
 from bigscl.store.lease import break_lease, read_holder
@@ -78,10 +78,9 @@ def open_for_life(url, ledger, endpoint, codec):
             url,
             ANNOTATIONS,
             heatmap_size=SIZE,
-            codec=codec,
             tracked=2,
-            ranking=True,
             options=options,
+            group=GroupSpec(codec=codec, ranking=True),
         )
     return HeatmapStore.open(
         url,

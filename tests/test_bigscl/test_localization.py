@@ -17,7 +17,7 @@ from bigscl.evaluation.inference import NETWORK_BATCH, predict
 from bigscl.evaluation.localization import map_trials, pointing, read_objects, summarize
 from bigscl.method.heatmaps import to_image
 from bigscl.models.spatial import build_model
-from bigscl.store import HeatmapStore, SingleProcess
+from bigscl.store import GroupSpec, HeatmapStore, SingleProcess
 from tests.tars import jpeg, labelled, write_tar
 
 NUM_CLASSES, SIZE = 4, 6
@@ -156,7 +156,9 @@ def test_boxes_of_classes_that_are_not_labelled_do_not_count(tmp_path):
 
 def test_a_store_without_heatmaps_has_nothing_to_point_with(shards, tmp_path):
     index, _ = shards
-    HeatmapStore.create(tmp_path / "store", index.annotations(), heatmap_size=SIZE, layout="scores")
+    HeatmapStore.create(
+        tmp_path / "store", index.annotations(), heatmap_size=SIZE, group=GroupSpec(layout="scores")
+    )
     store = HeatmapStore.open(tmp_path / "store", annotations=index.annotations())
     with pytest.raises(ValueError, match="holds scores only"):
         pointing(store, index)

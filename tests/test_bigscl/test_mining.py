@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bigscl.evaluation.mining import mined_positives
-from bigscl.store import HeatmapStore, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, Update, update
 from tests.test_tools.quickstart import make_shards
 
 
@@ -16,7 +16,7 @@ def index(tmp_path_factory):
 
 def remember(folder, index, scores):
     """A store with these scores."""
-    HeatmapStore.create(folder, index.annotations(), heatmap_size=4, layout="scores")
+    HeatmapStore.create(folder, index.annotations(), heatmap_size=4, group=GroupSpec(layout="scores"))
     with HeatmapStore.open(folder, annotations=index.annotations(), mode="w") as store:
         visits = np.ones(len(scores), np.uint8)
         update(store, 0, index.ids(), Update(scores=scores.astype(np.float16), visits=visits))

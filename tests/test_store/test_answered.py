@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bigscl.store import Answered, HeatmapStore, StoreError, update, with_answers
+from bigscl.store import Answered, GroupSpec, HeatmapStore, StoreError, update, with_answers
 from bigscl.store.errors import StorageFailed
 from bigscl.store.testing import run_ranks
 from bigscl.user_error import UserError
@@ -42,9 +42,7 @@ def create(path, layout, top=5, ranking=True):
         path,
         ANNOTATIONS,
         heatmap_size=4,
-        layout=layout,
-        top=top if layout == "topk" else None,
-        ranking=ranking,
+        group=GroupSpec(layout=layout, top=top if layout == "topk" else None, ranking=ranking),
     )
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="test") as store:
         update(store, 0, STORED, random_update(store, len(STORED), 0))

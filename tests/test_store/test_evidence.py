@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bigscl.method import heatmaps as method
-from bigscl.store import HeatmapStore, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, Update, update
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()
@@ -31,10 +31,8 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
         tmp_path / "store",
         ANNOTATIONS,
         heatmap_size=4,
-        layout=layout,
-        top=4 if layout == "topk" else None,
-        debiased=debiased,
         tracked=[0, 6],
+        group=GroupSpec(layout=layout, top=4 if layout == "topk" else None, debiased=debiased),
     )
     with HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS, mode="w", run="test") as store:
         values = dict(random_update(store, len(IDS), 0).arrays())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, ShardCache, StoreError, update
+from bigscl.store import GroupSpec, HeatmapStore, ShardCache, StoreError, update
 from bigscl.store.errors import ChunkCorrupt
 from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
@@ -127,7 +127,9 @@ def test_a_really_full_file_system(annotations, tmp_path):
         pytest.skip("mounting a small tmpfs is not allowed here")
     try:
         annotations = make_annotations((64, 64), 30)
-        HeatmapStore.create(small / "store", annotations, heatmap_size=8, layout="topk", top=20)
+        HeatmapStore.create(
+            small / "store", annotations, heatmap_size=8, group=GroupSpec(layout="topk", top=20)
+        )
         with HeatmapStore.open(small / "store", annotations=annotations, mode="w") as store:
             ids = np.arange(8)
             values = random_update(store, 8, seed=0)

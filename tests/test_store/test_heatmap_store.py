@@ -36,10 +36,16 @@ LAYOUTS = [
 ]
 
 
-def make(place, annotations, **settings):
+def make(place, annotations, heatmap_size=4, tracked=4, **layout):
     url, options = place
-    settings = {"heatmap_size": 4, "tracked": 4} | settings
-    HeatmapStore.create(url, annotations, options=options, **settings)
+    HeatmapStore.create(
+        url,
+        annotations,
+        heatmap_size=heatmap_size,
+        group=GroupSpec(**layout),
+        tracked=tracked,
+        options=options,
+    )
 
 
 def open_for_writing(place, annotations, **settings):
@@ -368,7 +374,9 @@ def test_a_store_for_imagenet_is_created_small(tmp_path):
         offsets=np.arange(shards * 1000 + 1),
         classes=np.zeros(shards * 1000, np.int64),
     )
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=14, layout="topk", top=10)
+    HeatmapStore.create(
+        tmp_path / "store", annotations, heatmap_size=14, group=GroupSpec(layout="topk", top=10)
+    )
     assert sum(HeatmapStore.open(tmp_path / "store").sizes().values()) < 1_000_000
 
 
@@ -385,7 +393,7 @@ def test_a_store_for_imagenet_is_created_small(tmp_path):
 )
 def test_impossible_settings_are_refused(tmp_path, annotations, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
-        HeatmapStore.create(tmp_path / "store", annotations, **({"heatmap_size": 4} | settings))
+        make((tmp_path / "store", None), annotations, **settings)
 
 
 def test_deleting_what_is_free_leaves_every_retained_snapshot_as_it_was(store, annotations):

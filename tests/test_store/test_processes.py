@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
+from bigscl.store import GroupSpec, HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
@@ -164,7 +164,9 @@ def stop_waiting():
 
 
 def test_ranks_wait_for_slots_that_an_announced_drop_frees(tmp_path):
-    HeatmapStore.create(tmp_path / "store", make_annotations(**ANNOTATIONS), heatmap_size=3, slots=2)
+    HeatmapStore.create(
+        tmp_path / "store", make_annotations(**ANNOTATIONS), heatmap_size=3, group=GroupSpec(slots=2)
+    )
     assert run_ranks(write_before_the_drop, 2, str(tmp_path / "store")) == [0, 0]
     annotations = make_annotations(**ANNOTATIONS)
     store = HeatmapStore.open(tmp_path / "store", annotations=annotations)

@@ -8,7 +8,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigscl.store import Annotations, HeatmapStore, Update, stored_bytes, update
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, stored_bytes, update
 from bigscl.store.errors import BadFile, ChunkCorrupt
 from bigscl.store.rounding import LEVELS, MISSING, from_bytes, rounded, to_bytes
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
@@ -75,13 +75,9 @@ def test_running_averages_have_no_bias():
     assert nearest.max() > 2 * target
 
 
-def make(tmp_path, annotations, **settings):
-    settings = {
-        "heatmap_size": 4,
-        "codec": "compact",
-        "tracked": 2,
-    } | settings
-    HeatmapStore.create(tmp_path / "store", annotations, **settings)
+def make(tmp_path, annotations, heatmap_size=4, codec="compact", **layout):
+    group = GroupSpec(codec=codec, **layout)
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=heatmap_size, group=group, tracked=2)
     return HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="test")
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bigscl.store import HeatmapStore, update
+from bigscl.store import GroupSpec, HeatmapStore, update
 from bigscl.store.backends import forget_memory
 from bigscl.store.errors import NoFreeSlot, SnapshotMissing
 from bigscl.store.verification import verify
@@ -74,12 +74,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.place,
             self.annotations,
             heatmap_size=SIZE,
-            layout=layout,
-            top=self.top,
-            slots=slots,
-            codec=codec,
             tracked=2,
-            ranking=ranked,
+            group=GroupSpec(layout=layout, top=self.top, slots=slots, codec=codec, ranking=ranked),
         )
         self.epoch = 0
         self.now = {n: initial_row(self.annotations, n, layout, self.top, ranked) for n in self.ids}

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from bigscl.store import HeatmapStore, StoreError, update
+from bigscl.store import GroupSpec, HeatmapStore, StoreError, update
 from bigscl.store.arrays import STALE_SECONDS
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from bigscl.store.layout import initial_shard
@@ -15,9 +15,9 @@ from bigscl.store.versions import version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
 
-def make(place, annotations, **kinds):
+def make(place, annotations, **layout):
     url, options = place
-    HeatmapStore.create(url, annotations, heatmap_size=3, options=options, **kinds)
+    HeatmapStore.create(url, annotations, heatmap_size=3, group=GroupSpec(**layout), options=options)
 
 
 def open_writer(place, annotations, run="run", **more):

@@ -11,7 +11,7 @@ from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.method.selection import expected_counts, select
-from bigscl.store import HeatmapStore, SingleProcess, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, SingleProcess, Update, update
 
 SIDE = 12
 K = 2.5
@@ -29,7 +29,15 @@ def make_shards(folder: Path, train: int = 30, samples_per_shard: int = 8) -> In
 
 
 def make_store(
-    url, index: Index, *, epochs: int = 3, skill: float = 1.0, top: int | None = None, options=None, **layout
+    url,
+    index: Index,
+    *,
+    epochs: int = 3,
+    skill: float = 1.0,
+    top: int | None = None,
+    tracked=6,
+    options=None,
+    **layout,
 ) -> None:
     """A store that an imaginary network filled: it sees every digit, unannotated ones later and less.
 
@@ -40,7 +48,8 @@ def make_store(
         url,
         annotations,
         heatmap_size=SIDE,
-        **{"slots": 3, "tracked": 6, **layout},
+        group=GroupSpec(**layout),
+        tracked=tracked,
         options=options,
     )
     random = np.random.default_rng(1)

@@ -13,7 +13,7 @@ from bigscl.data.index import load_index
 from bigscl.data.labels_file import with_training_labels
 from bigscl.data.reader import read_image_heads, read_images
 from bigscl.data.scan import scan
-from bigscl.store import HeatmapStore
+from bigscl.store import GroupSpec, HeatmapStore
 from tests.integration.runs import write_config
 from tests.tars import write_tar
 from tests.test_tools.conftest import bigscl
@@ -187,7 +187,7 @@ def hostile(tmp_path):
     index.save(folder / "bigscl-index-train.npz")
     run = tmp_path / "run"
     annotations = index.annotations()
-    HeatmapStore.create(run / "store", annotations, heatmap_size=2, layout="dense")
+    HeatmapStore.create(run / "store", annotations, heatmap_size=2, group=GroupSpec(layout="dense"))
     with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
         rows = store.load_shard(0)
         rows.scores[:] = [0.9, 0.8, 0.95]

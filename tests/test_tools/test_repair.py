@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bigscl.digests import write_sealed
-from bigscl.store import Answered, HeatmapStore, seal, update
+from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
 from bigscl.tools.text import ranges
@@ -209,8 +209,8 @@ def answered_run(tmp_path, index, request):
     answered = answers_about(index, ids[4:20])
     for name in ("run", "twin"):
         url = tmp_path / name / "store"
-        layout = {"ranking": True, "tracked": 0, **LAYOUTS[request.param]}
-        HeatmapStore.create(url, annotations, heatmap_size=4, **layout)
+        group = GroupSpec(**{"ranking": True, **LAYOUTS[request.param]})
+        HeatmapStore.create(url, annotations, heatmap_size=4, group=group, tracked=0)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
             attributes = {"next_epoch": 1, "skipped": [], "momentum": 0.8}
             update(store, 0, ids, random_update(store, len(ids), seed=0))

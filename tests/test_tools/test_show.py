@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 from bigscl.config import make_config, to_yaml
 from bigscl.digests import write_sealed
 from bigscl.method.selection import Selection
-from bigscl.store import Annotations, HeatmapStore, Update, update
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.show import histogram
 from tests.test_tools.conftest import bigscl
@@ -49,7 +49,7 @@ def test_an_older_snapshot_is_shown_as_it_was(runs):
 
 def test_samples_never_visited_are_counted(tmp_path, index):
     annotations = index.annotations()
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, layout="scores")
+    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, group=GroupSpec(layout="scores"))
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         scores = np.zeros((3, 10), np.float16)
         update(store, 5, np.array([0, 1, 24]), Update(scores=scores, visits=np.ones(3, np.uint8)))
@@ -208,7 +208,9 @@ def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
         offsets=np.arange(rows + 1),
         classes=np.zeros(rows, np.int64),
     )
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=14, layout="topk", top=10)
+    HeatmapStore.create(
+        tmp_path / "store", annotations, heatmap_size=14, group=GroupSpec(layout="topk", top=10)
+    )
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         store.save_shard(7, store.load_shard(7))
         store.commit(epoch=0)
