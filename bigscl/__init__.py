@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from bigscl.data.sample_ids import SampleIds
     from bigscl.data.transforms import TrainingTransform
     from bigscl.method.loss_inputs import LossInputs
-    from bigscl.models.map_pooling import MapPooling
-    from bigscl.models.spatial import build_model
+    from bigscl.models.spatial import MapPooling, build_model
     from bigscl.store import Annotations
     from bigscl.training.memory import Memory
     from bigscl.training.recalled import Recalled, RepeatedSample, SampleViews
@@ -48,7 +47,7 @@ _DEFINED = {
     "Loader": ("bigscl.data.loader", "Loader"),
     "SampleViews": ("bigscl.training.recalled", "SampleViews"),
     "LossInputs": ("bigscl.method.loss_inputs", "LossInputs"),
-    "MapPooling": ("bigscl.models.map_pooling", "MapPooling"),
+    "MapPooling": ("bigscl.models.spatial", "MapPooling"),
     "Memory": ("bigscl.training.memory", "Memory"),
     "RandomResizedCropWithView": ("bigscl.data.crop_with_view", "RandomResizedCropWithView"),
     "Recalled": ("bigscl.training.recalled", "Recalled"),

@@ -130,10 +130,10 @@ def folders_of_the_map():
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## What is where")[2].split("```")[1]
     found, folder = {}, ""
     for line in text.strip("\n").splitlines():
-        name = line[:16].strip()
-        if name:
-            folder = f"bigscl/{name.rstrip('/')}" if line.startswith(" ") else name.rstrip("/")
-        found[folder] = f"{found.get(folder, '')} {line[16:]}"
+        if opened := re.match(r"( {0,2})(\S+)/ +", line):
+            folder = f"bigscl/{opened[2]}" if opened[1] else opened[2]
+            line = line[opened.end() :]
+        found[folder] = f"{found.get(folder, '')} {line}"
     return found
 
 

@@ -11,6 +11,7 @@ from bigscl.config import Config, to_yaml
 from bigscl.evaluation.report_files import markdown_table, percent
 from bigscl.evaluation.target import EvaluationTarget
 from bigscl.files import read_json_object
+from bigscl.models.families import family_of
 
 NOT_STATED = "not stated"
 LOCAL = ("run", "store.url", "store.endpoint", "store.region", "data.train_index", "data.val_index")
@@ -119,7 +120,7 @@ def _front(
     target: EvaluationTarget, licences: Licences, title: str, results: dict[str, Any]
 ) -> dict[str, Any]:
     front: dict[str, Any] = {"license": licences.weights or "unknown", "pipeline_tag": "image-classification"}
-    front["library_name"] = "timm" if target.backbone.startswith("timm:") else "bigscl"
+    front["library_name"] = family_of(target.backbone)[0].library_name
     front["tags"] = ["multi-label", "image-classification", "spatial-consistency-loss"]
     if licences.dataset is not None:
         front["datasets"] = [licences.dataset]
@@ -172,23 +173,6 @@ def _use(target: EvaluationTarget, num_classes: int, files: Sequence[str], repos
         "",
         "```python",
     ]
-    given = "".join(f", {name}={value!r}" for name, value in target.args.items())
-    if target.backbone.startswith("timm:"):
-        place = "local-dir:." if repository is None else f"hf-hub:{repository}"
-        lines += ["import timm", f'network = timm.create_model("{place}", pretrained=True)']
-    elif ":" not in target.backbone:
-        lines += [
-            "import torchvision",
-            "from safetensors.torch import load_file",
-            f'network = torchvision.models.get_model("{target.backbone}", num_classes={num_classes}{given})',
-            'network.load_state_dict(load_file("model.safetensors"))',
-        ]
-    else:
-        module, _, name = target.backbone.partition(":")
-        lines += [
-            "from safetensors.torch import load_file",
-            f"from {module} import {name}",
-            f"network = {name}(num_classes={num_classes}{given})",
-            'network.load_state_dict(load_file("model.safetensors"))',
-        ]
+    family, name = family_of(target.backbone)
+    lines += family.loading_code(name, num_classes, target.args, repository)
     return "\n".join([*lines, "```"])

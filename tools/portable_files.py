@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bigscl.evaluation.target import EvaluationTarget, build_network
-from bigscl.models.backbones import create_network, read_state
+from bigscl.models.families import PublishedModel, create_network, family_of
+from bigscl.models.weights import read_state
 from bigscl.training.checkpoint import write_tensors
 from bigscl.user_error import UserError
 
@@ -37,8 +38,18 @@ def write_portable_files(
     plain.load_state_dict(read_state(str(folder / WEIGHTS)), strict=True)
     (folder / "classes.txt").write_text("".join(f"{name}\n" for name in class_names))
     write_json(folder / "preprocessing.json", preprocessing(target))
-    if target.backbone.startswith("timm:"):
-        write_json(folder / "config.json", timm_config(target, trained.head.linear(plain), class_names))
+    family, name = family_of(target.backbone)
+    model = PublishedModel(
+        name=name,
+        args=target.args,
+        class_names=class_names,
+        num_features=trained.head.linear(plain).in_features,
+        transform=target.transform,
+        mean=target.mean,
+        std=target.std,
+    )
+    if (config := family.config_file(model)) is not None:
+        write_json(folder / "config.json", config)
     networks: dict[str, Callable[[Tensor], Tensor]] = {WEIGHTS: plain}
     if onnx:
         networks[ONNX] = _export_onnx(plain, target.transform.size, folder / ONNX)
@@ -62,28 +73,6 @@ def preprocessing(target: EvaluationTarget) -> dict[str, Any]:
         "mean": list(target.mean),
         "std": list(target.std),
         "output": "logits, float32 [batch, classes]; the score of each class is its sigmoid",
-    }
-
-
-def timm_config(target: EvaluationTarget, head: nn.Linear, class_names: Sequence[str]) -> dict[str, Any]:
-    """Return the config.json with which `timm.create_model` loads the folder or the repository."""
-    how = target.transform
-    architecture = target.backbone.removeprefix("timm:").partition(".")[0]
-    return {
-        "architecture": architecture,
-        "num_classes": len(class_names),
-        "num_features": head.in_features,
-        "model_args": dict(target.args),
-        "label_names": list(class_names),
-        "pretrained_cfg": {
-            "input_size": [3, how.size, how.size],
-            "interpolation": how.interpolation,
-            "crop_pct": 1.0 if how.resize == "square" else how.size / how.shorter,
-            "crop_mode": "squash" if how.resize == "square" else "center",
-            "mean": list(target.mean),
-            "std": list(target.std),
-            "num_classes": len(class_names),
-        },
     }
 
 

@@ -162,7 +162,7 @@ def _not_installed(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, problem) of a network and of trackers that this machine does not have."""
     model, log = values.get("model"), values.get("log")
     if isinstance(model, dict) and isinstance(backbone := model.get("backbone"), str):
-        from bigscl.models.backbones import check_backbone
+        from bigscl.models.families import check_backbone
 
         try:
             check_backbone(backbone)
@@ -188,7 +188,7 @@ def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tu
     backbone, weights = model.get("backbone"), model.get("weights")
     if not isinstance(backbone, str) or not isinstance(weights, str | None):
         return values, []
-    from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
+    from bigscl.models.families import NoPreprocessing, find_preprocessing
 
     try:
         found = find_preprocessing(backbone, weights)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.data.batch import Batch, normalize
-from bigscl.models.map_pooling import map_pooled
-from bigscl.models.spatial import Prediction, SpatialClassifier
+from bigscl.models.spatial import Prediction, SpatialClassifier, map_pooled
 from bigscl.store import Transport
 from bigscl.user_error import UserError
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from bigscl.models.families import FAMILIES
 from bigscl.user_error import UserError
 
 TOLERANCE = 1e-5
@@ -16,7 +17,8 @@ def synchronize_batchnorm(network: nn.Module, size: int) -> None:
     """
     images = torch.rand(1, 3, size, size, device=next(network.parameters()).device)
     before = _evaluated(network, images)
-    _convert(network)
+    if not any(family.convert_sync_batchnorm(network) for family in FAMILIES.values()):
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     for module in network.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.register_forward_pre_hook(_in_float32_if_empty)
@@ -27,16 +29,6 @@ def synchronize_batchnorm(network: nn.Module, size: int) -> None:
             f"{(before - after).abs().max():.3g} when its layers are replaced by torch's SyncBatchNorm, so "
             f"some of them do more than normalise. Train it with sync_batchnorm: false."
         )
-
-
-def _convert(network: nn.Module) -> None:
-    """Timm's layers also apply an activation, which torch's converter would drop and timm's keeps."""
-    if any(type(module).__module__.startswith("timm.") for module in network.modules()):
-        from timm.layers import convert_sync_batchnorm
-
-        convert_sync_batchnorm(network)
-    else:
-        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
 
 
 def _in_float32_if_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigscl.models.backbones import differences
+from bigscl.models.weights import differences
 from bigscl.training.checkpoint import CheckpointError
 
 

@@ -11,8 +11,7 @@ import time
 import torch
 
 from bigscl.evaluation.inference import NETWORK_BATCH
-from bigscl.models.map_pooling import map_pooled
-from bigscl.models.spatial import build_model
+from bigscl.models.spatial import build_model, map_pooled
 
 CASES = (("resnet50", 1000), ("resnet18", 1000), ("resnet18", 20))
 ROUNDS = 7

@@ -12,7 +12,7 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.data.shards import expand
 from bigscl.distributed.pool import map_in_processes
 from bigscl.errors import explain
-from bigscl.models.backbones import create_network
+from bigscl.models.families import create_network
 from bigscl.store import StoreError
 from bigscl.user_error import UserError
 

@@ -35,7 +35,7 @@ from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.files import BadFile
-from bigscl.models.backbones import load_state, read_state
+from bigscl.models.weights import load_state, read_state
 from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated

@@ -10,8 +10,7 @@ from torchvision.models import resnet18
 import bigscl
 from bigscl.data.batch import normalize
 from bigscl.evaluation.inference import predict
-from bigscl.models.map_pooling import map_pooled, num_hottest
-from bigscl.models.spatial import Prediction, build_model, pool
+from bigscl.models.spatial import Prediction, build_model, map_pooled, num_hottest, pool
 from bigscl.store import SingleProcess
 from tests.test_bigscl.test_inference import MEAN, STD, loader_of
 

@@ -12,7 +12,7 @@ from torchvision import models
 
 from bigscl.errors import explain
 from bigscl.models import lite0
-from bigscl.models.backbones import create_network
+from bigscl.models.families import create_network
 from bigscl.models.spatial import build_model, pool
 from bigscl.training.checkpoint import write_tensors
 

@@ -10,7 +10,7 @@ from torchvision import models
 from bigscl.config import ConfigError, make_config, to_yaml
 from bigscl.data.batch import normalize
 from bigscl.evaluation.target import find_target
-from bigscl.models.preprocessing import NoPreprocessing, find_preprocessing
+from bigscl.models.families import NoPreprocessing, find_preprocessing
 
 LITE0 = "bigscl.models.lite0:pretrained"
 
