@@ -515,7 +515,8 @@ def test_weights_that_cannot_be_downloaded_are_one_line_with_address_and_place(t
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     # urllib keeps the proxies that it found first, for this test and for all after it.
     monkeypatch.setattr("urllib.request._opener", None)
     with pytest.raises(ValueError, match="cannot be downloaded") as caught:
