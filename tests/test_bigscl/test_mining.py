@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from bigscl.data.answered import with_answered
 from bigscl.evaluation.mining import mined_positives
-from bigscl.store import GroupSpec, HeatmapStore, Update, update
+from bigscl.store import Answered, GroupSpec, HeatmapStore, Update, update
 from tests.test_tools.quickstart import make_shards
 
 
@@ -62,3 +63,19 @@ def test_nothing_beyond_the_annotated_is_mined_if_nothing_more_is_expected(tmp_p
     assert found.num_mined == 0
     assert np.isnan(found.precision)
     assert found.recall == 0
+
+
+def test_answers_do_not_raise_the_number_of_expected_positives(tmp_path, index):
+    """K counts labels: an answer says which image has the class, not that one more does."""
+    missing = (index.labels_of(index.ids(), "labels") == 1) & (index.labels_of(index.ids()) != 1)
+    rows, classes = (numbers[:3] for numbers in np.nonzero(missing))
+    answered = Answered.of(rows, classes, np.ones(3))
+    scores = np.random.default_rng(5).random((index.num_samples, index.num_classes))
+    store = remember(tmp_path / "store", index, scores)
+    counted = mined_positives(store, with_answered(index, answered), 1.0, answered)
+    expected = [mined_positives(store, index, 1.0).num_mined]
+    for number, score in zip(classes, scores[rows, classes], strict=True):
+        labels = int((index.labels_of(index.ids())[:, number] == 1).sum())
+        ranks_before = int((scores[:, number] > score).sum())
+        expected.append(-int(ranks_before < labels))  # an expected pair that was answered is mined no more
+    assert counted.num_mined == sum(expected)
