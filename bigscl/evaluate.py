@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from bigscl.command_line import make_command, rank_of_this_process, run
+from bigscl.common.command_line import make_command, rank_of_this_process, run
+from bigscl.common.files import existing_folder
+from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
@@ -43,11 +45,9 @@ from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
-from bigscl.files import existing_folder
 from bigscl.models.spatial import SpatialClassifier
 from bigscl.training.log import start_logging
 from bigscl.training.run import open_data, read_store
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0

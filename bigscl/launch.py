@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bigscl.distributed.failures import LAUNCH_FOLDER, STOPPED
+from bigscl.common.failures import LAUNCH_FOLDER, STOPPED
 from bigscl.distributed.signals import SIGNALS
 
 POLL_SECONDS = 0.2

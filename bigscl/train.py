@@ -15,24 +15,25 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 
-from bigscl.command_line import (
+from bigscl.common.command_line import (
     first_on_this_machine,
     make_command,
     rank_of_this_process,
     run,
     start_is_over,
 )
+from bigscl.common.failures import STOPPED
+from bigscl.common.files import append_lines
+from bigscl.common.user_error import UserError
 from bigscl.config import Config, doubtful_settings, to_yaml
 from bigscl.config.reference import commented_yaml
 from bigscl.data.batch import Batch
 from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
 from bigscl.data.workers import WAITS
 from bigscl.distributed.accelerator import start_accelerator
-from bigscl.distributed.failures import STOPPED
 from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.validation import best_metric, validate
-from bigscl.files import append_lines
 from bigscl.plots.epochs import draw_epoch
 from bigscl.training.epoch_plan import EpochPlan, plan_epoch
 from bigscl.training.epoch_progress import EpochProgress
@@ -47,7 +48,6 @@ from bigscl.training.saving import Saver
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
 from bigscl.training.summary import summary
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

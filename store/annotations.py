@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,9 +21,9 @@ import zarr.abc.store
 from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
+from bigscl.common.url_secrets import public
 from bigscl.store.errors import AlreadyExists, NotAStore, StorageFailed, StoreError, storage_errors
 from bigscl.store.object_storage import STORE_SCHEMES, Location, StorageOptions
-from bigscl.url_secrets import public
 
 FILE_THREADS = 8
 PROBES = 3

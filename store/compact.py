@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import ARRAYS, Compaction
 from bigscl.store.layout import choose_classes
 from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
-from bigscl.user_error import UserError
 
 
 def check_top(annotations: Annotations, top: int) -> None:

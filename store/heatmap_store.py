@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from bigscl.common.user_error import UserError
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.answered import Answered, answered_shard, with_answers
@@ -47,7 +48,6 @@ from bigscl.store.spec import Codec, GroupSpec, Rows, StoreSpec
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.versions import versions_of
 from bigscl.store.waiting import POLL_SECONDS, Check, nothing
-from bigscl.user_error import UserError
 
 StorePath = str | os.PathLike[str]
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any, Self
 from urllib.parse import unquote_to_bytes, urlsplit
 
+from bigscl.common.url_secrets import AGAIN, public, take, with_secret
 from bigscl.store.errors import StoreError
 from bigscl.store.retries import Credentials
-from bigscl.url_secrets import AGAIN, public, take, with_secret
 
 # The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
 # pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import zarr
 
+from bigscl.common.user_error import UserError
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.arrays import describe_group
@@ -21,7 +22,6 @@ from bigscl.store.snapshots import FOLDER as SNAPSHOTS
 from bigscl.store.snapshots import Check, Snapshot, SnapshotLog
 from bigscl.store.spec import FORMAT, GroupSpec, StoreSpec
 from bigscl.store.versions import Version, version_of, versions_of
-from bigscl.user_error import UserError
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"

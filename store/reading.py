@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.store import history
 from bigscl.store.annotations import Annotations
 from bigscl.store.answered import ATTRIBUTE, Answered, with_answers
@@ -18,7 +19,6 @@ from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
 from bigscl.store.waiting import Check
-from bigscl.user_error import UserError
 
 
 class StoreReader:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from bigscl.common.url_secrets import hide
 from bigscl.store.errors import StoreError
-from bigscl.url_secrets import hide
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

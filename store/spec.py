@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.store.fields import Fields
-from bigscl.user_error import UserError
 
 FORMAT = 2
 GENERATIONS = 1024

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from bigscl.text import printable
+from bigscl.common.text import printable
 
 # Bytes that mean something to many formats: ends of strings, markers, signs, quotes, brackets, nesting.
 TELLING = (

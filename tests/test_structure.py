@@ -44,14 +44,14 @@ def test_imports_point_from_tools_to_bigscl_to_store():
         assert not {each for each in ours if not each.startswith("bigscl")}, name
         if name.startswith("bigscl.store"):
             # Two small modules, which import nothing of ours.
-            assert ours - {"bigscl.user_error", "bigscl.url_secrets"} == store, name
+            assert ours - {"bigscl.common.user_error", "bigscl.common.url_secrets"} == store, name
         elif not name.startswith("bigscl.tools") and name != "bigscl.__main__":
             assert not tools, name
 
 
 def test_mistakes_of_the_user_are_raised_as_user_errors():
-    """A plain ValueError would end in a traceback: bigscl/errors.py takes it for a bug."""
-    assert not imported(ROOT / "bigscl" / "user_error.py")
+    """A plain ValueError would end in a traceback: bigscl/common/errors.py takes it for a bug."""
+    assert not imported(ROOT / "bigscl" / "common" / "user_error.py")
     for name, file in modules():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Raise):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bigscl.common.files import parse_errors, write_text
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, moment
-from bigscl.files import parse_errors, write_text
-from bigscl.text import printable
 from bigscl.tools.questions import Question
-from bigscl.user_error import UserError
 
 Format = Literal["label-studio", "coco", "csv"]
 SUFFIXES: dict[Format, str] = {"label-studio": ".json", "coco": ".json", "csv": ".csv"}

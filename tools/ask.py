@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.text import printable
+from bigscl.common.url_secrets import with_image_names
+from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.evaluation.asking import By
-from bigscl.text import printable
 from bigscl.tools.answer_files import Asked, Format, label_studio_view, read_answered, write_questions
 from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store, run_folder
 from bigscl.tools.questions import Question, Questions, answers_files
 from bigscl.tools.samples import find_class
 from bigscl.tools.text import counted, table, tell
-from bigscl.url_secrets import with_image_names
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore
 from bigscl.tools.choosing import next_epoch
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, Store, locate, open_store, run_folder
@@ -16,7 +17,6 @@ from bigscl.tools.regions import strongest_boxes
 from bigscl.tools.samples import class_name, name_of
 from bigscl.tools.tables import table_writer
 from bigscl.tools.text import counted, table, tell
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.evaluation.audit import Warmth

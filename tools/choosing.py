@@ -6,11 +6,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, Snapshot
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
-from bigscl.user_error import UserError
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from bigscl.command_line import HELP, make_command, run
+from bigscl.common.command_line import HELP, make_command, run
 
 # Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
 # that is called is imported, and a verb imports torch only inside the function that needs it, so that

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
 from bigscl.store import (
     Codec,
     GroupSpec,
@@ -27,7 +28,6 @@ from bigscl.tools.opening import (
 )
 from bigscl.tools.progress import progress
 from bigscl.tools.text import counted, size, tell
-from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
-from bigscl.files import write_text
+from bigscl.common.command_line import AsJson
+from bigscl.common.files import write_text
 from bigscl.tools.score import Activation, Poolings
 from bigscl.tools.text import tell
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from bigscl.command_line import AsJson
-from bigscl.files import atomic_write
+from bigscl.common.command_line import AsJson
+from bigscl.common.files import atomic_write
+from bigscl.common.user_error import UserError
 from bigscl.tools.text import counted, table, tell
-from bigscl.user_error import UserError
 
 
 def command(

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
-from bigscl.files import free_bytes
+from bigscl.common.command_line import AsJson
+from bigscl.common.files import free_bytes
 from bigscl.store import Transport
 from bigscl.tools.opening import StorageFlags
 from bigscl.tools.reachable import probe_place

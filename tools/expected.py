@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.method.ranking import named_first, rank
 from bigscl.store import Array, HeatmapStore, SingleProcess, Snapshot
 from bigscl.tools.opening import has_selection
 from bigscl.tools.passes import ranked_by_shard
-from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

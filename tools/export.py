@@ -12,12 +12,14 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.files import atomic_write
+from bigscl.common.text import first_few
+from bigscl.common.url_secrets import with_image_names
+from bigscl.common.user_error import UserError
 from bigscl.data.shards import SUFFIXES
-from bigscl.files import atomic_write
 from bigscl.plots.samples import heatmap_of
 from bigscl.store import HeatmapStore
-from bigscl.text import first_few
 from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels, Which, find_labels
 from bigscl.tools.label_formats import Label, LabelledImage, label_writer
 from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store, run_folder
@@ -25,8 +27,6 @@ from bigscl.tools.samples import find_samples
 from bigscl.tools.score_files import write_scores
 from bigscl.tools.tables import table_writer
 from bigscl.tools.text import size, tell
-from bigscl.url_secrets import with_image_names
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
 from bigscl.tools.regions import best_share, overlaps, strongest_boxes
 from bigscl.tools.tables import Batch
-from bigscl.user_error import UserError
 
 Result = TypeVar("Result")
 Which = Literal["mined", "expected", "all"]

@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.files import parse_errors
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, default_path, stored_fingerprint
 from bigscl.data.reader import LARGEST_CLASS
 from bigscl.data.scan import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import scheme
-from bigscl.files import parse_errors
 from bigscl.tools.progress import progress
-from bigscl.user_error import UserError
 
 MOST_PROBLEMS = 100
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, TextIO
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
-from bigscl.files import atomic_write
-from bigscl.text import printable
-from bigscl.user_error import UserError
+from bigscl.common.files import atomic_write
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 
 LabelFormat = Literal["coco", "label-studio", "fiftyone"]
 FILES: dict[LabelFormat, tuple[str, ...]] = {

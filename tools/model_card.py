@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from bigscl.common.files import read_json_object
 from bigscl.config import Config, to_yaml
 from bigscl.evaluation.report_files import markdown_table, percent
 from bigscl.evaluation.target import EvaluationTarget
-from bigscl.files import read_json_object
 from bigscl.models.families import family_of
 
 NOT_STATED = "not stated"

@@ -9,8 +9,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.digests import read_sealed
-from bigscl.files import BadFile
+from bigscl.common.digests import read_sealed
+from bigscl.common.files import BadFile
+from bigscl.common.user_error import UserError
 from bigscl.store import (
     Annotations,
     HeatmapStore,
@@ -18,7 +19,6 @@ from bigscl.store import (
     Snapshot,
     StorageOptions,
 )
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

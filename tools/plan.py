@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from bigscl.command_line import AsJson, Settings
-from bigscl.files import free_bytes
+from bigscl.common.command_line import AsJson, Settings
+from bigscl.common.files import free_bytes
+from bigscl.common.user_error import UserError
 from bigscl.tools.text import counted, size, table, tell
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigscl.common.user_error import UserError
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.families import PublishedModel, create_network, family_of
 from bigscl.models.weights import read_state
 from bigscl.training.checkpoint import write_tensors
-from bigscl.user_error import UserError
 
 WEIGHTS, ONNX = "model.safetensors", "model.onnx"
 LARGEST_DIFFERENCE = 1e-4

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import INTERRUPTED, AsJson, Settings, first_on_this_machine, start_is_over
-from bigscl.distributed.failures import report_to_launcher
-from bigscl.files import free_bytes
+from bigscl.common.command_line import INTERRUPTED, AsJson, Settings, first_on_this_machine, start_is_over
+from bigscl.common.failures import report_to_launcher
+from bigscl.common.files import free_bytes
 from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:

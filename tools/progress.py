@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bigscl.text import printable
+from bigscl.common.text import printable
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
 from bigscl.tools.text import tell
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.evaluation.target import EvaluationTarget
@@ -67,7 +67,7 @@ def command(
     target = find_target(run, None, None)
     assert target.config is not None
     names = _class_names(target, classes)
-    from bigscl.folders import atomic_folder
+    from bigscl.common.files import atomic_folder
 
     with atomic_folder(folder) as partial:
         differences = write_portable_files(target, names, partial, onnx=onnx)
@@ -99,8 +99,8 @@ def _check_packages(needed: dict[str, bool]) -> None:
 
 def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
     """Return the names of the classes, as many as the network has outputs."""
+    from bigscl.common.files import parse_errors
     from bigscl.data.index import load_index
-    from bigscl.files import parse_errors
 
     assert target.config is not None
     if file is None:

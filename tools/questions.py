@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.data.answered import match_answers
 from bigscl.data.answers import FILE, read_answers
 from bigscl.data.index import Index
@@ -26,7 +27,6 @@ from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import answer_key
-from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
+from bigscl.common.files import write_text
+from bigscl.common.user_error import UserError
 from bigscl.config.packaged import FOLDER
-from bigscl.files import write_text
 from bigscl.tools.running import Runner, launcher
 from bigscl.tools.text import table
-from bigscl.user_error import UserError
 
 DEFAULT_FOLDER = Path("quickstart")
 METHODS = {
@@ -148,8 +148,8 @@ class QuickstartRun:
 
 def _figures(report: Path) -> dict[str, float | None]:
     """Return the numbers of a run in the table."""
+    from bigscl.common.files import parse_errors
     from bigscl.evaluation.localization import STORED
-    from bigscl.files import parse_errors
 
     with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
         found = json.loads(report.read_bytes())

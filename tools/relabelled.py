@@ -11,9 +11,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from bigscl.files import write_text
-from bigscl.parquet import load_pyarrow
-from bigscl.text import printable
+from bigscl.common.files import load_pyarrow, write_text
+from bigscl.common.text import printable
 from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels
 from bigscl.tools.label_formats import check_folder
 from bigscl.tools.tables import Batch, table_writer

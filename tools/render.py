@@ -9,7 +9,8 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
 from bigscl.plots.samples import (
     Panel,
     SamplePicture,
@@ -25,7 +26,6 @@ from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.samples import find_class, find_samples
 from bigscl.tools.text import tell
-from bigscl.user_error import UserError
 
 MAX_EPOCHS = 8
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson
-from bigscl.digests import read_sealed, write_sealed
+from bigscl.common.command_line import AsJson
+from bigscl.common.digests import read_sealed, write_sealed
+from bigscl.common.user_error import UserError
 from bigscl.store import (
     Answered,
     HeatmapStore,
@@ -31,7 +32,6 @@ from bigscl.tools.opening import (
 )
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, ranges, tell
-from bigscl.user_error import UserError
 
 MAX_LINES = 20
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from bigscl.common.url_secrets import environment
+from bigscl.common.user_error import UserError
 from bigscl.config.packaged import FOLDER
-from bigscl.url_secrets import environment
-from bigscl.user_error import UserError
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.store import StoreSpec
-from bigscl.text import printable
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index

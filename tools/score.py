@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
 from bigscl.tools.text import tell
 
 Activation = Literal["sigmoid", "softmax"]

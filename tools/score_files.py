@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import atomic_write
-from bigscl.parquet import load_pyarrow
+from bigscl.common.files import atomic_write, load_pyarrow
+from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import scores_by_shard
-from bigscl.user_error import UserError
 
 Write = Callable[[NDArray[np.int64], NDArray[np.float16]], None]
 """Called with the ids and the scores of each shard, in the order of the ids."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigscl.command_line import AsJson, with_options
+from bigscl.common.command_line import AsJson, with_options
+from bigscl.common.user_error import UserError
 from bigscl.tools.progress import progress
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.datasets.multilabel import Protocol

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
 from bigscl.store import (
     FORMAT,
     Array,

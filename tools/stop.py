@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
 from bigscl.tools.text import tell
 from bigscl.training.stop_file import StopFile
 

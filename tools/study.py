@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigscl.files import read_json_object
+from bigscl.common.files import read_json_object
+from bigscl.common.user_error import UserError
 from bigscl.tools.progress import progress
 from bigscl.tools.running import Runner, launcher
 from bigscl.tools.score import Pooling
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigscl.files import read_json_lines, read_json_object, write_text
-from bigscl.user_error import UserError
+from bigscl.common.files import read_json_lines, read_json_object, write_text
+from bigscl.common.user_error import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,7 +173,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
 
 def _read_report(trial: "Trial") -> dict[str, Any]:
     """Return the report of a run's evaluation."""
-    from bigscl.files import parse_errors
+    from bigscl.common.files import parse_errors
 
     with parse_errors(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
@@ -187,7 +187,7 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
 
 def _minutes(file: Path) -> float:
     """Return the minutes of all attempts at a run."""
-    from bigscl.files import parse_errors
+    from bigscl.common.files import parse_errors
 
     with parse_errors(
         file, "a list of seconds", "Delete the lines that are not numbers, then run the command again."

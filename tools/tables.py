@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import atomic_write
-from bigscl.parquet import load_pyarrow
-from bigscl.user_error import UserError
+from bigscl.common.files import atomic_write, load_pyarrow
+from bigscl.common.user_error import UserError
 
 Columns = Mapping[str, type]
 """Names and types of the columns: int, float, str or bool; in Parquet also list, of integers."""

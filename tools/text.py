@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bigscl.text import printable
-from bigscl.text import size as size
+from bigscl.common.text import printable
+from bigscl.common.text import size as size
 
 
 def tell(facts: Any, text: str, as_json: bool) -> None:

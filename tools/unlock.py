@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
 from bigscl.store import (
     LEASE_PATIENCE_SECONDS,
     Backend,

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from bigscl.command_line import AsJson
+from bigscl.common.command_line import AsJson
+from bigscl.common.digests import METRICS, PROGRESS, fault_of, folder_faults, read_array, read_sealed
+from bigscl.common.files import BadFile as BadInput
+from bigscl.common.files import find_folder
 from bigscl.config import ConfigError
-from bigscl.digests import METRICS, PROGRESS, fault_of, folder_faults, read_array, read_sealed
-from bigscl.files import BadFile as BadInput
-from bigscl.folders import find_folder
 from bigscl.store import (
     PASS_THREADS,
     Annotations,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bigscl.common.user_error import UserError
 from bigscl.tools.opening import DataFlags, StorageFlags
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.tools.viewer.open_run import OpenRun

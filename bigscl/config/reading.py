@@ -15,6 +15,9 @@ from typing import Any, ClassVar, TypeVar, get_args
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from bigscl.common.text import first_few, printable, reason_of
+from bigscl.common.url_secrets import hide, take, take_all
+from bigscl.common.user_error import UserError
 from bigscl.config.packaged import find_config
 from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
 from bigscl.data.transforms import shorter_side
@@ -22,9 +25,6 @@ from bigscl.method.losses import BASES, Base, Consistency, Norm
 from bigscl.method.objective import Objective
 from bigscl.method.schedule import Ramp
 from bigscl.store import STORE_SCHEMES
-from bigscl.text import first_few, printable, reason_of
-from bigscl.url_secrets import hide, take, take_all
-from bigscl.user_error import UserError
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
 MOST_VALUES = 10_000

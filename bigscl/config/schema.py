@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
+from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.observed import ObservedConfig
 from bigscl.data.transforms import (

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from bigscl.common.files import BadFile
+from bigscl.common.text import first_few, printable
 from bigscl.data.answers import Answers, moment
 from bigscl.data.index import Index
 from bigscl.data.labels_file import SEVERAL, ids_by_key, replaced_rows
-from bigscl.files import BadFile
 from bigscl.store import Answered
-from bigscl.text import first_few, printable
 
 
 def match_answers(index: Index, answers: Answers, path: Path) -> Answered:

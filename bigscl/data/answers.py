@@ -20,10 +20,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from bigscl.files import BadFile, name_os_errors, sync
+from bigscl.common.files import BadFile, name_os_errors, sync
+from bigscl.common.text import first_few, printable
+from bigscl.common.user_error import UserError
 from bigscl.store import SEAL, seal, seal_fault
-from bigscl.text import first_few, printable
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from bigscl.bounds import Count, NonNegative, Positive, Share
+from bigscl.common.bounds import Count, NonNegative, Positive, Share
 from bigscl.data.views import Purpose, uniforms
 
 if TYPE_CHECKING:

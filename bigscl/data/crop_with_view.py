@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 
 class RandomResizedCropWithView:

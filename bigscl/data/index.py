@@ -15,14 +15,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import BadFile, atomic_write, parse_errors
+from bigscl.common.text import first_few, printable
+from bigscl.common.user_error import UserError
 from bigscl.data import shards as tars
 from bigscl.data.observed import draw_negatives, draw_positives, flip_positives
 from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
-from bigscl.files import BadFile, atomic_write, parse_errors
 from bigscl.store import Annotations
-from bigscl.text import first_few, printable
-from bigscl.user_error import UserError
 
 VERSION = 1
 UNKNOWN_BYTES = -1

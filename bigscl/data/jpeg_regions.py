@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.data.decode import decode
 from bigscl.data.headers import plain_jpeg_size
-from bigscl.user_error import UserError
 
 
 class JpegRegions:

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import BadFile, load_pyarrow, parse_errors
+from bigscl.common.text import first_few, printable
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
 from bigscl.data.ragged import Ragged
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
-from bigscl.files import BadFile, parse_errors
-from bigscl.parquet import load_pyarrow
-from bigscl.text import first_few, printable
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from bigscl.common.text import first_few, printable
+from bigscl.common.url_secrets import environment
+from bigscl.common.url_secrets import receive as receive_secrets
+from bigscl.common.user_error import UserError
 from bigscl.data.batch import Batch
 from bigscl.data.decoders import find_decoder
 from bigscl.data.index import Index, Labels, check_shards
@@ -27,10 +31,6 @@ from bigscl.data.reader import Encoded, encoded_images
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
 from bigscl.data.workers import WAITS, on_start, start_method, without_main_module
-from bigscl.text import first_few, printable
-from bigscl.url_secrets import environment
-from bigscl.url_secrets import receive as receive_secrets
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error about too many of them.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.bounds import Count, CountOrZero, Share
+from bigscl.common.bounds import Count, CountOrZero, Share
 from bigscl.data.ragged import Ragged
 
 BLOCK = 4096

@@ -16,7 +16,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 Ids = NDArray[np.int64]
 

@@ -5,10 +5,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from bigscl.common.text import printable
+from bigscl.common.url_secrets import public
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
-from bigscl.text import printable
-from bigscl.url_secrets import public
-from bigscl.user_error import UserError
 
 # Shards whose keys are held at a time; a shuffle buffer mixes the samples of a few.
 MOST_SHARDS = 256

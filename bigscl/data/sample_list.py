@@ -6,8 +6,8 @@
 import json
 from pathlib import Path
 
+from bigscl.common.files import atomic_write
 from bigscl.data.index import Index
-from bigscl.files import atomic_write
 
 FILE = "samples.json"
 FORMAT = 1

@@ -11,11 +11,11 @@ from fnmatch import fnmatch
 
 from braceexpand import braceexpand
 
+from bigscl.common.text import first_few
+from bigscl.common.url_secrets import take
+from bigscl.common.user_error import UserError
 from bigscl.data.sources import Shard, Unreadable, scheme
 from bigscl.store import STORE_SCHEMES, list_objects
-from bigscl.text import first_few
-from bigscl.url_secrets import take
-from bigscl.user_error import UserError
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")
 BLOCK = 512

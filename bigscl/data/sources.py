@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from bigscl.common.url_secrets import AGAIN, lacks_command, public, with_secret
 from bigscl.store import SCHEMES, ObjectReader, StoreError
-from bigscl.url_secrets import AGAIN, lacks_command, public, with_secret
 
 GZIP_MAGIC = b"\x1f\x8b"
 # What a connection, a compressed stream or a disk may raise while it is read.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from bigscl.common.user_error import UserError
 from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
 from bigscl.data.headers import check_pixels
 from bigscl.data.views import RandomCrop, View, whole
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.bounds import AreaRange, Range, Share
+from bigscl.common.bounds import AreaRange, Range, Share
 
 NUM_TRIES = 10
 

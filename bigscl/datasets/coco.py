@@ -5,6 +5,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from bigscl.common.files import BadFile, parse_errors
+from bigscl.common.text import reason_of
+from bigscl.common.user_error import UserError
 from bigscl.datasets.multilabel import (
     Box,
     BoxedImage,
@@ -15,9 +18,6 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.files import BadFile, parse_errors
-from bigscl.text import reason_of
-from bigscl.user_error import UserError
 
 
 def coco(

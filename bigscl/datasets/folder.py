@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from bigscl.common.user_error import UserError
 from bigscl.datasets.ground_truth import read_ground_truth
 from bigscl.datasets.image_files import SUFFIXES, ImageFile, Resize, key_of
 from bigscl.datasets.multilabel import existing, existing_folder
 from bigscl.datasets.writing import Sample, Shards
-from bigscl.user_error import UserError
 
 SPLITS = ("train", "val", "test")
 # ImageNet's test images have no public labels.

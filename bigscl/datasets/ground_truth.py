@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from bigscl.common.files import BadFile, parse_errors
 from bigscl.datasets.image_files import key_of
-from bigscl.files import BadFile, parse_errors
 
 LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"

@@ -7,8 +7,8 @@ from typing import Literal
 
 from PIL import Image
 
+from bigscl.common.user_error import UserError
 from bigscl.data.headers import check_header, check_pixels
-from bigscl.user_error import UserError
 
 # Formats that training reads from shards, by the first bytes of the file. The name does not tell: one of
 # ImageNet's .JPEG files is a PNG.

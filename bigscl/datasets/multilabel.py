@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import BadFile
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.datasets.image_files import ImageFile, Resize, key_of
 from bigscl.datasets.protocol import observe, split
 from bigscl.datasets.writing import MultiLabel, Sample, Shards
-from bigscl.files import BadFile
-from bigscl.text import printable
-from bigscl.user_error import UserError
 
 Box = tuple[int, float, float, float, float]
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 SEED = 1200
 VALIDATION_SHARE = 0.2

@@ -3,6 +3,7 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
+from bigscl.common.files import BadFile, parse_errors
 from bigscl.datasets.multilabel import (
     Box,
     BoxedImage,
@@ -13,7 +14,6 @@ from bigscl.datasets.multilabel import (
     multi_label_shards,
 )
 from bigscl.datasets.writing import Shards
-from bigscl.files import BadFile, parse_errors
 
 # fmt: off
 CLASSES = (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bigscl.distributed.pool import map_in_processes
-from bigscl.files import BadFile, atomic_write, parse_errors, write_text
-from bigscl.text import first_few
-from bigscl.user_error import UserError
+from bigscl.common.files import BadFile, atomic_write, parse_errors, write_text
+from bigscl.common.process_pool import map_in_processes
+from bigscl.common.text import first_few
+from bigscl.common.user_error import UserError
 
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"

@@ -8,11 +8,11 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from bigscl.common.failures import SECONDS_FOR_THE_FIRST
+from bigscl.common.user_error import UserError
 from bigscl.config import Config
-from bigscl.distributed.failures import SECONDS_FOR_THE_FIRST
 from bigscl.distributed.hardware import keep_freed_memory, make_deterministic, usable_precision
 from bigscl.distributed.network import choose_interface
-from bigscl.user_error import UserError
 
 TASKS = (
     # Of a step by srun; the job's own number of tasks may be larger.

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 logger = logging.getLogger(__name__)
 # From glibc's malloc.h.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bigscl import store
-from bigscl.files import explain
+from bigscl.common.files import explain
 from bigscl.store import StoreError, Transport
 
 

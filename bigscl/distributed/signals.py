@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from bigscl.distributed.failures import STOPPED, exit_now, join_launch
+from bigscl.common.failures import STOPPED, exit_now, join_launch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PARENT_POLL_SECONDS = 1.0

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
-from bigscl.user_error import UserError
 
 FIGURES = {"map": "mAP", "image_ap": "AP per image", "top1": "top-1", "f1": "F1 at 0.5"}
 COVERAGE = 95

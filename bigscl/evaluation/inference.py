@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.data.batch import Batch, normalize
 from bigscl.models.spatial import Prediction, SpatialClassifier, map_pooled
 from bigscl.store import Transport
-from bigscl.user_error import UserError
 
 NETWORK_BATCH = 32
 MEASURED = "measured."

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
 from bigscl.data.reader import read_metadata
 from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
 from bigscl.method.heatmaps import to_image
 from bigscl.store import HeatmapStore, Rows
-from bigscl.user_error import UserError
 
 STORED = "stored heatmaps of training images"
 NETWORK = "network maps"

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.store import in_order
-from bigscl.user_error import UserError
 
 SMALL = 2**20
 """Fewer scores than this are ranked without threads."""

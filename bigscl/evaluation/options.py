@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 Triple = tuple[float, float, float]
 SEVERAL = ("--shards",)

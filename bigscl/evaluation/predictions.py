@@ -14,13 +14,12 @@ import torch
 import zarr
 from numpy.typing import NDArray
 
+from bigscl.common.files import BadFile, atomic_folder, parse_errors
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, Labels
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
-from bigscl.files import BadFile, parse_errors
-from bigscl.folders import atomic_folder
 from bigscl.store import SEAL
-from bigscl.user_error import UserError
 
 NUM_RANKED = 10
 NUMPY_FILE = "a numpy file of plain arrays"

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import BadFile, parse_errors
-from bigscl.user_error import UserError
+from bigscl.common.files import BadFile, parse_errors
+from bigscl.common.user_error import UserError
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 WNID = re.compile(r"n\d{8}")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.evaluation.metrics import (
     ClassFigures,
     MeanAP,
@@ -31,7 +32,6 @@ from bigscl.evaluation.metrics import (
 )
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.real_labels import match_real_labels
-from bigscl.user_error import UserError
 
 THRESHOLD = 0.5
 AT_K = (1, 3, 5)

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bigscl.common.files import write_text
+from bigscl.common.text import printable
 from bigscl.evaluation.metrics import PrecisionRecall, Subset
 from bigscl.evaluation.report import Report
-from bigscl.files import write_text
-from bigscl.text import printable
 
 DIGITS = 6
 NAMED_MISSING = 10

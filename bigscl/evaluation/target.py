@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bigscl.common.files import find_folder
+from bigscl.common.user_error import UserError
 from bigscl.config import Config, load_config, parse_yaml
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform
 from bigscl.evaluation.options import EvaluationOptions
-from bigscl.folders import find_folder
 from bigscl.models.families import NoPreprocessing, create_network, find_preprocessing
 from bigscl.models.head import find_head
 from bigscl.models.spatial import SpatialClassifier
 from bigscl.models.weights import is_file, load_state, read_state
-from bigscl.user_error import UserError
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
 CENTRE = EvaluationTransform(size=224, resize="shorter", shorter=256)

@@ -15,10 +15,10 @@ from accelerate.utils import set_seed
 from torch.nn.parallel import DistributedDataParallel
 
 import bigscl
+from bigscl.common.files import atomic_write
 from bigscl.data.batch import normalize
 from bigscl.data.transforms import MEAN, STD
 from bigscl.examples.scene_shards import SIDE, scene_shards
-from bigscl.files import atomic_write
 
 SEED, BATCH_SIZE = 0, 8
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bigscl.bounds import Count, CountOrZero, NonNegative, Positive, Share
+from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
 
 Exponent = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(gt=0, lt=1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from bigscl.bounds import Share
+from bigscl.common.bounds import Share
 from bigscl.method.loss_inputs import LossInputs, Needs
 from bigscl.method.loss_settings import Asl, Crisp, EmApl, Focal, GeneralizedRobust, Hill, LargeLoss, Splc
 from bigscl.method.losses import BASES, CONSISTENCIES, Base, Consistency, Norm

@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.method.class_ratios import count_positives
 from bigscl.store import Annotations, Transport
-from bigscl.user_error import UserError
 
 SCORE_BITS = 14
 ONE = int(np.float16(1).view(np.uint16))

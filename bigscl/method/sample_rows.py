@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.distributed.ranks import Ranks
-from bigscl.user_error import UserError
 
 MAX_BYTES = 8 * 2**30
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bigscl.bounds import CountOrZero, NonNegative, Positive
-from bigscl.user_error import UserError
+from bigscl.common.bounds import CountOrZero, NonNegative, Positive
+from bigscl.common.user_error import UserError
 
 
 def learning_rate(

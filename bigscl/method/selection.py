@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.method.ranking import Cuts, rank
 from bigscl.store import Transport
-from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

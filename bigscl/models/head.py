@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bigscl.common.user_error import UserError
 from bigscl.method.precision import at_least_float32
-from bigscl.user_error import UserError
 
 Side = Literal["input", "output"]
 Layout = Literal["channels first", "channels last", "tokens"]

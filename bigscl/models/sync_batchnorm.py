@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from bigscl.common.user_error import UserError
 from bigscl.models.families import FAMILIES
-from bigscl.user_error import UserError
 
 TOLERANCE = 1e-5
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigscl.digests import check_beside
-from bigscl.files import BadFile, parse_errors
-from bigscl.text import printable
+from bigscl.common.digests import check_beside
+from bigscl.common.files import BadFile, parse_errors
+from bigscl.common.text import printable
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigscl.files import atomic_write, read_json_lines
+from bigscl.common.files import atomic_write, read_json_lines
 
 Curve = dict[int, float]
 """A value by epoch, counted from 1."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from bigscl.files import atomic_write
+from bigscl.common.files import atomic_write
+from bigscl.common.user_error import UserError
 from bigscl.store import Rows
-from bigscl.user_error import UserError
 
 Kind = Literal["annotated", "unannotated", "expected", "negative", "unknown"]
 """What the labels say of a class in an image. Where they are incomplete, others are expected or unknown."""

@@ -15,10 +15,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from bigscl.digests import FILES, PROGRESS, DigestingFile, check_file, read_sealed, write_sealed
-from bigscl.files import BadFile, name_os_errors
-from bigscl.folders import atomic_folder, find_folder, remove_folder, rename_folder, repair_folder
-from bigscl.user_error import UserError
+from bigscl.common.digests import FILES, PROGRESS, DigestingFile, check_file, read_sealed, write_sealed
+from bigscl.common.files import (
+    BadFile,
+    atomic_folder,
+    find_folder,
+    name_os_errors,
+    remove_folder,
+    rename_folder,
+    repair_folder,
+)
+from bigscl.common.user_error import UserError
 
 # Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
 torch.serialization.add_safe_globals([_codecs.encode])

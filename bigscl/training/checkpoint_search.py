@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.distributed.ranks import failure_on_any
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError, Progress
@@ -17,7 +18,6 @@ from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState
 from bigscl.training.opening import free_shared_memory
 from bigscl.training.run import Run, RunFolder, check_store, read_store
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 Choice = str

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.method.selection import Selection
 from bigscl.store import HeatmapStore, Snapshot, StoreError
-from bigscl.user_error import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from bigscl.training.recalled import CheckedViews
 from bigscl.training.transfer import allocate_pinned, choose_device
-from bigscl.user_error import UserError
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")

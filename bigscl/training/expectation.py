@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
@@ -14,7 +15,6 @@ from bigscl.evaluation.predictions import true_labels
 from bigscl.method.class_ratios import labelled_ratios
 from bigscl.method.losses import BASES
 from bigscl.method.selection import expected_counts
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.text import size
 from bigscl.config import Config
 from bigscl.data.plan import Plan
 from bigscl.store import GroupSpec, StoreSpec, shard_bytes, stored_bytes
-from bigscl.text import size
 from bigscl.training.disk_forecast import disk_moments, disk_needed, layouts
 from bigscl.training.epoch_plan import EpochPlan
 from bigscl.training.score_log import epoch_bytes

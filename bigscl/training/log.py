@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
+from bigscl.common.files import append_lines, read_json_lines, write_text
 from bigscl.distributed.ranks import Ranks
-from bigscl.files import append_lines, read_json_lines, write_text
 from bigscl.method.objective import Loss
 from bigscl.training.progress_bar import EpochBar, EpochTimer, describe, working
 

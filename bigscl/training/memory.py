@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
 from bigscl.distributed.ranks import process_group
@@ -50,7 +51,6 @@ from bigscl.training.recalled import (
 from bigscl.training.score_log import ScoreLog
 from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
-from bigscl.user_error import UserError
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""

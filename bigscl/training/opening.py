@@ -3,6 +3,7 @@
 import math
 import os
 
+from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig, checked
 from bigscl.store import (
     LEASE_PATIENCE_SECONDS,
@@ -18,7 +19,6 @@ from bigscl.store import (
     read_holder,
     read_spec,
 )
-from bigscl.user_error import UserError
 
 
 def open_store(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigscl.command_line import Settings
+from bigscl.common.command_line import Settings
 
 if TYPE_CHECKING:
     from bigscl.config import Config

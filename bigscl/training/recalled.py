@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
 from bigscl.method.heatmaps import (
     blend,
@@ -25,7 +26,6 @@ from bigscl.method.selection import Selection
 from bigscl.method.spatial_ranking import spatial_ranking
 from bigscl.store import MAX_COUNT
 from bigscl.training.annotated import AnnotatedClasses
-from bigscl.user_error import UserError
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]

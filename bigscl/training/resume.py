@@ -8,8 +8,8 @@ dropped.
 import logging
 from pathlib import Path
 
+from bigscl.common.files import repair_folder
 from bigscl.distributed.ranks import failure_on_any
-from bigscl.folders import repair_folder
 from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint import Checkpoint, CheckpointError
 from bigscl.training.checkpoint_search import Candidates, CheckpointSearch, Choice, Saved, list_candidates

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bigscl.common.digests import write_sealed
+from bigscl.common.files import append_lines, read_json_object, write_text
+from bigscl.common.text import first_few
+from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, DataConfig, changed_settings, to_yaml, with_digest
 from bigscl.data import sample_list
 from bigscl.data.answers import Answers
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
-from bigscl.digests import write_sealed
 from bigscl.distributed.ranks import Ranks
-from bigscl.files import append_lines, read_json_object, write_text
 from bigscl.store import (
     Annotations,
     Answered,
@@ -31,14 +33,12 @@ from bigscl.store import (
     open_backend,
     seal_fault,
 )
-from bigscl.text import first_few
 from bigscl.training.checkpoint import Checkpoints
 from bigscl.training.expectation import k_per_class, positives_per_image
 from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory
 from bigscl.training.score_log import ScoreLog
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

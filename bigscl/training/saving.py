@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-from bigscl.digests import METRICS
-from bigscl.distributed.failures import exit_now, report_to_launcher
-from bigscl.errors import explain
+from bigscl.common.digests import METRICS
+from bigscl.common.errors import explain
+from bigscl.common.failures import exit_now, report_to_launcher
 from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint import Progress, Writer, write_files, write_tensors
 from bigscl.training.epoch_progress import EpochProgress

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.digests import read_array, write_array
-from bigscl.files import BadFile
+from bigscl.common.digests import read_array, write_array
+from bigscl.common.files import BadFile
 from bigscl.store import Annotations, Transport, choose_classes, on_rank_zero
 
 FOLDER = "scores"

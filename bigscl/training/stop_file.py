@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from bigscl.files import write_text
+from bigscl.common.files import write_text
 
 NAME = "stop"
 LARGEST_SHARE = 0.01

@@ -2,9 +2,9 @@
 
 import torch
 
+from bigscl.common.text import size
 from bigscl.config import Config
 from bigscl.store import label_counts, spec_for
-from bigscl.text import size
 from bigscl.training.epoch_plan import plan_epoch
 from bigscl.training.expectation import expectation
 from bigscl.training.forecast import Forecast, MemoryPhase, forecast

@@ -44,12 +44,12 @@ from typing import get_args
 
 import numpy as np
 
+from bigscl.common.files import read_json_object, write_text
 from bigscl.config import load_config
 from bigscl.data.answered import match_answers
 from bigscl.data.answers import read_answers
 from bigscl.data.index import Index
 from bigscl.evaluation.asking import By
-from bigscl.files import read_json_object, write_text
 from bigscl.training.run import open_data
 
 ORDERS: tuple[By, ...] = get_args(By)

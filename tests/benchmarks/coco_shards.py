@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bigscl.common.user_error import UserError
 from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
-from bigscl.user_error import UserError
 
 SEED = 1200
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
 from bigscl.data.reader import read_metadata
-from bigscl.user_error import UserError
 
 logger = logging.getLogger(__name__)
 

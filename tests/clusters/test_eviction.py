@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from bigscl.distributed.failures import STOPPED
+from bigscl.common.failures import STOPPED
 from tests.forks import free_port
 from tests.integration.runs import (
     ENVIRONMENT,

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from accelerate.utils import DistributedType
 
+from bigscl.common.user_error import UserError
 from bigscl.config import load_config
 from bigscl.distributed import accelerator
-from bigscl.user_error import UserError
 from tests.forks import trainer_server
 from tests.integration.runs import ENVIRONMENT, ROOT, command, make_shards, write_config
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
-from bigscl.distributed.failures import STOPPED
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.plots.runs import _stored_samples as stored_samples
 from bigscl.store import Answered, HeatmapStore

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bigscl.distributed.failures import lost_other_ranks, report_to_launcher
+from bigscl.common.failures import lost_other_ranks, report_to_launcher
 from tests.integration.runs import Running, steps_of, store_of, write_config
 
 REASON = "RuntimeError: a mistake in somebody's network"

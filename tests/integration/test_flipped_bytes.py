@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, append_answers
 from bigscl.store import StoreError
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.viewer.open_run import OpenRun, Places
-from bigscl.user_error import UserError
 from tests.forks import ForkServer
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config

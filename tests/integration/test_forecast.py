@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bigscl.text import size
+from bigscl.common.text import size
 from tests.forks import trainer_server
 from tests.integration.runs import write_config
 from tests.test_tools.conftest import bigscl

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from bigscl.distributed import failures
+from bigscl.common import failures
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.runs import (
     TIMEOUT,

@@ -19,7 +19,7 @@ import pytest
 from numcodecs import Zstd
 from PIL import Image
 
-from bigscl.url_secrets import VARIABLE
+from bigscl.common.url_secrets import VARIABLE
 from tests.forks import trainer_server
 from tests.integration.runs import make_shards, write_config
 

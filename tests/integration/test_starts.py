@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 
-from bigscl.digests import write_sealed
+from bigscl.common.digests import write_sealed
 from bigscl.evaluation.target import find_weights
 from bigscl.store import HeatmapStore
 from tests.decoders import needs_nvimgcodec
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
     "bigscl.store.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
-    "bigscl.folders",
+    "bigscl.common.files",
     "bigscl.training.checkpoint",
 )
 

@@ -78,7 +78,7 @@ def calls(run: Path, folder: Path, key: str) -> Iterator[tuple[str, list[object]
 
 def open_page(run: str) -> tuple[int, str]:
     """Ask the page everything; return (0, nothing), or (2, why the run cannot be shown)."""
-    from bigscl.user_error import UserError
+    from bigscl.common.user_error import UserError
     from tests.test_tools.view_site import serving
 
     try:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bigscl.common.user_error import UserError
 from bigscl.data import answers as module
 from bigscl.data.answers import Answer, AnswersFile, append_answers, now, read_answers, standing_answers
-from bigscl.user_error import UserError
 
 HOSTILE = [
     'a"b',

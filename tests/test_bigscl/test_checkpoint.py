@@ -9,9 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bigscl.digests import FILES, file_digest, write_sealed
-from bigscl.files import explain
-from bigscl.folders import find_folder, remove_folder
+from bigscl.common.digests import FILES, file_digest, write_sealed
+from bigscl.common.files import explain, find_folder, remove_folder
 from bigscl.store import seal
 from bigscl.training.checkpoint import (
     Checkpoint,

@@ -7,9 +7,9 @@ import tarfile
 import numpy as np
 import pytest
 
+from bigscl.common.user_error import UserError
 from bigscl.data.scan import scan
 from bigscl.datasets.writing import write
-from bigscl.user_error import UserError
 from tests.benchmarks.coco_shards import coco_shards, find_images, share_of
 
 IDS = [9, 25, 30, 100012, 581929]

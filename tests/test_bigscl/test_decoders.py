@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from bigscl.common.user_error import UserError
 from bigscl.data import jpeg_regions
 from bigscl.data.batch import Batch
 from bigscl.data.decode import decode
@@ -20,7 +21,6 @@ from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
-from bigscl.user_error import UserError
 from tests.decoders import needs_nvimgcodec
 from tests.fuzz import fuzzed, mutated
 from tests.tars import encoded, jpeg, picture, write_shards, write_tar

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from bigscl.common.errors import explain
+from bigscl.common.process_pool import map_in_processes
+from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, make_config
 from bigscl.data.index import sample_ids
 from bigscl.data.plan import evaluation_plan
 from bigscl.data.shards import expand
-from bigscl.distributed.pool import map_in_processes
-from bigscl.errors import explain
 from bigscl.models.families import create_network
 from bigscl.store import StoreError
-from bigscl.user_error import UserError
 
 
 def error_of(call):

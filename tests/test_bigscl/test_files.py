@@ -5,7 +5,14 @@ import resource
 
 import pytest
 
-from bigscl.files import append_lines, atomic_write, explain, read_json_lines, read_json_object, write_text
+from bigscl.common.files import (
+    append_lines,
+    atomic_write,
+    explain,
+    read_json_lines,
+    read_json_object,
+    write_text,
+)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
+from bigscl.common.files import BadFile
 from bigscl.config import ConfigError, load_config, parse_yaml
 from bigscl.data.decode import decode
 from bigscl.data.index import default_path, load_index, stored_fingerprint
@@ -34,7 +35,6 @@ from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
-from bigscl.files import BadFile
 from bigscl.models.weights import load_state, read_state
 from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc

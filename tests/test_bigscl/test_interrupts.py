@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bigscl.distributed.failures import STOPPED
+from bigscl.common.failures import STOPPED
 
 ROOT = Path(__file__).parent.parent.parent
 LISTEN = """

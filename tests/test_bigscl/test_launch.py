@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bigscl.distributed.failures import LAUNCH_FOLDER, STOPPED
+from bigscl.common.failures import LAUNCH_FOLDER, STOPPED
 from bigscl.launch import main
 
 ROOT = Path(__file__).parent.parent.parent
 RANK = """
 import os, queue, sys
-from bigscl.distributed.failures import STOPPED, end_in_launch, exit_now
+from bigscl.common.failures import STOPPED, end_in_launch, exit_now
 from bigscl.distributed.signals import Interrupts
 asked = queue.SimpleQueue()
 with Interrupts() as listening:

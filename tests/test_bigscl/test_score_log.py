@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import bigscl
-from bigscl.digests import write_array
-from bigscl.files import BadFile
+from bigscl.common.digests import write_array
+from bigscl.common.files import BadFile
 from bigscl.store import HeatmapStore, SingleProcess, choose_classes
 from bigscl.training.score_log import ScoreLog, annotated, highest_classes, log_folder, read_score_log
 

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from bigscl import url_secrets
+from bigscl.common import url_secrets
+from bigscl.common.url_secrets import VARIABLE, hide, public, take, take_words, with_image_names, with_secret
+from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, load_config
 from bigscl.data.shards import expand
 from bigscl.data.sources import Unreadable, open_shard
 from bigscl.store import StoreError, list_objects, open_backend
-from bigscl.url_secrets import VARIABLE, hide, public, take, take_words, with_image_names, with_secret
-from bigscl.user_error import UserError
 
 SECRET = "s3cr3t-value-of-a-signature"
 

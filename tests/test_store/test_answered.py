@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bigscl.common.user_error import UserError
 from bigscl.store import Answered, GroupSpec, HeatmapStore, StoreError, update, with_answers
 from bigscl.store.errors import StorageFailed
 from bigscl.store.testing import run_ranks
-from bigscl.user_error import UserError
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 import yaml
 
-from bigscl.command_line import with_options
+from bigscl.common.command_line import with_options
 from bigscl.store import seal
 from bigscl.tools.cli import VERBS
 

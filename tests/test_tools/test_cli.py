@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bigscl.command_line import Settings, make_command, run, start_is_over
+from bigscl.common.command_line import Settings, make_command, run, start_is_over
 from bigscl.config import ConfigError
 from bigscl.store import retries
 from bigscl.tools.cli import VERBS, app, main
@@ -60,7 +60,7 @@ def test_help_is_printed_without_torch_or_zarr(arguments):
     code += f"run(typer.main.get_command(app), {arguments}, 'bigscl'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     modules = set(done.stdout.splitlines()[-1].split())
-    assert "bigscl.command_line" in modules
+    assert "bigscl.common.command_line" in modules
     assert not {"torch", "matplotlib", "accelerate", "zarr", "numpy"} & modules or arguments[0] == "plan"
     assert not {"torch", "matplotlib", "accelerate", "zarr"} & modules
 

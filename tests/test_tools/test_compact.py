@@ -8,7 +8,7 @@ import uuid
 import numpy as np
 import pytest
 
-from bigscl.digests import write_sealed
+from bigscl.common.digests import write_sealed
 from bigscl.store import HeatmapStore
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder

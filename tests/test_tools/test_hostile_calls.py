@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bigscl.digests import write_sealed
+from bigscl.common.digests import write_sealed
+from bigscl.common.text import printable
 from bigscl.store import HeatmapStore
 from bigscl.store.lease import Lease
-from bigscl.text import printable
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_shards, make_store

@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from bigscl.common.user_error import UserError
 from bigscl.tools.label_formats import FILES, Label, LabelledImage, label_writer
-from bigscl.user_error import UserError
 
 HOSTILE = [
     "cat",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.testing import assert_array_equal
 
+from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
-from bigscl.digests import write_sealed
 from bigscl.method.selection import Selection
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at

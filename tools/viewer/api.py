@@ -11,10 +11,11 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import free_bytes
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.data.sources import Unreadable
-from bigscl.files import free_bytes
 from bigscl.store import Array, Rows, StoreError, read_holder
-from bigscl.text import printable
 from bigscl.tools.choosing import next_epoch
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import checkpoints_by_snapshot
@@ -26,7 +27,6 @@ from bigscl.tools.viewer.open_run import OpenRun
 from bigscl.tools.viewer.question_queue import QuestionQueue
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
 from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
-from bigscl.user_error import UserError
 
 FLAGS = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT, "absent": ABSENT, "known": KNOWN}
 ORDERS: dict[str, Order] = {

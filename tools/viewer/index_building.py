@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.digests import FILES, file_digest, write_sealed
-from bigscl.files import sync
+from bigscl.common.digests import FILES, file_digest, write_sealed
+from bigscl.common.files import sync
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
 from bigscl.tools.choosing import snapshot_before
 from bigscl.tools.expected import Expected, count_by_class, expected_at

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
 from bigscl.store import Array
 from bigscl.tools.halves import to_float32
@@ -18,7 +19,6 @@ from bigscl.tools.viewer.score_index import (
     find_rows,
     value_of,
 )
-from bigscl.user_error import UserError
 
 BLOCK = 2**22
 Order = Literal["surprise", "change", "heat", "against", "score", "row"]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bigscl.errors import explain
+from bigscl.common.errors import explain
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
-from bigscl.text import printable
 from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against
 from bigscl.tools.viewer.score_index import ScoreIndex, disagreement, open_index
-from bigscl.user_error import UserError
 
 if TYPE_CHECKING:
     from bigscl.config import Config

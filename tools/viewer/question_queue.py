@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, Answers, AnswersFile, now
 from bigscl.data.index import Index
 from bigscl.evaluation.asking import Pairs, chances, first_values, rank, worth
@@ -21,7 +22,6 @@ from bigscl.tools.samples import answer_key
 from bigscl.tools.viewer.listing import rows_with
 from bigscl.tools.viewer.open_run import OpenRun
 from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
-from bigscl.user_error import UserError
 
 SHORTLIST = 100_000
 """Pairs that can come up, at most: as many of each class."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 MAX_FIELDS = 50
 MAX_TEXT = 500

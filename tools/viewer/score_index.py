@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.digests import FILES, check_file, read_array, read_sealed, write_array
-from bigscl.files import BadFile
+from bigscl.common.digests import FILES, check_file, read_array, read_sealed, write_array
+from bigscl.common.files import BadFile
 from bigscl.store import Array, HeatmapStore
 from bigscl.tools.expected import Expected
 from bigscl.tools.halves import to_float32

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bigscl.common.user_error import UserError
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
-from bigscl.user_error import UserError
 
 STATIC = Path(__file__).parent / "static"
 FILES = {

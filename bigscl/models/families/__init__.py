@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from bigscl.common.user_error import UserError
 from bigscl.models.families.base import Family, NoPreprocessing, Preprocessing, PublishedModel
 from bigscl.models.weights import is_file
-from bigscl.user_error import UserError
 
 __all__ = [
     "FAMILIES",

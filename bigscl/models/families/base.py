@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from bigscl.common.text import printable
+from bigscl.common.user_error import UserError
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform, Interpolation, Resize
 from bigscl.models.weights import WEIGHT_FILES
-from bigscl.text import printable
-from bigscl.user_error import UserError
 
 # Libraries whose errors mean that published weights could not be downloaded.
 DOWNLOADERS = {"urllib", "http", "requests", "httpx", "httpcore", "huggingface_hub"}

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from bigscl.common.user_error import UserError
 from bigscl.models.families.base import (
     Family,
     NoPreprocessing,
@@ -17,7 +18,6 @@ from bigscl.models.families.base import (
     refuse_unknown_arguments,
 )
 from bigscl.models.weights import WEIGHT_FILES
-from bigscl.user_error import UserError
 
 
 class Custom(Family):

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from bigscl.common.user_error import UserError
 from bigscl.models.families.base import (
     Family,
     NoPreprocessing,
@@ -14,7 +15,6 @@ from bigscl.models.families.base import (
     known_interpolation,
     refuse_unknown_arguments,
 )
-from bigscl.user_error import UserError
 
 
 class Timm(Family):

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from bigscl.common.user_error import UserError
 from bigscl.models.families.base import (
     Family,
     NoPreprocessing,
@@ -17,7 +18,6 @@ from bigscl.models.families.base import (
     refuse_unknown_arguments,
 )
 from bigscl.models.weights import WEIGHT_FILES, is_file
-from bigscl.user_error import UserError
 
 # Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from bigscl.user_error import UserError
+from bigscl.common.user_error import UserError
 
 # The largest integer that numpy, torch and file formats take; a larger number is a mistake.
 LARGEST = 2**63 - 1

@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import TypeVar
 
-from bigscl.url_secrets import environment, receive
+from bigscl.common.url_secrets import environment, receive
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,8 +1,8 @@
 """Which errors end a command in one line: those of the user and of the outside world. All others are bugs."""
 
-from bigscl import files
-from bigscl.distributed.failures import lost_other_ranks
-from bigscl.user_error import UserError
+from bigscl.common import files
+from bigscl.common.failures import lost_other_ranks
+from bigscl.common.user_error import UserError
 
 
 def explain(error: Exception) -> str | None:

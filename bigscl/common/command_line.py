@@ -16,7 +16,8 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from bigscl.distributed.failures import (
+from bigscl.common.errors import explain
+from bigscl.common.failures import (
     SECONDS_FOR_THE_FIRST,
     end_in_launch,
     exit_now,
@@ -24,9 +25,8 @@ from bigscl.distributed.failures import (
     lost_other_ranks,
     report_to_launcher,
 )
-from bigscl.errors import explain
-from bigscl.text import printable
-from bigscl.url_secrets import hide, hide_in_logs, take_words
+from bigscl.common.text import printable
+from bigscl.common.url_secrets import hide, hide_in_logs, take_words
 
 # Click, or the copy of it inside typer, raises this for a command line that it cannot parse.
 UsageError: Any = typer.BadParameter.__mro__[1]

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.files import BadFile, atomic_write, parse_errors, read_json_object, write_text
+from bigscl.common.files import BadFile, atomic_write, parse_errors, read_json_object, write_text
 from bigscl.store import SEAL, seal, seal_fault
 
 PROGRESS, METRICS = "progress.json", "metrics.json"

@@ -1,17 +1,18 @@
 """Files of a run and files of others: atomic writing, JSON lines, and errors that name the file."""
 
 import errno
+import importlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bigscl.text import printable, reason_of
-from bigscl.user_error import UserError
+from bigscl.common.text import printable, reason_of
+from bigscl.common.user_error import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +163,87 @@ def _parse_object(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+# Folders: they appear whole and vanish whole, whatever moment a crash falls into
+
+
+@contextmanager
+def atomic_folder(path: Path, check: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it is synced and renamed to `path` if the block succeeds.
+
+    An older folder at `path` is replaced. `check` is called right before the renaming and may raise: then
+    everything stays as it was.
+    """
+    repair_folder(path)
+    partial, old = _hidden(path, "partial"), _hidden(path, "old")
+    try:
+        with name_os_errors(path, partial):
+            partial.mkdir(parents=True)
+        yield partial
+        for each in (*sorted(partial.rglob("*")), partial):
+            with name_os_errors(path / each.relative_to(partial), each):
+                sync(each)
+        check()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if path.exists():
+        _rename(path, old)
+    _rename(partial, path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def repair_folder(path: Path) -> None:
+    """Complete or undo what a crash interrupted: afterwards the folder is there whole, or gone."""
+    old = _hidden(path, "old")
+    if old.exists() and not path.exists():
+        _rename(old, path)  # the crash fell between the two renames
+    for leftover in (_hidden(path, "partial"), old, _hidden(path, "removed")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all of its files, from one moment to the next."""
+    removed = _hidden(path, "removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    with name_os_errors(path):
+        _rename(path, removed)
+        sync(path.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def rename_folder(path: Path, name: Path) -> None:
+    """Give a folder another name; a folder that has it already is removed."""
+    shutil.rmtree(name, ignore_errors=True)
+    _rename(path, name)
+
+
+def find_folder(path: Path) -> Path:
+    """Return where to read the folder: at its path, or under the old folder's name while it is replaced."""
+    old = _hidden(path, "old")
+    return old if old.is_dir() and not path.is_dir() else path
+
+
+def _rename(folder: Path, name: Path) -> None:
+    """Rename a folder; tests kill the process before and after every call."""
+    folder.rename(name)
+
+
+def _hidden(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
+
+
+# Parquet
+
+
+def load_pyarrow(path: object, instead: str) -> tuple[Any, Any]:
+    """Return the modules pyarrow and pyarrow.parquet; UserError if they are missing.
+
+    `path` is the file to read or write, `instead` the formats that need no pyarrow.
+    """
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise UserError(f"{path}: needs pyarrow: pip install pyarrow; or use {instead}") from None

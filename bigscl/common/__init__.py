@@ -1,0 +1,1 @@
+"""Helpers of all other folders: options and errors of commands, files, texts, secrets in URLs."""
