@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigscl.data.loader import Loader
     from bigscl.data.sample_ids import SampleIds
     from bigscl.data.transforms import TrainingTransform
-    from bigscl.method.loss_inputs import LossInputs
+    from bigscl.losses.inputs import LossInputs
     from bigscl.models.spatial import MapPooling, build_model
     from bigscl.store import Annotations
     from bigscl.training.memory import Memory
@@ -46,7 +46,7 @@ _DEFINED = {
     "Annotations": ("bigscl.store", "Annotations"),
     "Loader": ("bigscl.data.loader", "Loader"),
     "SampleViews": ("bigscl.training.recalled", "SampleViews"),
-    "LossInputs": ("bigscl.method.loss_inputs", "LossInputs"),
+    "LossInputs": ("bigscl.losses.inputs", "LossInputs"),
     "MapPooling": ("bigscl.models.spatial", "MapPooling"),
     "Memory": ("bigscl.training.memory", "Memory"),
     "RandomResizedCropWithView": ("bigscl.data.crop_with_view", "RandomResizedCropWithView"),

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.method.ranking import named_first, rank
+from bigscl.selection.ranking import named_first, rank
 from bigscl.store import Array, HeatmapStore, SingleProcess, Snapshot
 from bigscl.tools.opening import has_selection
 from bigscl.tools.passes import ranked_by_shard
@@ -27,7 +27,7 @@ class Expected:
     def of(self, scores: Array, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return `[n,L]`: of which classes each sample is an expected positive, by `Rows.ranked_by`.
 
-        The same cut as `bigscl.method.selection`, without torch, which takes seconds to import.
+        The same cut as `bigscl.selection.selection`, without torch, which takes seconds to import.
         """
         # The bits of scores in 0 to 1 have the order of the scores; numpy compares float16 23 times slower.
         bits, tau = np.ascontiguousarray(scores).view(np.uint16), self.tau.view(np.uint16)

@@ -102,7 +102,7 @@ def _data(
 
 def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
-    from bigscl.training.expectation import Expectation, expectation, positives_per_image
+    from bigscl.selection.k import Expectation, expectation, positives_per_image
     from bigscl.training.run import open_labels, open_val
 
     k = config.selection.K
@@ -240,7 +240,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _expected_line(expected: dict[str, Any]) -> str:
-    from bigscl.training.expectation import Expectation
+    from bigscl.selection.k import Expectation
 
     return str(Expectation(**expected))
 

@@ -21,10 +21,10 @@ from bigscl.common.user_error import UserError
 from bigscl.config.packaged import find_config
 from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
 from bigscl.data.transforms import shorter_side
-from bigscl.method.losses import BASES, Base, Consistency, Norm
-from bigscl.method.objective import Objective
-from bigscl.method.schedule import Ramp
+from bigscl.losses.losses import BASES, Base, Consistency, Norm
+from bigscl.losses.objective import Objective
 from bigscl.store import STORE_SCHEMES
+from bigscl.training.schedule import Ramp
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
 MOST_VALUES = 10_000

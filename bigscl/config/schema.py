@@ -23,9 +23,9 @@ from bigscl.data.transforms import (
     shorter_side,
 )
 from bigscl.data.views import RandomCrop
-from bigscl.method.objective import Objective
-from bigscl.method.schedule import Schedule
+from bigscl.losses.objective import Objective
 from bigscl.store import Codec, StorageOptions
+from bigscl.training.schedule import Schedule
 
 RankBy = Literal["score", "spatial"]
 Tracker = Literal[

@@ -19,7 +19,7 @@ from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
 from bigscl.data.reader import read_metadata
 from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
-from bigscl.method.heatmaps import to_image
+from bigscl.memory.heatmaps import to_image
 from bigscl.store import HeatmapStore, Rows
 
 STORED = "stored heatmaps of training images"

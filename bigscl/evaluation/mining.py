@@ -10,7 +10,7 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
-from bigscl.method.selection import Selection, expected_counts, select
+from bigscl.selection.selection import Selection, expected_counts, select
 from bigscl.store import Answered, HeatmapStore, SingleProcess, Snapshot, label_counts
 from bigscl.training.run import open_data, read_store
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from bigscl.data.index import Index
 from bigscl.data.reader import read_images, read_metadata
-from bigscl.method.selection import Selection
 from bigscl.plots.samples import Kind, SamplePicture, boxes_by_class, draw_samples, kinds_of, panels_of
+from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore
 
 PANELS = 5

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore, Snapshot, StoreError
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bigscl.common.files import append_lines, read_json_lines, write_text
 from bigscl.distributed.ranks import Ranks
-from bigscl.method.objective import Loss
+from bigscl.losses.objective import Loss
 from bigscl.training.progress_bar import EpochBar, EpochTimer, describe, working
 
 logger = logging.getLogger(__name__)

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from bigscl.config import Config
 from bigscl.distributed.ranks import Ranks
-from bigscl.method.class_histograms import (
+from bigscl.losses.class_histograms import (
     UNKNOWN,
     ClassHistograms,
     class_priors,
     lowest_cuts,
     observed_share,
 )
-from bigscl.method.corrections import LabelCorrections, pack
-from bigscl.method.estimator import LabelEstimator
-from bigscl.method.loss_inputs import LossInputs
-from bigscl.method.objective import Objective
-from bigscl.method.precision import probabilities
-from bigscl.method.pseudo_label_losses import large_in
+from bigscl.losses.corrections import LabelCorrections, pack
+from bigscl.losses.estimator import LabelEstimator
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.objective import Objective
+from bigscl.losses.precision import probabilities
+from bigscl.losses.pseudo_labels import large_in
 from bigscl.training.run import Data
 from bigscl.training.transfer import copy_to_host
 

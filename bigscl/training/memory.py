@@ -19,7 +19,8 @@ from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
 from bigscl.distributed.ranks import process_group
-from bigscl.method.ranking import counted
+from bigscl.selection.ranking import counted
+from bigscl.selection.rule import SelectionRule
 from bigscl.store import (
     Annotations,
     Answered,
@@ -49,7 +50,6 @@ from bigscl.training.recalled import (
     updated_averages,
 )
 from bigscl.training.score_log import ScoreLog
-from bigscl.training.selecting import SelectionRule
 from bigscl.training.transfer import to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]

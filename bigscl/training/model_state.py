@@ -11,7 +11,6 @@ from torch import nn
 
 from bigscl.config import Config
 from bigscl.distributed.ranks import Ranks
-from bigscl.method.schedule import Schedule
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
 from bigscl.models.sync_batchnorm import synchronize_batchnorm
@@ -19,6 +18,7 @@ from bigscl.training.checkpoint import Checkpoint, CheckpointError, Writer, writ
 from bigscl.training.checkpoint_contents import check_optimizer, check_tensors, misfit
 from bigscl.training.loss_state import make_loss_state
 from bigscl.training.run import Data
+from bigscl.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
-from bigscl.method.heatmaps import (
+from bigscl.losses.inputs import LossInputs
+from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
     evidence,
@@ -21,9 +22,8 @@ from bigscl.method.heatmaps import (
     remaining_start,
     to_view,
 )
-from bigscl.method.loss_inputs import LossInputs
-from bigscl.method.selection import Selection
-from bigscl.method.spatial_ranking import spatial_ranking
+from bigscl.selection.selection import Selection
+from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.store import MAX_COUNT
 from bigscl.training.annotated import AnnotatedClasses
 

@@ -20,6 +20,7 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.distributed.ranks import Ranks
+from bigscl.selection.k import k_per_class, positives_per_image
 from bigscl.store import (
     Annotations,
     Answered,
@@ -34,7 +35,6 @@ from bigscl.store import (
     seal_fault,
 )
 from bigscl.training.checkpoint import Checkpoints
-from bigscl.training.expectation import k_per_class, positives_per_image
 from bigscl.training.log import environment
 from bigscl.training.memory import Memory, ShowWork
 from bigscl.training.no_memory import NoMemory

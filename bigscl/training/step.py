@@ -12,11 +12,11 @@ from torch import Tensor
 from bigscl.config import Config
 from bigscl.data.batch import Batch, normalize
 from bigscl.distributed.ranks import Ranks
-from bigscl.method.loss_inputs import LossInputs
-from bigscl.method.losses import predicted_count
-from bigscl.method.objective import Loss
-from bigscl.method.precision import probabilities
-from bigscl.method.pseudo_label_losses import competing_logits, large_rate, num_large
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.losses import predicted_count
+from bigscl.losses.objective import Loss
+from bigscl.losses.precision import probabilities
+from bigscl.losses.pseudo_labels import competing_logits, large_rate, num_large
 from bigscl.training.loss_state import TrainedBatch
 from bigscl.training.model_state import ModelState
 from bigscl.training.random_state import rng_state, set_rng_state

@@ -4,9 +4,9 @@ import torch
 
 from bigscl.common.text import size
 from bigscl.config import Config
+from bigscl.selection.k import expectation
 from bigscl.store import label_counts, spec_for
 from bigscl.training.epoch_plan import plan_epoch
-from bigscl.training.expectation import expectation
 from bigscl.training.forecast import Forecast, MemoryPhase, forecast
 from bigscl.training.run import Data
 

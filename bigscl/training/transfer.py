@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store import Rows
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import CheckedViews, Recalled

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.data.index import load_index
-from bigscl.method.class_ratios import class_ratios
-from bigscl.method.ranking import named_first, rank
-from bigscl.method.selection import expected_counts
+from bigscl.selection.class_ratios import class_ratios
+from bigscl.selection.ranking import named_first, rank
+from bigscl.selection.selection import expected_counts
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.label_weights import label_weights
 

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from bigscl.method.selection import expected_counts, select
+from bigscl.selection.selection import expected_counts, select
 from bigscl.store.transport import SingleProcess
 
 CHUNK = 1000

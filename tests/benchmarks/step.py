@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from bigscl.config import StoreConfig
-from bigscl.method.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.method.loss_inputs import LossInputs
-from bigscl.method.objective import Objective
-from bigscl.method.precision import probabilities
-from bigscl.method.selection import Selection
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.objective import Objective
+from bigscl.losses.precision import probabilities
+from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.models.head import Tap
 from bigscl.models.spatial import SpatialClassifier, build_model, pool
+from bigscl.selection.selection import Selection
 from bigscl.store import Annotations
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import Recalled, updated_averages

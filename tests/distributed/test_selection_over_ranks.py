@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from tests.distributed.select_over_ranks import NUM_EXPECTED, WORLD_SIZES, cases
 
 

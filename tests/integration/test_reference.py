@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bigscl.config import load_config
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store.rounding import LEVELS, to_bytes
 from bigscl.training.checkpoint import Checkpoints
 from tests.integration.reference import Reference

@@ -15,7 +15,7 @@ from bigscl.data.plan import training_plan
 from bigscl.data.sample_list import is_list_of
 from bigscl.data.scan import scan
 from bigscl.data.training_labels import with_given_labels
-from bigscl.method.losses import Base, Consistency
+from bigscl.losses.losses import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
 from tests.integration.runs import (

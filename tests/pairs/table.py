@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bigscl.config import Config
-from bigscl.method.losses import BASES, CONSISTENCIES
+from bigscl.losses.losses import BASES, CONSISTENCIES
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:

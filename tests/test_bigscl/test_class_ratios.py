@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.method.class_ratios import at_level, class_ratios, count_positives, labelled_ratios
-from bigscl.method.ranking import named_first, rank
+from bigscl.selection.class_ratios import at_level, class_ratios, count_positives, labelled_ratios
+from bigscl.selection.ranking import named_first, rank
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
 

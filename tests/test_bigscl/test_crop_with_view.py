@@ -9,7 +9,7 @@ from torchvision.transforms import v2
 from bigscl import RandomResizedCropWithView
 from bigscl.data.transforms import TrainingTransform
 from bigscl.data.views import View
-from bigscl.method.heatmaps import to_view
+from bigscl.memory.heatmaps import to_view
 
 WIDTH, HEIGHT, SIZE = 40, 30, 12
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.method import sample_rows
-from bigscl.method.estimator import LabelEstimator
+from bigscl.losses import sample_rows
+from bigscl.losses.estimator import LabelEstimator
 from tests.test_store.conftest import make_annotations
 
 

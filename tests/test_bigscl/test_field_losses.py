@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.config import ConfigError, load_config, make_objective
-from bigscl.method.loss_inputs import LossInputs
-from bigscl.method.losses import BASES
-from bigscl.method.objective import Objective
-from bigscl.method.pseudo_label_losses import num_large
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.losses import BASES
+from bigscl.losses.objective import Objective
+from bigscl.losses.pseudo_labels import num_large
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 B, L = 5, 6

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.method.heatmaps import (
+from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
     evidence,

@@ -15,7 +15,7 @@ from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluation.inference import NETWORK_BATCH, predict
 from bigscl.evaluation.localization import map_trials, pointing, read_objects, summarize
-from bigscl.method.heatmaps import to_image
+from bigscl.memory.heatmaps import to_image
 from bigscl.models.spatial import build_model
 from bigscl.store import GroupSpec, HeatmapStore, SingleProcess
 from tests.tars import jpeg, labelled, write_tar

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.method.objective import Loss
+from bigscl.losses.objective import Loss
 from bigscl.training import log, progress_bar
 from bigscl.training.log import Meter
 

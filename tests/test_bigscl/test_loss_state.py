@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from bigscl.config import make_config
 from bigscl.data.batch import Batch
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.method import class_histograms, sample_rows
-from bigscl.method.class_histograms import EDGES, NUM_BINS, ClassHistograms, class_priors, lowest_cuts
-from bigscl.method.corrections import LabelCorrections, pack, unpack
+from bigscl.losses import class_histograms, sample_rows
+from bigscl.losses.class_histograms import EDGES, NUM_BINS, ClassHistograms, class_priors, lowest_cuts
+from bigscl.losses.corrections import LabelCorrections, pack, unpack
 from bigscl.models.spatial import build_model
 from bigscl.training.loss_state import make_loss_state
 from bigscl.training.step import Step

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.method import losses
-from bigscl.method.loss_inputs import LossInputs, Needs
-from bigscl.method.losses import Base, Consistency
-from bigscl.method.objective import Objective
-from bigscl.method.precision import probabilities
+from bigscl.losses import losses
+from bigscl.losses.inputs import LossInputs, Needs
+from bigscl.losses.losses import Base, Consistency
+from bigscl.losses.objective import Objective
+from bigscl.losses.precision import probabilities
 
 B, L, G, K = 4, 7, 3, 2.9
 BASES = get_args(Base)

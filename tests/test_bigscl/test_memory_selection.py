@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from bigscl.config import StoreConfig
-from bigscl.method.class_ratios import at_level, class_ratios
-from bigscl.method.spatial_ranking import spatial_ranking
+from bigscl.selection.class_ratios import at_level, class_ratios
+from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.store import Answered, StoreError, with_answers
 from bigscl.training.memory import Memory
 from tests.test_bigscl.test_memory import (

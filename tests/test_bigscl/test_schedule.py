@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigscl.method.schedule import Phase, Ramp, Schedule, learning_rate
+from bigscl.training.schedule import Phase, Ramp, Schedule, learning_rate
 
 
 def test_warm_up_is_a_line_and_the_peak_comes_after_it():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.method.selection import Selection, expected_counts, select
+from bigscl.selection.selection import Selection, expected_counts, select
 from bigscl.store.transport import SingleProcess
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigscl.method.spatial_ranking import num_hottest, spatial_ranking
+from bigscl.selection.spatial_ranking import num_hottest, spatial_ranking
 
 
 def reference(scores, heat, annotated):

@@ -19,12 +19,12 @@ from bigscl.config import make_config
 from bigscl.data import batch as batches
 from bigscl.data.batch import Batch
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.method.estimator import LabelEstimator
-from bigscl.method.losses import BASES
-from bigscl.method.sample_rows import SampleRows
-from bigscl.method.selection import Selection
+from bigscl.losses.estimator import LabelEstimator
+from bigscl.losses.losses import BASES
+from bigscl.losses.sample_rows import SampleRows
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
+from bigscl.selection.selection import Selection
 from bigscl.store import Rows
 from bigscl.training import loss_state
 from bigscl.training.annotated import AnnotatedClasses

@@ -8,7 +8,7 @@ import torch
 
 from bigscl.data import batch as batches
 from bigscl.data.batch import normalize
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.recalled import SampleViews, check_sample_views

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.method import heatmaps as method
+from bigscl.memory import heatmaps as method
 from bigscl.store import GroupSpec, HeatmapStore, Update, update
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 

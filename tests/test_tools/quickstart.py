@@ -10,7 +10,7 @@ from bigscl.data.reader import read_metadata
 from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
-from bigscl.method.selection import expected_counts, select
+from bigscl.selection.selection import expected_counts, select
 from bigscl.store import GroupSpec, HeatmapStore, SingleProcess, Update, update
 
 SIDE = 12

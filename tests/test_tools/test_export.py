@@ -15,7 +15,7 @@ from PIL import Image
 
 from bigscl.data.index import load_index
 from bigscl.data.reader import read_metadata
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools import tables

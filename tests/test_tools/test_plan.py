@@ -11,11 +11,11 @@ from bigscl.config import load_config, make_config
 from bigscl.data.answers import Answer, append_answers
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
+from bigscl.selection.k import Expectation
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure
 from bigscl.training import forecast
 from bigscl.training.epoch_plan import plan_epoch
-from bigscl.training.expectation import Expectation
 from bigscl.training.run import open_data
 from bigscl.training.summary import summary
 from tests.tars import jpeg, write_shards, write_tar

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
-from bigscl.method.selection import Selection
+from bigscl.selection.selection import Selection
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.show import histogram

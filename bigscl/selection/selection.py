@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.common.user_error import UserError
-from bigscl.method.ranking import Cuts, rank
+from bigscl.selection.ranking import Cuts, rank
 from bigscl.store import Transport
 
 

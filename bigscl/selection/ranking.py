@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.method.class_ratios import count_positives
+from bigscl.selection.class_ratios import count_positives
 from bigscl.store import Annotations, Transport
 
 SCORE_BITS = 14
@@ -29,7 +29,7 @@ NOTHING = np.uint64(2**64 - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cuts:
-    """A cut per class, as `bigscl.method.selection.Selection` has them, in numpy."""
+    """A cut per class, as `bigscl.selection.selection.Selection` has them, in numpy."""
 
     tau: NDArray[np.float16]
     last_id: NDArray[np.int64]
@@ -71,7 +71,7 @@ def rank(
     num_surest: NDArray[np.int64] | None = None,
     annotations: Annotations | None = None,
 ) -> Cuts:
-    """Return the cuts of `bigscl.method.selection.select`, on every rank.
+    """Return the cuts of `bigscl.selection.selection.select`, on every rank.
 
     `num_surest`, at most `num_expected`, asks for the cuts of fewer positives of each class too. With
     `annotations`, the positives of the images of each class are counted: see `count_positives`.

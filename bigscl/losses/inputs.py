@@ -13,7 +13,7 @@ from bigscl.common.user_error import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bigscl.method.objective import Objective
+    from bigscl.losses.objective import Objective
 
 Value = TypeVar("Value")
 

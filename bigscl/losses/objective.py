@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from bigscl.common.bounds import Share
-from bigscl.method.loss_inputs import LossInputs, Needs
-from bigscl.method.loss_settings import Asl, Crisp, EmApl, Focal, GeneralizedRobust, Hill, LargeLoss, Splc
-from bigscl.method.losses import BASES, CONSISTENCIES, Base, Consistency, Norm
-from bigscl.method.schedule import Ramp
+from bigscl.losses.inputs import LossInputs, Needs
+from bigscl.losses.losses import BASES, CONSISTENCIES, Base, Consistency, Norm
+from bigscl.losses.settings import Asl, Crisp, EmApl, Focal, GeneralizedRobust, Hill, LargeLoss, Splc
+from bigscl.training.schedule import Ramp
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,6 @@
 """Losses that take unknown labels for something by more than one prediction: LL-*, EM+APL, CRISP.
 
-As in `bigscl.method.losses`: one value per sample [B], labels int8 [B,L]: 1 positive, 0 negative, -1 unknown.
+As in `bigscl.losses.losses`: one value per sample [B], labels int8 [B,L]: 1 positive, 0 negative, -1 unknown.
 Only unknown labels are decided on; known labels have the plain cross-entropy. No torch import.
 """
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from bigscl.method.cross_entropy import negatives, weighted
-from bigscl.method.loss_inputs import LossInputs, needed
-from bigscl.method.loss_settings import EmApl
-from bigscl.method.precision import at_least_float32, probabilities
+from bigscl.losses.cross_entropy import negatives, weighted
+from bigscl.losses.inputs import LossInputs, needed
+from bigscl.losses.precision import at_least_float32, probabilities
+from bigscl.losses.settings import EmApl
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bigscl.method.objective import Objective
+    from bigscl.losses.objective import Objective
 
 Scheme = Literal["reject", "correct"]
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from bigscl.method.cross_entropy import negatives, positives
-from bigscl.method.loss_inputs import LossInputs, LossTerm, Needs, needed
-from bigscl.method.precision import at_least_float32, probabilities
-from bigscl.method.pseudo_label_losses import (
+from bigscl.losses.cross_entropy import negatives, positives
+from bigscl.losses.inputs import LossInputs, LossTerm, Needs, needed
+from bigscl.losses.precision import at_least_float32, probabilities
+from bigscl.losses.pseudo_labels import (
     Scheme,
     corrections_in,
     crisp,
@@ -28,12 +28,12 @@ from bigscl.method.pseudo_label_losses import (
     large_in,
     large_loss,
 )
-from bigscl.method.robust_losses import asl, focal, gr, hill, splc
+from bigscl.losses.robust import asl, focal, gr, hill, splc
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bigscl.method.objective import Objective
+    from bigscl.losses.objective import Objective
 
 Base = Literal[
     "bce", "an", "an_ls", "wan", "en", "ep", "enp", "epr", "role",

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bigscl.method.sample_rows import SampleRows, check_bytes
+from bigscl.losses.sample_rows import SampleRows, check_bytes
 from bigscl.store import Annotations
 
 # As published: observed positives start at 0.995, the rest between 0.4 and 0.6; ten times the network's rate.

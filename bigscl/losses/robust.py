@@ -1,6 +1,6 @@
 """Losses that weigh each label by the current prediction of it: focal, ASL, Hill, SPLC, GR. No torch import.
 
-As in `bigscl.method.losses`: one value per sample [B], labels int8 [B,L]: 1 positive, 0 negative, -1 unknown.
+As in `bigscl.losses.losses`: one value per sample [B], labels int8 [B,L]: 1 positive, 0 negative, -1 unknown.
 All assume unknown labels to be negatives, more or less. What a loss doubts is the unknown labels only: in
 Hill and GR, known negatives have the plain cross-entropy; SPLC never corrects them.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bigscl.method.cross_entropy import log_f, negatives, positives, power, weighted
-from bigscl.method.loss_settings import Asl, Focal, GeneralizedRobust, Hill, Splc
-from bigscl.method.precision import at_least_float32, probabilities
+from bigscl.losses.cross_entropy import log_f, negatives, positives, power, weighted
+from bigscl.losses.precision import at_least_float32, probabilities
+from bigscl.losses.settings import Asl, Focal, GeneralizedRobust, Hill, Splc
 
 if TYPE_CHECKING:
     from torch import Tensor

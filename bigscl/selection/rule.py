@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.config import RankBy
-from bigscl.method import ranking
-from bigscl.method.class_ratios import at_level, class_ratios
-from bigscl.method.selection import Selection, expected_counts, selection_of, surest_counts
+from bigscl.selection import ranking
+from bigscl.selection.class_ratios import at_level, class_ratios
+from bigscl.selection.selection import Selection, expected_counts, selection_of, surest_counts
 from bigscl.store import Annotations, Transport
 
 

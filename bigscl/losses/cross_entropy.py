@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bigscl.method.precision import at_least_float32
+from bigscl.losses.precision import at_least_float32
 
 if TYPE_CHECKING:
     from torch import Tensor

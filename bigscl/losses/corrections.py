@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bigscl.method.sample_rows import SampleRows, check_bytes
+from bigscl.losses.sample_rows import SampleRows, check_bytes
 
 
 class LabelCorrections(SampleRows):

@@ -12,9 +12,9 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
-from bigscl.method.class_ratios import labelled_ratios
-from bigscl.method.losses import BASES
-from bigscl.method.selection import expected_counts
+from bigscl.losses.losses import BASES
+from bigscl.selection.class_ratios import labelled_ratios
+from bigscl.selection.selection import expected_counts
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The memory: running averages of scores and heatmaps of every training image."""

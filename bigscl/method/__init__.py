@@ -1,1 +1,0 @@
-"""The method: losses, heatmaps through views, running averages, expected positives, schedules."""

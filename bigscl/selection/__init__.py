@@ -1,0 +1,1 @@
+"""Expected positives: which images show a class that their labels leave open."""
