@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bigscl.config import StoreConfig
     from bigscl.config import make_objective as objective
-    from bigscl.data.crop_with_view import RandomResizedCropWithView
     from bigscl.data.index import load_index
     from bigscl.data.loader import Loader
-    from bigscl.data.sample_ids import SampleIds
     from bigscl.data.transforms import TrainingTransform
+    from bigscl.data.webdataset import RandomResizedCropWithView, SampleIds
     from bigscl.losses.inputs import LossInputs
     from bigscl.models.spatial import MapPooling, build_model
     from bigscl.store import Annotations
@@ -49,10 +48,10 @@ _DEFINED = {
     "LossInputs": ("bigscl.losses.inputs", "LossInputs"),
     "MapPooling": ("bigscl.models.spatial", "MapPooling"),
     "Memory": ("bigscl.training.memory", "Memory"),
-    "RandomResizedCropWithView": ("bigscl.data.crop_with_view", "RandomResizedCropWithView"),
+    "RandomResizedCropWithView": ("bigscl.data.webdataset", "RandomResizedCropWithView"),
     "Recalled": ("bigscl.training.recalled", "Recalled"),
     "RepeatedSample": ("bigscl.training.recalled", "RepeatedSample"),
-    "SampleIds": ("bigscl.data.sample_ids", "SampleIds"),
+    "SampleIds": ("bigscl.data.webdataset", "SampleIds"),
     "StoreConfig": ("bigscl.config", "StoreConfig"),
     "TrainingTransform": ("bigscl.data.transforms", "TrainingTransform"),
     "build_model": ("bigscl.models.spatial", "build_model"),

@@ -22,10 +22,9 @@ from bigscl.common.command_line import make_command, rank_of_this_process, run
 from bigscl.common.files import existing_folder
 from bigscl.common.user_error import UserError
 from bigscl.config import Config
-from bigscl.data.batch import Batch
 from bigscl.data.index import Index, load_index
 from bigscl.data.labels_file import with_evaluation_labels
-from bigscl.data.loader import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Batch, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.distributed.network import choose_interface
 from bigscl.distributed.ranks import process_group

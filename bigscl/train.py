@@ -27,8 +27,7 @@ from bigscl.common.files import append_lines
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, doubtful_settings, to_yaml
 from bigscl.config.reference import commented_yaml
-from bigscl.data.batch import Batch
-from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
+from bigscl.data.loader import BadSamples, Batch, Loader, LoaderWorkers
 from bigscl.data.workers import WAITS
 from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import PendingSum, process_group

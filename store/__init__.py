@@ -3,7 +3,7 @@
 These names are the public surface of the store. Modules outside this folder import nothing else from it.
 """
 
-from bigscl.store.annotations import Annotations
+from bigscl.store.annotations import Annotations, Ragged
 from bigscl.store.answered import Answered, answered_shard, label_counts, with_answers
 from bigscl.store.backends import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.closing import Closing
@@ -59,6 +59,7 @@ __all__ = [
     "ObjectReader",
     "Prefetcher",
     "Problem",
+    "Ragged",
     "Rows",
     "ShardCache",
     "SingleProcess",

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from torch import Tensor
 
-from bigscl.data.decoders import find_decoder
+from bigscl.data.decode import find_decoder
 
 
 def has_nvimgcodec() -> bool:

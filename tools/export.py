@@ -221,7 +221,7 @@ def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list
 
 def _samples(data: Data, output: Path) -> int:
     """Write the list of samples that a run keeps in its folder, for a store that has none."""
-    from bigscl.data.sample_list import write_sample_list
+    from bigscl.data.index import write_sample_list
 
     if output.suffix != ".json":
         raise UserError(f"{output}: the list of samples is written as .json")

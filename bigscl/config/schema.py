@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
-from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.color import ColorJitter, RandomColors
+from bigscl.data.crops import RandomCrop, RandomErasing
 from bigscl.data.observed import ObservedConfig
 from bigscl.data.transforms import (
     MEAN,
@@ -22,7 +23,6 @@ from bigscl.data.transforms import (
     TrainingTransform,
     shorter_side,
 )
-from bigscl.data.views import RandomCrop
 from bigscl.losses.objective import Objective
 from bigscl.store import Codec, StorageOptions
 from bigscl.training.schedule import Schedule

@@ -20,15 +20,16 @@ from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data import shards as tars
 from bigscl.data.observed import draw_negatives, draw_positives, flip_positives
-from bigscl.data.ragged import Ragged
 from bigscl.data.sources import scheme
-from bigscl.store import Annotations
+from bigscl.store import Annotations, Ragged
 
 VERSION = 1
 UNKNOWN_BYTES = -1
 ROWS = {"keys": "keys", "observed": "positives", "negatives": "negatives", "labels": "labels"}
 """Fields with a row for each sample, and their names in the file and the fingerprint."""
 ARRAYS = ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes")
+SAMPLES_FILE, SAMPLES_FORMAT = "samples.json", 1
+"""A list of a store's rows for readers without bigscl: docs/store-format.md describes it."""
 WHAT, REMEDY = "an index of bigscl", "Delete it, or choose another path; create it again with `bigscl index`."
 Labels = Literal["observed", "labels"]
 
@@ -346,3 +347,32 @@ def with_fingerprint(index: Index) -> Index:
             digest.update(rows.offsets.astype("<i8").tobytes())
             digest.update(rows.values.astype("<u4").tobytes())
     return replace(index, fingerprint=digest.hexdigest())
+
+
+def write_sample_list(index: Index, path: Path) -> None:
+    """Write the names of classes and shards and the keys of all samples, in the order of a store's rows."""
+    head = {
+        "format": SAMPLES_FORMAT,
+        "fingerprint": index.fingerprint,
+        "rows_per_shard": index.rows_per_shard,
+        "class_names": list(index.class_names),
+    }
+    with atomic_write(path) as partial, partial.open("w") as file:
+        # A line per shard: a million keys are never one string.
+        file.write(json.dumps(head)[:-1] + ', "shards": [\n')
+        for shard, name in enumerate(index.shard_names):
+            first = shard * index.rows_per_shard
+            keys = [index.key(row) for row in range(first, first + int(index.shard_sizes[shard]))]
+            end = "\n" if shard == len(index.urls) - 1 else ",\n"
+            file.write(json.dumps({"name": name, "keys": keys}) + end)
+        file.write("]}\n")
+
+
+def is_list_of(index: Index, path: Path) -> bool:
+    """Return whether the file lists the samples of this index. It is written whole, so its head is enough."""
+    wanted = f'"fingerprint": "{index.fingerprint}"'
+    try:
+        with path.open() as file:
+            return wanted in file.read(200)
+    except (OSError, ValueError):
+        return False

@@ -1,13 +1,14 @@
 """Load batches: each rank's workers read, decode and transform images in the planned order."""
 
-# Shapes: B samples of the batch, S side of the views.
+# Shapes: B samples of the batch, L classes, S side of the images.
 
 import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import zip_longest
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -23,8 +24,8 @@ from bigscl.common.text import first_few, printable
 from bigscl.common.url_secrets import environment
 from bigscl.common.url_secrets import receive as receive_secrets
 from bigscl.common.user_error import UserError
-from bigscl.data.batch import Batch
-from bigscl.data.decoders import find_decoder
+from bigscl.data.crops import Box, ViewRow, stack_rows
+from bigscl.data.decode import find_decoder
 from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.plan import Plan, Stream, batch_lengths
 from bigscl.data.reader import Encoded, encoded_images
@@ -36,7 +37,60 @@ logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error about too many of them.
 MOST_WARNINGS = 100
 MOST_LISTED = 20
-# An image that the GPU will decode, and where it comes from.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The samples of a step; all tensors have the same samples in the same order."""
+
+    ids: Tensor
+    """int64 [B]: sample ids."""
+    images: Tensor
+    """uint8 [B,3,S,S], channels last in memory; `normalize` makes them the network's input."""
+    labels: Tensor
+    """int8 [B,L]: 1 positive, 0 negative, -1 unknown."""
+    views: Tensor
+    """float32 [B,5]: a `ViewRow` of each."""
+    erased: Tensor | None = None
+    """float32 [B,4]: the erased `Box` of each; None if no box can be erased."""
+    skipped: Tensor
+    """int64: ids that the plan has for this batch but that could not be read."""
+    reasons: tuple[str, ...] = ()
+    """Why, one for each skipped id."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """Return the batch with its tensors on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: change(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
+
+
+def normalize(
+    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
+    # One multiplication and one addition per pixel.
+    factor, offset = _factor_and_offset(tuple(mean), tuple(std), images.device)
+    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None]).to(dtype)
+
+
+@cache
+def _factor_and_offset(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Made once: values that are copied to a GPU at every step would make the host wait for it."""
+    factor = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=device))
+    return factor, -255 * torch.tensor(mean, dtype=torch.float32, device=device) * factor
 
 
 class TooManyBadSamples(UserError):
@@ -260,15 +314,14 @@ class Batches(IterableDataset[Batch]):
                 images[len(transformed) - 1] = transformed[sample_id].pixels
             except Unreadable as error:
                 skipped[sample_id] = str(error)
-        views = torch.tensor([one.view for one in transformed.values()], dtype=torch.float32)
-        erased = torch.tensor([one.erased for one in transformed.values()], dtype=torch.float32)
+        erased = stack_rows(Box, (image.erased for image in transformed.values()))
         ids = np.array(list(transformed), np.int64)
         return Batch(
             ids=torch.from_numpy(ids),
             images=images[: len(transformed)],
             labels=torch.from_numpy(self._index.labels_of(ids, self._labels)),
-            views=views.reshape(-1, 5),
-            erased=erased.reshape(-1, 4) if transform.erases else None,
+            views=stack_rows(ViewRow, (image.view for image in transformed.values())),
+            erased=erased if transform.erases else None,
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )

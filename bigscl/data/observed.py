@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.bounds import Count, CountOrZero, Share
-from bigscl.data.ragged import Ragged
+from bigscl.store import Ragged
 
 BLOCK = 4096
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from bigscl.common.user_error import UserError
-from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
+from bigscl.data.color import ColorJitter, RandomColors
+from bigscl.data.crops import Box, RandomCrop, RandomErasing, View, ViewRow, whole
 from bigscl.data.headers import check_pixels
-from bigscl.data.views import RandomCrop, View, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,6 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 # The usual evaluation on ImageNet: the shorter side becomes 256, of which the central 224 are used.
 USUAL_SHORTER, USUAL_SIZE = 256, 224
-Fractions = tuple[float, float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
 Resize = Literal["square", "shorter"]
 DecoderName = Literal["torchvision", "nvimgcodec"]
@@ -48,9 +47,8 @@ class TransformedImage:
 
     pixels: Tensor
     """uint8 [3,S,S]."""
-    view: tuple[float, float, float, float, float]
-    erased: Fractions = (0.0, 0.0, 0.0, 0.0)
-    """Left, top, width, height of the erased box in fractions of the view; all 0 if nothing was."""
+    view: ViewRow
+    erased: Box = Box()  # noqa: RUF009
 
 
 class Transform(Protocol):
@@ -99,11 +97,11 @@ class TrainingTransform:
         """Whether boxes may be erased."""
         return self.erase is not None
 
-    def geometry(self, sample_id: int, *, width: int, height: int) -> tuple[tuple[float, ...], Fractions]:
+    def geometry(self, sample_id: int, *, width: int, height: int) -> tuple[ViewRow, Box]:
         """Return the view and the erased box of an image of this size, as in its TransformedImage."""
         view = self.seen(sample_id, width=width, height=height).fractions()
         box = None if self.erase is None else self.erase.box(self.size, **self._drawn(sample_id))
-        return view, (0.0, 0.0, 0.0, 0.0) if box is None else _shares(box, self.size)
+        return view, Box() if box is None else _shares(box, self.size)
 
     def seen(self, sample_id: int, *, width: int, height: int) -> View:
         """Return the view of this epoch."""
@@ -114,7 +112,7 @@ class TrainingTransform:
         return transform_image(self, image, sample_id)
 
     def _drawn(self, sample_id: int) -> dict[str, int]:
-        """What the random numbers of a sample depend on."""
+        """Return all that the random numbers of a sample depend on."""
         return {"seed": self.seed, "epoch": self.epoch, "sample_id": sample_id}
 
     def finish(self, pixels: Tensor, view: View, sample_id: int) -> TransformedImage:
@@ -174,7 +172,7 @@ class EvaluationTransform:
         resized = resize(pixels, height, width, self.interpolation)
         resized = resized[:, top : top + self.size, left : left + self.size]
         return TransformedImage(
-            resized, (left / width, top / height, self.size / width, self.size / height, 0.0)
+            resized, ViewRow(left / width, top / height, self.size / width, self.size / height)
         )
 
 
@@ -216,6 +214,5 @@ def _painted(pixels: Tensor, box: tuple[int, int, int, int], color: tuple[int, i
     return painted
 
 
-def _shares(box: tuple[int, int, int, int], size: int) -> Fractions:
-    left, top, width, height = box
-    return left / size, top / size, width / size, height / size
+def _shares(box: tuple[int, int, int, int], size: int) -> Box:
+    return Box(*(pixels / size for pixels in box))

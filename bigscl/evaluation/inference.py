@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.common.user_error import UserError
-from bigscl.data.batch import Batch, normalize
+from bigscl.data.loader import Batch, normalize
 from bigscl.models.spatial import Prediction, SpatialClassifier, map_pooled
 from bigscl.store import Transport
 

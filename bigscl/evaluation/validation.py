@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from bigscl.config import Config, ValidationConfig
-from bigscl.data.batch import Batch
 from bigscl.data.index import Index
-from bigscl.data.loader import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Batch, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.distributed.ranks import Ranks
 from bigscl.evaluation.inference import predict

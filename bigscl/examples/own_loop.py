@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bigscl
 from bigscl.common.files import atomic_write
-from bigscl.data.batch import normalize
+from bigscl.data.loader import normalize
 from bigscl.data.transforms import MEAN, STD
 from bigscl.examples.scene_shards import SIDE, scene_shards
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import bigscl
-from bigscl.data.batch import normalize
+from bigscl.data.loader import normalize
 from bigscl.data.transforms import MEAN, STD
 from bigscl.examples.scene_shards import SIDE, scene_shards
 

@@ -14,8 +14,8 @@ import webdataset as wds
 from torch import Tensor
 
 import bigscl
-from bigscl.data.batch import normalize
 from bigscl.data.index import Index
+from bigscl.data.loader import normalize
 from bigscl.data.transforms import MEAN, STD
 from bigscl.examples.scene_shards import SIDE, scene_shards
 

@@ -1,7 +1,7 @@
 """Heatmaps in view frames, score maps in image frames, and the running averages of both.
 
-A view is a row (left, top, width, height, flip): the crop box as fractions of the image, and 1 where the crop
-is mirrored left to right. Cells are sampled at their centres, bilinearly, clamped at the edge. Bilinear
+A view is a `ViewRow`: the crop box as fractions of the image, and 1 where the crop is mirrored left to
+right. Cells are sampled at their centres, bilinearly, clamped at the edge. Bilinear
 sampling on a grid is separable, so a batch costs two batched matmuls whatever the views.
 
 Nothing here carries a gradient, and all of it runs in float32, under autocast too.
@@ -12,6 +12,7 @@ Nothing here carries a gradient, and all of it runs in float32, under autocast t
 import torch
 from torch import Tensor
 
+from bigscl.data.crops import box_extents, box_origins, view_flips
 from bigscl.store import MAX_COUNT
 
 
@@ -125,12 +126,12 @@ def _exact(tensor: Tensor) -> torch.dtype:
 def _box(boxes: Tensor) -> tuple[Tensor, Tensor]:
     """Return (left, top) and (width, height) of boxes [B,4 or more], each [B,2,1]."""
     exact = boxes.to(_exact(boxes))
-    return exact[:, 0:2, None], exact[:, 2:4, None]
+    return box_origins(exact)[..., None], box_extents(exact)[..., None]
 
 
 def _flipped(views: Tensor) -> Tensor:
     """Return which views are mirrored, [B]."""
-    return views[:, 4] != 0
+    return view_flips(views) != 0
 
 
 def _centres(size: int, views: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bigscl.data.batch import Batch
+from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import Ranks
 from bigscl.training.checkpoint import Checkpoint, Progress, Writer, write_state
 from bigscl.training.checkpoint_contents import check_ranks

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bigscl.config import Config
-from bigscl.data.batch import Batch
+from bigscl.data.loader import Batch
 from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import Ranks, process_group
 from bigscl.train import Stopped, Trainer, Window

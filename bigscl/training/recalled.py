@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
+from bigscl.data.crops import Box, ViewRow, check_rows
 from bigscl.losses.inputs import LossInputs
 from bigscl.memory.heatmaps import (
     blend,
@@ -37,7 +38,7 @@ class SampleViews(NamedTuple):
     ids: Ids
     """[B]: rows of the index."""
     views: Boxes | None = None
-    """[B,5]: left, top, width, height in fractions of the image, and 1 where mirrored. Default: all of it."""
+    """[B,5]: a `ViewRow` of each, fractions of the image and 1 where mirrored. Default: all of it."""
     erased: Boxes | None = None
     """[B,4]: left, top, width, height of an erased box in fractions of the view; all 0 for none."""
 
@@ -235,9 +236,10 @@ def check_sample_views(sample_views: SampleViews) -> CheckedViews:
     if len(np.unique(rows)) < len(rows):
         values, counts = np.unique(rows, return_counts=True)
         raise RepeatedSample(f"sample {values[counts > 1][0]} is twice in one batch. {ONCE}")
-    whole = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).expand(len(rows), -1)
-    views = whole if sample_views.views is None else _as_boxes("views", sample_views.views, len(rows), 5)
-    erased = None if sample_views.erased is None else _as_boxes("erased", sample_views.erased, len(rows), 4)
+    given = [ViewRow()] * len(rows) if sample_views.views is None else sample_views.views
+    views = check_rows("views", ViewRow, given, len(rows))
+    boxes = sample_views.erased
+    erased = None if boxes is None else check_rows("erased", Box, boxes, len(rows))
     return CheckedViews(rows=rows, views=views, erased=erased)
 
 
@@ -251,31 +253,6 @@ def as_rows(ids: Ids) -> NDArray[np.int64]:
             f"ids: found {found.dtype} {list(found.shape)}, expected whole numbers [B]: rows of the index"
         )
     return found.astype(np.int64, copy=False)
-
-
-def _as_boxes(name: str, boxes: Boxes, count: int, width: int) -> Tensor:
-    found = torch.as_tensor(boxes, dtype=torch.float32)
-    if count == 0 and found.numel() == 0:
-        return found.reshape(0, width)
-    if found.shape != (count, width):
-        raise UserError(f"{name}: found {list(found.shape)}, expected {[count, width]}, one row per sample")
-    # Values on a GPU are not read back: the host would wait for it.
-    if found.device.type == "cpu" and (bad := ~_fits(found)).any():
-        row = [round(value, 4) for value in found[bad][0].tolist()]
-        raise UserError(
-            f"{name}: found {row}, expected left, top, width, height as fractions in 0 to 1 of the "
-            f"{'image, and 1 where mirrored, else 0' if width == 5 else 'view'}"
-        )
-    return found
-
-
-def _fits(boxes: Tensor) -> Tensor:
-    """Return which boxes lie within the unit square, but for rounding; views must not be empty. [B]"""
-    ends = boxes[:, 0:2] + boxes[:, 2:4]
-    fits = (boxes[:, :4] >= 0).all(1) & (ends <= 1 + 1e-4).all(1)
-    if boxes.shape[1] == 5:
-        fits &= ((boxes[:, 4] == 0) | (boxes[:, 4] == 1)) & (boxes[:, 2:4] > 0).all(1)
-    return fits
 
 
 class RepeatedSample(UserError):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bigscl.config import Config
-from bigscl.data.batch import Batch
+from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
 from bigscl.training.loss_state import LossState, TrainedBatch

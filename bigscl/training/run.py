@@ -14,9 +14,8 @@ from bigscl.common.files import append_lines, read_json_object, write_text
 from bigscl.common.text import first_few
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, DataConfig, changed_settings, to_yaml, with_digest
-from bigscl.data import sample_list
 from bigscl.data.answers import Answers
-from bigscl.data.index import Index, load_index
+from bigscl.data.index import SAMPLES_FILE, Index, is_list_of, load_index, write_sample_list
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.distributed.ranks import Ranks
@@ -155,9 +154,9 @@ class RunFolder:
 
     def write_samples(self, run: "Run") -> None:
         """Write which row of the store is which image, unless the file is there; for a store on disk."""
-        path = self.path / sample_list.FILE
-        if run.config.store.kind == "disk" and not sample_list.is_list_of(run.data.train, path):
-            sample_list.write_sample_list(run.data.train, path)
+        path = self.path / SAMPLES_FILE
+        if run.config.store.kind == "disk" and not is_list_of(run.data.train, path):
+            write_sample_list(run.data.train, path)
 
     def _warn_of_changes(self, config: Config) -> None:
         try:

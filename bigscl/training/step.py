@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigscl.config import Config
-from bigscl.data.batch import Batch, normalize
+from bigscl.data.loader import Batch, normalize
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.inputs import LossInputs
 from bigscl.losses.losses import predicted_count

@@ -51,8 +51,7 @@ import numpy as np
 import torch
 
 from bigscl.config import load_config
-from bigscl.data.batch import Batch
-from bigscl.data.loader import Loader
+from bigscl.data.loader import Batch, Loader
 from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.audit import Warmth, area_under_curve, suspicion, warmth
 from bigscl.evaluation.inference import predict

@@ -34,9 +34,8 @@ import psutil
 from PIL import Image
 
 from bigscl.data.index import Index, load_index, with_fingerprint
-from bigscl.data.ragged import Ragged
 from bigscl.data.scan import scan
-from bigscl.store import GroupSpec, HeatmapStore, Rows
+from bigscl.store import GroupSpec, HeatmapStore, Ragged, Rows
 
 REAL = 8
 PER_SHARD = 1000

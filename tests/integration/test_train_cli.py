@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 from bigscl.config import load_config
+from bigscl.data.index import is_list_of
 from bigscl.data.plan import training_plan
-from bigscl.data.sample_list import is_list_of
 from bigscl.data.scan import scan
 from bigscl.data.training_labels import with_given_labels
 from bigscl.losses.losses import Base, Consistency

@@ -7,8 +7,8 @@ import torch
 import torchvision.transforms as T
 import torchvision.transforms.v2.functional as V
 
-from bigscl.data.augment import OPERATIONS, ColorJitter, RandomColors, RandomErasing
-from bigscl.data.views import Purpose, uniforms
+from bigscl.data.color import OPERATIONS, ColorJitter, RandomColors
+from bigscl.data.crops import Purpose, RandomErasing, uniforms
 from tests.tars import picture
 from tests.test_bigscl.test_views import largest_gap
 

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from bigscl.data import decode as decoding
-from bigscl.data import jpeg_regions
 from bigscl.data.decode import decode
 from bigscl.data.headers import image_size
 from bigscl.data.sources import Unreadable
@@ -90,7 +89,7 @@ def no_large_allocation(monkeypatch):
         raise AssertionError("the decoder was reached")
 
     monkeypatch.setattr(decoding, "jpeg_decoder", lambda: refuse)
-    monkeypatch.setattr(jpeg_regions, "_decode_box", refuse)
+    monkeypatch.setattr(decoding, "_decode_box", refuse)
     monkeypatch.setattr(Image.core, "new", refuse)
     monkeypatch.setattr(Image.core, "fill", refuse)
 

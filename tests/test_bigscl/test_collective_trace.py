@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from bigscl.config import make_config
-from bigscl.data.batch import Batch
+from bigscl.data.loader import Batch
 from bigscl.train import Stopped, Trainer
 from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState

@@ -7,8 +7,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from bigscl import RandomResizedCropWithView
+from bigscl.data.crops import View
 from bigscl.data.transforms import TrainingTransform
-from bigscl.data.views import View
 from bigscl.memory.heatmaps import to_view
 
 WIDTH, HEIGHT, SIZE = 40, 30, 12

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bigscl.common.user_error import UserError
-from bigscl.data import jpeg_regions
-from bigscl.data.batch import Batch
-from bigscl.data.decode import decode
-from bigscl.data.decoders import find_decoder
+from bigscl.data import decode as decoding
+from bigscl.data.decode import JpegRegions, decode, find_decoder, open_regions
 from bigscl.data.headers import plain_jpeg_size
-from bigscl.data.jpeg_regions import JpegRegions, open_regions
-from bigscl.data.loader import BadSamples, Loader
+from bigscl.data.loader import BadSamples, Batch, Loader
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
@@ -122,7 +119,7 @@ def test_a_box_is_that_of_the_whole_image(name):
     assert isinstance(image, JpegRegions)
     assert image.shape == whole.shape
     for box in boxes(whole):
-        found = jpeg_regions._decode_box(
+        found = decoding._decode_box(
             bytearray(PLAIN[name]), box[2].start, box[1].start, box[2].stop, box[1].stop
         )
         assert found is not None
@@ -228,8 +225,8 @@ class Failing:
 )
 def test_a_box_that_cannot_be_decoded_alone_is_cut_out_of_the_whole(monkeypatch, answer):
     library = Failing(answer)
-    monkeypatch.setattr(jpeg_regions, "load_library", lambda: library)
-    monkeypatch.setattr(jpeg_regions, "_decoder", lambda process: library)
+    monkeypatch.setattr(decoding, "load_library", lambda: library)
+    monkeypatch.setattr(decoding, "_decoder", lambda process: library)
     box = (slice(None), slice(10, 27), slice(20, 43))
     found = open_regions(bytearray(PLAIN["4:2:0"]))[box]
     assert torch.equal(found, decode(bytearray(PLAIN["4:2:0"]))[box])
@@ -241,11 +238,11 @@ def test_a_missing_library_is_named_with_its_remedy(tmp_path, monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     index, _ = scan(write_shards(tmp_path, [3]))
-    monkeypatch.setattr(jpeg_regions, "import_module", refuse)
-    jpeg_regions.load_library.cache_clear()
+    monkeypatch.setattr(decoding, "import_module", refuse)
+    decoding.load_library.cache_clear()
     try:
         with pytest.raises(UserError, match=r"data\.decoder: nvimgcodec .* 'bigscl\[fast-input\]'"):
             load(index, "nvimgcodec")
     finally:
-        jpeg_regions.load_library.cache_clear()
+        decoding.load_library.cache_clear()
     assert sum(map(len, load(index, "torchvision"))) == 3

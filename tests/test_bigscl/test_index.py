@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from webdataset import tariterators
 
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
-from bigscl.data.ragged import Ragged
 from bigscl.data.reader import read_metadata
 from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import expand, members
 from bigscl.data.sources import Unreadable, open_shard
+from bigscl.store import Ragged
 from tests.tars import VOC, WDS, classed, jpeg, labelled, real_data, web_server, write_shards, write_tar
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.data.batch import Batch, normalize
+from bigscl.data.loader import Batch, normalize
 from bigscl.evaluation.inference import NETWORK_BATCH, gather_arrays, network_batches, predict
 from bigscl.models.spatial import build_model
 from bigscl.store import SingleProcess

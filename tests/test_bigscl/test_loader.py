@@ -19,15 +19,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from bigscl.data.augment import ColorJitter, RandomColors, RandomErasing
-from bigscl.data.batch import Batch, normalize
-from bigscl.data.loader import BadSamples, Batches, Loader, LoaderWorkers, TooManyBadSamples, Work, _empty
+from bigscl.data.color import ColorJitter, RandomColors
+from bigscl.data.crops import RandomErasing, View
+from bigscl.data.loader import (
+    BadSamples,
+    Batch,
+    Batches,
+    Loader,
+    LoaderWorkers,
+    TooManyBadSamples,
+    Work,
+    _empty,
+    normalize,
+)
 from bigscl.data.plan import evaluation_plan, training_plan
 from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
-from bigscl.data.views import View
 from tests.decoders import decoded, every_decoder
 from tests.tars import (
     VOC,

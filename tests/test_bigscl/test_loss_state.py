@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.config import make_config
-from bigscl.data.batch import Batch
+from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses import class_histograms, sample_rows
 from bigscl.losses.class_histograms import EDGES, NUM_BINS, ClassHistograms, class_priors, lowest_cuts

@@ -8,7 +8,7 @@ import torch
 from torchvision.models import resnet18
 
 import bigscl
-from bigscl.data.batch import normalize
+from bigscl.data.loader import normalize
 from bigscl.evaluation.inference import predict
 from bigscl.models.spatial import Prediction, build_model, map_pooled, num_hottest, pool
 from bigscl.store import SingleProcess

@@ -8,7 +8,7 @@ from PIL import Image
 from torchvision import models
 
 from bigscl.config import ConfigError, make_config, to_yaml
-from bigscl.data.batch import normalize
+from bigscl.data.loader import normalize
 from bigscl.evaluation.target import find_target
 from bigscl.models.families import NoPreprocessing, find_preprocessing
 

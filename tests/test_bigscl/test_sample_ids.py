@@ -11,8 +11,8 @@ import torch
 import webdataset as wds
 
 from bigscl import Memory, RepeatedSample, SampleIds, StoreConfig
-from bigscl.data.sample_ids import UnknownSample
 from bigscl.data.scan import scan
+from bigscl.data.webdataset import UnknownSample
 from tests.tars import classed, write_shards, write_tar
 
 SIZES = [5, 3, 4]
@@ -111,7 +111,7 @@ def test_unknown_samples_and_shards_are_errors_that_name_them(shards, tmp_path):
 
 
 def test_few_shards_are_held_at_a_time(shards, monkeypatch):
-    monkeypatch.setattr("bigscl.data.sample_ids.MOST_SHARDS", 1)
+    monkeypatch.setattr("bigscl.data.webdataset.MOST_SHARDS", 1)
     urls, index = shards
     stage = SampleIds(index)
     keys = [("k0000", 0), ("k0005", 1), ("k0001", 0), ("k0008", 2)]

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigscl.config import make_config
-from bigscl.data import batch as batches
-from bigscl.data.batch import Batch
+from bigscl.data import loader as batches
+from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.estimator import LabelEstimator
 from bigscl.losses.losses import BASES

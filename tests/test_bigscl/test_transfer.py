@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.data import batch as batches
-from bigscl.data.batch import normalize
+from bigscl.data import loader as batches
+from bigscl.data.loader import normalize
 from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
 from bigscl.training.annotated import AnnotatedClasses

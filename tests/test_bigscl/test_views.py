@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from bigscl.data.views import Purpose, RandomCrop, uniforms, whole
+from bigscl.data.crops import Purpose, RandomCrop, uniforms, whole
 
 sides = st.integers(1, 3000)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.data.sample_list import is_list_of, write_sample_list
+from bigscl.data.index import is_list_of, write_sample_list
 from bigscl.store import HeatmapStore
 from tests.test_tools.conftest import bigscl
 

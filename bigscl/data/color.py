@@ -1,26 +1,24 @@
-"""Random colours and erased boxes, drawn by (seed, epoch, sample id) like the views. Off by default.
+"""Random colours, drawn by (seed, epoch, sample id) like the views. Off by default.
 
 The config holds these values, so importing this module imports no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from bigscl.common.bounds import Count, NonNegative, Positive, Share
-from bigscl.data.views import Purpose, uniforms
+from bigscl.common.bounds import Count, NonNegative
+from bigscl.data.crops import Purpose, uniforms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUM_TRIES = 10
 NUM_MAGNITUDES = 31
 
 
@@ -90,39 +88,6 @@ OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
     lambda image, strength: _F().autocontrast(image),
     lambda image, strength: _F().equalize(image),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomErasing:
-    """Random erasing with torchvision's distribution; erased cells are left out of the heatmaps' averages."""
-
-    probability: Share = 0.5
-    """Share of the views in which a box is erased."""
-    scale: tuple[Positive, Positive] = (0.02, 0.33)
-    """Smallest and largest share of the view's area."""
-    ratio: ClassVar[tuple[float, float]] = (0.3, 3.3)
-    """Smallest and largest height / width."""
-    color: ClassVar[tuple[int, int, int]] = (124, 116, 104)
-    """ImageNet's mean."""
-
-    def box(self, size: int, *, seed: int, epoch: int, sample_id: int) -> tuple[int, int, int, int] | None:
-        """Return (left, top, width, height) in pixels of a view of this size; None if nothing is erased."""
-        random = uniforms(seed, epoch, sample_id, Purpose.ERASE, 3 + 2 * NUM_TRIES)
-        if random[0] >= self.probability:
-            return None
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
-        for attempt in range(NUM_TRIES):
-            area = size**2 * (self.scale[0] + random[3 + 2 * attempt] * (self.scale[1] - self.scale[0]))
-            aspect = math.exp(low + random[4 + 2 * attempt] * (high - low))
-            height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < width < size and 0 < height < size:
-                return (
-                    int(random[1] * (size - width + 1)),
-                    int(random[2] * (size - height + 1)),
-                    width,
-                    height,
-                )
-        return None
 
 
 def _factor(random: float, strength: float) -> float:

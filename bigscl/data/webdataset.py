@@ -1,14 +1,18 @@
-"""A stage of a webdataset pipeline that gives each sample its id: its row in the index."""
+"""Stages for other people's pipelines: ids of samples, and random crops that return their views."""
 
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigscl.common.text import printable
 from bigscl.common.url_secrets import public
 from bigscl.common.user_error import UserError
+from bigscl.data.crops import View
 from bigscl.data.index import Index
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shards whose keys are held at a time; a shuffle buffer mixes the samples of a few.
 MOST_SHARDS = 256
@@ -94,3 +98,52 @@ def _common_end(url: str, name: str) -> int:
     while common < min(len(parts), len(others)) and parts[-1 - common] == others[-1 - common]:
         common += 1
     return common
+
+
+class RandomResizedCropWithView:
+    """Torchvision's RandomResizedCrop and RandomHorizontalFlip, which returns (image, view).
+
+    The image is a PIL image or a tensor [...,H,W]. The view is float32 [5], see
+    `ViewRow`. Transforms that follow must move no pixel.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        flip: float = 0.5,
+        interpolation: str = "bilinear",
+        antialias: bool = True,
+    ) -> None:
+        """`flip` is the share of views that are mirrored; `interpolation` as in torchvision's enum."""
+        from torchvision.transforms import InterpolationMode
+
+        if not 0 <= flip <= 1:
+            raise UserError(f"flip: found {flip}, expected a share in 0 to 1")
+        self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
+        self.interpolation, self.antialias = InterpolationMode(interpolation), antialias
+
+    def __call__(self, image: Any) -> tuple[Any, "Tensor"]:
+        """Return a random part of the image in the size, and the view of it."""
+        import torch
+        from torchvision.transforms import RandomResizedCrop
+        from torchvision.transforms.v2 import functional as F
+
+        image_height, image_width = F.get_size(image)
+        top, left, height, width = RandomResizedCrop.get_params(image, list(self.scale), list(self.ratio))
+        mirrored = torch.rand(()).item() < self.flip
+        pixels = F.resized_crop(
+            image, top, left, height, width, [self.size] * 2, self.interpolation, self.antialias
+        )
+        view = View(
+            left=left,
+            top=top,
+            width=width,
+            height=height,
+            flip=mirrored,
+            image_width=image_width,
+            image_height=image_height,
+        )
+        return F.horizontal_flip(pixels) if mirrored else pixels, torch.tensor(view.fractions())
