@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from bigscl.data.transforms import TrainingTransform
     from bigscl.data.webdataset import RandomResizedCropWithView, SampleIds
     from bigscl.losses.inputs import LossInputs
+    from bigscl.memory.lookup import MemoryBatch, RepeatedSample, SampleViews
+    from bigscl.memory.memory import Memory
     from bigscl.models.spatial import MapPooling, build_model
     from bigscl.store import Annotations
-    from bigscl.training.memory import Memory
-    from bigscl.training.recalled import Recalled, RepeatedSample, SampleViews
 
 __version__ = version("bigscl")
 
@@ -28,8 +28,8 @@ __all__ = [
     "LossInputs",
     "MapPooling",
     "Memory",
+    "MemoryBatch",
     "RandomResizedCropWithView",
-    "Recalled",
     "RepeatedSample",
     "SampleIds",
     "SampleViews",
@@ -44,13 +44,13 @@ __all__ = [
 _DEFINED = {
     "Annotations": ("bigscl.store", "Annotations"),
     "Loader": ("bigscl.data.loader", "Loader"),
-    "SampleViews": ("bigscl.training.recalled", "SampleViews"),
+    "SampleViews": ("bigscl.memory.lookup", "SampleViews"),
     "LossInputs": ("bigscl.losses.inputs", "LossInputs"),
     "MapPooling": ("bigscl.models.spatial", "MapPooling"),
-    "Memory": ("bigscl.training.memory", "Memory"),
+    "Memory": ("bigscl.memory.memory", "Memory"),
+    "MemoryBatch": ("bigscl.memory.lookup", "MemoryBatch"),
     "RandomResizedCropWithView": ("bigscl.data.webdataset", "RandomResizedCropWithView"),
-    "Recalled": ("bigscl.training.recalled", "Recalled"),
-    "RepeatedSample": ("bigscl.training.recalled", "RepeatedSample"),
+    "RepeatedSample": ("bigscl.memory.lookup", "RepeatedSample"),
     "SampleIds": ("bigscl.data.webdataset", "SampleIds"),
     "StoreConfig": ("bigscl.config", "StoreConfig"),
     "TrainingTransform": ("bigscl.data.transforms", "TrainingTransform"),

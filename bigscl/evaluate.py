@@ -45,8 +45,8 @@ from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.training.log import start_logging
-from bigscl.training.run import open_data, read_store
+from bigscl.training.metrics_log import start_logging
+from bigscl.training.run_folder import open_data, read_store
 
 logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0

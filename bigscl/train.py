@@ -33,17 +33,17 @@ from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.validation import best_metric, validate
+from bigscl.memory.disabled import NoMemory
+from bigscl.memory.lookup import MemoryBatch
 from bigscl.plots.epochs import draw_epoch
-from bigscl.training.epoch_plan import EpochPlan, plan_epoch
-from bigscl.training.epoch_progress import EpochProgress
-from bigscl.training.log import Meter, MetricsLog, start_logging
+from bigscl.training.checkpoint.resume import resume
+from bigscl.training.checkpoint.saver import Saver
+from bigscl.training.metrics_log import Meter, MetricsLog, start_logging
 from bigscl.training.model_state import ModelState, map_side
-from bigscl.training.no_memory import NoMemory
 from bigscl.training.options import TrainingOptions
-from bigscl.training.recalled import Recalled
-from bigscl.training.resume import resume
-from bigscl.training.run import Run, RunFolder, make_score_log, open_data
-from bigscl.training.saving import Saver
+from bigscl.training.run_folder import Run, RunFolder, make_score_log, open_data
+from bigscl.training.run_progress import EpochProgress
+from bigscl.training.schedule import EpochPlan, plan_epoch
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
 from bigscl.training.summary import summary
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS_TO_FINISH_SAVING = 20.0
 """How long a failed run waits for a checkpoint that is being written: launchers wait for 30 s."""
-Window = list[tuple[Batch, Recalled | None]]
+Window = list[tuple[Batch, MemoryBatch | None]]
 """The batches of one optimizer step, each with what is remembered of it."""
 
 
@@ -120,10 +120,8 @@ class Trainer:
         meter = Meter(self.ranks)
         self.state.model.train()
         self.step.epoch = epoch
-        recalled: Iterator[tuple[Batch, Recalled | None]] = self.memory.recall_ahead(
-            self._loader(plan, epoch)
-        )
-        windows = batched(recalled, plan.accumulate)
+        stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._loader(plan, epoch))
+        windows = batched(stored, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
             for place in range(plan.first_step, plan.num_steps):
@@ -168,17 +166,17 @@ class Trainer:
         filled = [place for place, (batch, _) in enumerate(window) if len(batch)]
         last = num_batches - 1 if synced else max(filled, default=0)
         for place in range(max(len(window), last + 1)):
-            batch, recalled = window[place] if place < len(window) else (None, None)
+            batch, stored = window[place] if place < len(window) else (None, None)
             predicted = None
             with self._exchange(place == last):
                 if batch is not None and len(batch):
-                    loss, predicted = self.step(batch, recalled, count=count, gamma=gamma, rate=rate)
+                    loss, predicted = self.step(batch, stored, count=count, gamma=gamma, rate=rate)
                     meter.add(loss)
                 elif synced or place == last:
                     self.step.idle(count)
             if batch is not None:
-                if recalled is not None and predicted is not None:
-                    self.memory.learn(recalled, logits=predicted.logits, maps=predicted.maps)
+                if stored is not None and predicted is not None:
+                    self.memory.update(stored, logits=predicted.logits, maps=predicted.maps)
                 self.memory.skip(batch.skipped)
                 self._note(batch)
         self.state.end_step()
@@ -340,7 +338,7 @@ class Trainer:
             self.abandon()
 
 
-def batched(pairs: Iterator[tuple[Batch, Recalled | None]], size: int) -> Iterator[Window]:
+def batched(pairs: Iterator[tuple[Batch, MemoryBatch | None]], size: int) -> Iterator[Window]:
     """Yield the pairs in lists of `size`, the last one shorter."""
     while window := list(islice(pairs, size)):
         yield window

@@ -113,7 +113,7 @@ def _run_of(store: str) -> Path:
 
 
 def _epochs(folder: Path, store: HeatmapStore, data: Data) -> dict[int, NDArray[Any]]:
-    from bigscl.training.score_log import read_score_log
+    from bigscl.memory.score_history import read_score_log
 
     epochs = read_score_log(folder, data.annotations, next_epoch(store))
     if not epochs:

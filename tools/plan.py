@@ -103,7 +103,7 @@ def _data(
 def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
     from bigscl.selection.k import Expectation, expectation, positives_per_image
-    from bigscl.training.run import open_labels, open_val
+    from bigscl.training.run_folder import open_labels, open_val
 
     k = config.selection.K
     if not config.objective.needs.k or (samples is not None and k == "auto"):
@@ -131,8 +131,8 @@ def _heatmap_size(config: "Config", num_classes: int) -> int:
 
 
 def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
-    from bigscl.training.epoch_plan import plan_epoch
     from bigscl.training.forecast import forecast
+    from bigscl.training.schedule import plan_epoch
 
     sizes = np.asarray(spec.shard_sizes)
     plan = plan_epoch(config, sizes, spec.rows_per_shard, epoch=0, world_size=processes)

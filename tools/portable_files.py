@@ -15,7 +15,7 @@ from bigscl.common.user_error import UserError
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.families import PublishedModel, create_network, family_of
 from bigscl.models.weights import read_state
-from bigscl.training.checkpoint import write_tensors
+from bigscl.training.checkpoint.checkpoint_folder import write_tensors
 
 WEIGHTS, ONNX = "model.safetensors", "model.onnx"
 LARGEST_DIFFERENCE = 1e-4

@@ -244,7 +244,7 @@ def _draw_curves(trials: Sequence["Trial"], path: Path) -> None:
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
     """Draw the heatmaps of the runs of the first seed for the same images, if all their labels are known."""
     from bigscl.plots.runs import draw_runs
-    from bigscl.training.run import open_data
+    from bigscl.training.run_folder import open_data
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}

@@ -15,6 +15,7 @@ from bigscl.common.digests import METRICS, PROGRESS, fault_of, folder_faults, re
 from bigscl.common.files import BadFile as BadInput
 from bigscl.common.files import find_folder
 from bigscl.config import ConfigError
+from bigscl.memory.score_history import FOLDER, REMEDY, WHAT
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
@@ -32,7 +33,6 @@ from bigscl.store import (
 from bigscl.tools.opening import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store, run_folder
 from bigscl.tools.passes import pass_over
 from bigscl.tools.text import counted, size, tell
-from bigscl.training.score_log import FOLDER, REMEDY, WHAT
 
 MAX_LINES = 20
 

@@ -236,7 +236,7 @@ def make_objective(
 ) -> Objective:
     """Return what an own loop minimises, base + gamma * consistency; ConfigError lists all mistakes.
 
-    Call it with `recalled.inputs(...)` and the weight of the step, for which `gamma.at(progress)` is a ramp.
+    Call it with `MemoryBatch.inputs` and the weight of the step, for which `gamma.at(progress)` is a ramp.
     Other settings are those of single losses, as in a config: `hill={"margin": 0.5}`.
     """
     given = {"base": base, "consistency": consistency, "norm": norm, "gamma": gamma, "smoothing": smoothing}

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.memory.score_history import annotated
 from bigscl.store import Annotations
-from bigscl.training.score_log import annotated
 
 BLOCK = 8192
 Pairs = NDArray[np.void]

@@ -12,7 +12,7 @@ from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
 from bigscl.selection.selection import Selection, expected_counts, select
 from bigscl.store import Answered, HeatmapStore, SingleProcess, Snapshot, label_counts
-from bigscl.training.run import open_data, read_store
+from bigscl.training.run_folder import open_data, read_store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from bigscl.distributed.ranks import Ranks
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
 from bigscl.evaluation.predictions import true_labels
+from bigscl.memory.memory import ShowWork
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.training.memory import ShowWork
 
 MAP_POOLED = "_with_map_pooling"
 """Ends the names of metrics of map pooling."""

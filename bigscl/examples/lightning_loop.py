@@ -46,14 +46,14 @@ class SceneClassifier(lightning.LightningModule):
 
     def training_step(self, batch: Any, place: int) -> Tensor:
         """Return the loss of a batch, and learn from its prediction."""
-        # Not recall_ahead: Lightning starts its iterator twice in an epoch, and drops what one of them read.
-        recalled = self.memory.recall(batch.ids, batch.views)
+        # Not prefetch: Lightning starts its iterator twice in an epoch, and drops what one of them read.
+        stored = self.memory.lookup(batch.ids, batch.views)
         prediction = self.model(normalize(batch.images.to(self.device), MEAN, STD).contiguous())
         maps = prediction.logit_map.float().sigmoid()
         gamma = self.objective.gamma.at(self.memory.epoch + place / self.plan.num_steps)
-        inputs = recalled.inputs(prediction.logits, batch.labels.to(self.device), maps)
+        inputs = stored.inputs(prediction.logits, batch.labels.to(self.device), maps)
         loss = self.objective(inputs, gamma=gamma).total.mean()
-        self.memory.learn(recalled, logits=prediction.logits, maps=maps)
+        self.memory.update(stored, logits=prediction.logits, maps=maps)
         print(f"epoch {self.memory.epoch} step {place} loss {loss.item():.6f}")
         return loss
 

@@ -71,18 +71,18 @@ def train(folder: Path, epochs: int = 3, planned: bool = False) -> None:
         memory.reset()
         num_steps = -(-index.num_samples // BATCH_SIZE)
         for epoch in range(epochs):
-            batches = memory.recall_ahead(pipeline(index, memory, planned))
-            for place, (batch, recalled) in enumerate(batches):
+            batches = memory.prefetch(pipeline(index, memory, planned))
+            for place, (batch, stored) in enumerate(batches):
                 labels = torch.from_numpy(index.labels_of(batch["ids"].numpy()))
                 prediction = model(normalize(batch["images"], MEAN, STD).contiguous())
                 maps = prediction.logit_map.sigmoid()
                 gamma = objective.gamma.at(epoch + place / num_steps)
-                inputs = recalled.inputs(prediction.logits, labels, maps)
+                inputs = stored.inputs(prediction.logits, labels, maps)
                 loss: Any = objective(inputs, gamma=gamma).total.mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                memory.learn(recalled, logits=prediction.logits, maps=maps)
+                memory.update(stored, logits=prediction.logits, maps=maps)
                 print(f"epoch {epoch} step {place} loss {loss.item():.6f}")
             memory.end_epoch()
     torch.save(model.network.state_dict(), folder / "weights.pt")

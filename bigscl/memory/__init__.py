@@ -1,1 +1,1 @@
-"""The memory: running averages of scores and heatmaps of every training image."""
+"""Scores and heatmaps of every training image: looked up, updated, committed and resumed."""

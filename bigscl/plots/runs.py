@@ -20,7 +20,7 @@ from bigscl.plots.samples import (
     panel_of,
 )
 from bigscl.store import Rows
-from bigscl.training.run import open_data, read_store
+from bigscl.training.run_folder import open_data, read_store
 
 KINDS: tuple[Kind, ...] = ("annotated", "unannotated", "negative")
 

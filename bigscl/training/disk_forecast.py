@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bigscl.config import Config
+from bigscl.memory.open_memory import first_group
 from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, stored_bytes
-from bigscl.training.opening import first_group
 
 CHECKSUM_BYTES = 4
 # Small files: a zarr.json; a snapshot, and a number in it.

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from bigscl.common.text import size
 from bigscl.config import Config
 from bigscl.data.plan import Plan
+from bigscl.memory.score_history import epoch_bytes
 from bigscl.store import GroupSpec, StoreSpec, shard_bytes, stored_bytes
 from bigscl.training.disk_forecast import disk_moments, disk_needed, layouts
-from bigscl.training.epoch_plan import EpochPlan
-from bigscl.training.score_log import epoch_bytes
+from bigscl.training.schedule import EpochPlan
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05

@@ -25,8 +25,8 @@ from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Objective
 from bigscl.losses.precision import probabilities
 from bigscl.losses.pseudo_labels import large_in
-from bigscl.training.run import Data
-from bigscl.training.transfer import copy_to_host
+from bigscl.memory.device import copy_to_host
+from bigscl.training.run_folder import Data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,10 +14,16 @@ from bigscl.distributed.ranks import Ranks
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
 from bigscl.models.sync_batchnorm import synchronize_batchnorm
-from bigscl.training.checkpoint import Checkpoint, CheckpointError, Writer, write_state, write_tensors
-from bigscl.training.checkpoint_contents import check_optimizer, check_tensors, misfit
+from bigscl.training.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    CheckpointError,
+    Writer,
+    write_state,
+    write_tensors,
+)
+from bigscl.training.checkpoint.validate import check_optimizer, check_tensors, misfit
 from bigscl.training.loss_state import make_loss_state
-from bigscl.training.run import Data
+from bigscl.training.run_folder import Data
 from bigscl.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from bigscl.config import Config
 from bigscl.data.loader import Batch
 from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import Ranks, process_group
+from bigscl.memory.device import to_host
+from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.train import Stopped, Trainer, Window
-from bigscl.training.epoch_plan import EpochPlan
-from bigscl.training.log import Meter
+from bigscl.training.metrics_log import Meter
 from bigscl.training.model_state import map_side
 from bigscl.training.preflight_plan import Kind, first_batches, rehearsal_config
 from bigscl.training.preflight_site import Site
-from bigscl.training.recalled import Recalled, updated_averages
 from bigscl.training.reference_check import Difference, ReferenceCheck, precisions_to_check, worst
-from bigscl.training.transfer import to_host
+from bigscl.training.schedule import EpochPlan
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class RehearsalTrainer(Trainer):
         self._num_steps = num_steps
         self._remove = remove
         self._clock: _StepClock | None = None
-        self._rehearsed: list[tuple[Batch | None, Recalled | None]] = []
+        self._rehearsed: list[tuple[Batch | None, MemoryBatch | None]] = []
         """The last batch of each kind of epochs, with what was remembered of it."""
         self._skipped: set[int] = set()
         super().__init__(config, "never", sys.argv)
@@ -192,7 +192,7 @@ class RehearsalTrainer(Trainer):
         with self.metrics.working("measuring a step alone"):
             step = self._step_seconds(clock, exchange=True)
             compute = self._step_seconds(clock, exchange=False)
-        self._rehearsed.append((clock.batch, clock.recalled))
+        self._rehearsed.append((clock.batch, clock.stored))
         self._skipped.update(self.progress.skipped)
         save = _seconds(self.saver.save_within)
         self.saver.finish()
@@ -246,12 +246,12 @@ class RehearsalTrainer(Trainer):
             if clock.batch is None:
                 self.step.idle(count)
             else:
-                batch, recalled = clock.batch, clock.recalled
+                batch, stored = clock.batch, clock.stored
                 gamma = self.config.objective.gamma.peak
-                _, predicted = self.step(batch, recalled, count=count, gamma=gamma, rate=0.0)
-                if recalled is not None:
+                _, predicted = self.step(batch, stored, count=count, gamma=gamma, rate=0.0)
+                if stored is not None:
                     logits, maps = predicted.logits, predicted.maps
-                    _, ready = to_host(updated_averages(recalled, logits, maps, self.config.store))
+                    _, ready = to_host(updated_averages(stored, logits, maps, self.config.store))
                     ready()
         self.state.end_step()
 
@@ -260,9 +260,9 @@ class RehearsalTrainer(Trainer):
         check = ReferenceCheck(self.config, self.data, self.state)
         precisions = precisions_to_check(self._precision, self.device)
         found: list[Difference] = []
-        for batch, recalled in self._rehearsed:
+        for batch, stored in self._rehearsed:
             if batch is not None:
-                found += check.differences(batch, recalled, precisions)
+                found += check.differences(batch, stored, precisions)
         return worst(found)
 
     # The loader alone
@@ -312,7 +312,7 @@ class _StepClock:
         self.seconds = 0.0
         self.waits: dict[str, float] = {}
         self.batch: Batch | None = None
-        self.recalled: Recalled | None = None
+        self.stored: MemoryBatch | None = None
 
     @property
     def timed(self) -> int:
@@ -322,10 +322,10 @@ class _StepClock:
     def after_step(self, window: Window, count: int) -> None:
         """Count a step; start or stop the watch where it falls due."""
         self._done += 1
-        for batch, recalled in window:
+        for batch, stored in window:
             # The largest: the last one of a small dataset may have a single image.
             if len(batch) and (self.batch is None or len(batch) >= len(self.batch)):
-                self.batch, self.recalled = batch, recalled
+                self.batch, self.stored = batch, stored
         if self._done > self._settling:
             self.images += count
         if self._done in (self._settling, self._num_steps):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from bigscl.config import Config
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
+from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
 from bigscl.training.loss_state import LossState, TrainedBatch
 from bigscl.training.model_state import ModelState
-from bigscl.training.recalled import Recalled, updated_averages
-from bigscl.training.run import Data
+from bigscl.training.run_folder import Data
 from bigscl.training.step import Step
 
 logger = logging.getLogger(__name__)
@@ -112,15 +112,15 @@ class ReferenceCheck:
         self._device = state.accelerator.device
 
     def differences(
-        self, batch: Batch, recalled: Recalled | None, precisions: list[str]
+        self, batch: Batch, stored: MemoryBatch | None, precisions: list[str]
     ) -> Iterator[Difference]:
         """Yield the largest difference of every quantity in each precision, the run's own first."""
-        batch, recalled = _first(batch, MOST_IMAGES), _first(recalled, MOST_IMAGES)
+        batch, stored = _first(batch, MOST_IMAGES), _first(stored, MOST_IMAGES)
         with without_randomness(self._state.network):
             # Before anything runs on the device: a forward changes the statistics of batch normalisation.
-            reference = self._reference(batch, recalled)
+            reference = self._reference(batch, stored)
             for place, precision in enumerate(precisions):
-                found = self._on_device(batch, recalled, precision, as_prepared=place == 0)
+                found = self._on_device(batch, stored, precision, as_prepared=place == 0)
                 tolerances = TOLERANCES[kept_bits(precision, self._device)]
                 for quantity, difference in compare(found, reference):
                     yield Difference(
@@ -130,38 +130,38 @@ class ReferenceCheck:
                         tolerance=0.0 if quantity in COUNTED else tolerances[quantity],
                     )
 
-    def _reference(self, batch: Batch, recalled: Recalled | None) -> Outcome:
+    def _reference(self, batch: Batch, stored: MemoryBatch | None) -> Outcome:
         try:
-            return self._on_host(batch, recalled, torch.float64)
+            return self._on_host(batch, stored, torch.float64)
         except RuntimeError as error:
             logger.warning("this network cannot compute in float64 (%s): compared with float32", error)
-            return self._on_host(batch, recalled, torch.float32)
+            return self._on_host(batch, stored, torch.float32)
 
-    def _on_host(self, batch: Batch, recalled: Recalled | None, dtype: torch.dtype) -> Outcome:
+    def _on_host(self, batch: Batch, stored: MemoryBatch | None, dtype: torch.dtype) -> Outcome:
         host = torch.device("cpu")
         network = plain_copy(self._state.network).to(host, dtype)
 
         def model(images: Tensor, maps: bool) -> Prediction:
             return cast(Prediction, network(images.to(dtype), maps=maps))
 
-        return self._computed(model, network, host, batch.to(host), _moved(recalled, host), 1.0)
+        return self._computed(model, network, host, batch.to(host), _moved(stored, host), 1.0)
 
     def _on_device(
-        self, batch: Batch, recalled: Recalled | None, precision: str, *, as_prepared: bool
+        self, batch: Batch, stored: MemoryBatch | None, precision: str, *, as_prepared: bool
     ) -> Outcome:
         """Compute with the network that trains, or with a copy of it in another precision."""
         scale = FP16_SCALE if precision == "fp16" else 1.0
         if as_prepared:
             # Accelerate has wrapped its forward for the precision; DDP, which only exchanges, is left out.
             network = self._state.network
-            return self._computed(network, network, self._device, batch, recalled, scale)
+            return self._computed(network, network, self._device, batch, stored, scale)
         network, dtype = plain_copy(self._state.network), DTYPES[precision]
 
         def model(images: Tensor, maps: bool) -> Prediction:
             with torch.autocast(self._device.type, dtype, enabled=dtype is not torch.float32):
                 return cast(Prediction, network(images, maps=maps))
 
-        return self._computed(model, network, self._device, batch, recalled, scale)
+        return self._computed(model, network, self._device, batch, stored, scale)
 
     def _computed(
         self,
@@ -169,17 +169,17 @@ class ReferenceCheck:
         network: nn.Module,
         device: torch.device,
         batch: Batch,
-        recalled: Recalled | None,
+        stored: MemoryBatch | None,
         scale: float,
     ) -> Outcome:
         """Return the outcome of the real step, around a model on a device."""
-        step = self._step(model, device, scale, recalled is not None and recalled.heatmaps is not None)
+        step = self._step(model, device, scale, stored is not None and stored.heatmaps is not None)
         network.zero_grad()
         gamma = self._config.objective.gamma.peak
-        loss, predicted = step(batch, recalled, count=len(batch), gamma=gamma, rate=0.0)
+        loss, predicted = step(batch, stored, count=len(batch), gamma=gamma, rate=0.0)
         averages = {}
-        if recalled is not None:
-            averages = updated_averages(recalled, predicted.logits, predicted.maps, self._config.store)
+        if stored is not None:
+            averages = updated_averages(stored, predicted.logits, predicted.maps, self._config.store)
         gradients = [each.grad.double().norm() for each in network.parameters() if each.grad is not None]
         norm = float(torch.stack(gradients).norm()) / scale
         network.zero_grad()
@@ -316,11 +316,11 @@ def _first(tensors: Any, count: int) -> Any:
     return _changed(tensors, lambda name, tensor: tensor if name == "skipped" else tensor[:count])
 
 
-def _moved(recalled: Recalled | None, device: torch.device) -> Recalled | None:
-    if recalled is None:
+def _moved(stored: MemoryBatch | None, device: torch.device) -> MemoryBatch | None:
+    if stored is None:
         return None
-    moved: Recalled = _changed(recalled, lambda _, tensor: tensor.to(device))
-    selection, annotations = recalled.selection.to(device), recalled.annotations.to(device)
+    moved: MemoryBatch = _changed(stored, lambda _, tensor: tensor.to(device))
+    selection, annotations = stored.selection.to(device), stored.annotations.to(device)
     return replace(moved, selection=selection, annotations=annotations)
 
 

@@ -1,14 +1,21 @@
-"""Learning rate, consistency weight and phase of a run, as pure functions of its progress.
+"""Learning rate, consistency weight and phase of a run, and the steps of an epoch, as pure functions.
 
 Progress is counted in epochs from the start of the run, as a fraction: 2.5 is halfway through the third.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bigscl.common.bounds import CountOrZero, NonNegative, Positive
 from bigscl.common.user_error import UserError
+from bigscl.data.plan import Plan, training_plan
+
+if TYPE_CHECKING:
+    from bigscl.config import Config
 
 
 def learning_rate(
@@ -100,3 +107,52 @@ class Schedule:
         epoch = min(step // steps_per_epoch, self.epochs - 1)
         phase = self.warmup if self.is_warmup(epoch) else self.main
         return phase.rate(step - self.phase_start(epoch) * steps_per_epoch, steps_per_epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochPlan:
+    """A whole epoch, and what is left of it if the run was resumed within it."""
+
+    whole: Plan
+    remaining: Plan
+    accumulate: int
+    """Batches of each rank in an optimizer step."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole epoch."""
+        return -(-self.whole.num_steps // self.accumulate)
+
+    @property
+    def first_step(self) -> int:
+        """The place of the first remaining step among them."""
+        return self.num_steps - -(-self.remaining.num_steps // self.accumulate)
+
+    def num_batches(self, place: int) -> int:
+        """Return how many batches the ranks with the most of them have in a step, by its place."""
+        done = (place - self.first_step) * self.accumulate
+        return min(self.accumulate, self.remaining.num_steps - done)
+
+
+def plan_epoch(
+    config: "Config",
+    shard_sizes: NDArray[np.int64],
+    rows_per_shard: int,
+    *,
+    epoch: int,
+    world_size: int,
+    visited: NDArray[np.bool_] | None = None,
+) -> EpochPlan:
+    """Return the plan of an epoch that has had the visited rows already."""
+    settings: dict[str, Any] = {
+        "seed": config.seed,
+        "epoch": epoch,
+        "batch_size": config.data.batch_size,
+        "world_size": world_size,
+        "workers": config.data.workers,
+        "shuffle_buffer": config.data.shuffle_buffer,
+    }
+    whole = remaining = training_plan(shard_sizes, rows_per_shard, **settings)
+    if visited is not None and visited.any():
+        remaining = training_plan(shard_sizes, rows_per_shard, **settings, visited=visited)
+    return EpochPlan(whole=whole, remaining=remaining, accumulate=config.optimizer.accumulate)

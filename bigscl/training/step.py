@@ -17,11 +17,11 @@ from bigscl.losses.losses import predicted_count
 from bigscl.losses.objective import Loss
 from bigscl.losses.precision import probabilities
 from bigscl.losses.pseudo_labels import competing_logits, large_rate, num_large
+from bigscl.memory.lookup import MemoryBatch, updated_scores
 from bigscl.training.loss_state import TrainedBatch
 from bigscl.training.model_state import ModelState
-from bigscl.training.random_state import rng_state, set_rng_state
-from bigscl.training.recalled import Recalled, updated_scores
-from bigscl.training.run import AnyMemory, Data
+from bigscl.training.run_folder import AnyMemory, Data
+from bigscl.training.run_progress import rng_state, set_rng_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +70,7 @@ class Step:
         self._prepared = self._state.model
 
     def __call__(
-        self, batch: Batch, recalled: Recalled | None, *, count: int, gamma: float, rate: float
+        self, batch: Batch, stored: MemoryBatch | None, *, count: int, gamma: float, rate: float
     ) -> tuple[Loss, Predicted]:
         """Add a batch to the gradient of the mean loss over `count` samples of all ranks.
 
@@ -86,7 +86,7 @@ class Step:
         # What a loss keeps may be on the host: it takes the ids that are there.
         kept: Any = {} if state.loss_state is None else state.loss_state.inputs(batch.ids, self.epoch, device)
         inputs = replace(
-            self._inputs(recalled, prediction.logits, labels, maps),
+            self._inputs(stored, prediction.logits, labels, maps),
             positives_per_image=self._positives_per_image,
             epoch=self.epoch,
             progress=self.epoch / self._config.schedule.epochs,
@@ -96,15 +96,15 @@ class Step:
         loss = self._objective(inputs, gamma=gamma)
         self._accelerator.backward(loss.total.sum() * scale)
         if state.loss_state is not None:
-            state.loss_state.learn(self._trained(batch, recalled, inputs, rate))
+            state.loss_state.learn(self._trained(batch, stored, inputs, rate))
         return loss, Predicted(logits=prediction.logits, maps=maps)
 
     def _trained(
-        self, batch: Batch, recalled: Recalled | None, inputs: LossInputs, rate: float
+        self, batch: Batch, stored: MemoryBatch | None, inputs: LossInputs, rate: float
     ) -> TrainedBatch:
         needs, scores = self._objective.needs, None
-        if recalled is not None and needs.cuts:
-            scores = updated_scores(recalled, inputs.logits, self._config.store)
+        if stored is not None and needs.cuts:
+            scores = updated_scores(stored, inputs.logits, self._config.store)
         # The scaler of fp16 would make the host wait for its factor.
         factor = self._gradient_factor if needs.estimates else 1.0
         return TrainedBatch(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
@@ -133,13 +133,13 @@ class Step:
         return pixels if self._config.hardware.channels_last else pixels.contiguous()
 
     def _inputs(
-        self, recalled: Recalled | None, logits: Tensor, labels: Tensor, maps: Tensor | None
+        self, stored: MemoryBatch | None, logits: Tensor, labels: Tensor, maps: Tensor | None
     ) -> LossInputs:
         """Return what the losses are computed from, with what is remembered of the batch."""
-        if recalled is None:
+        if stored is None:
             return LossInputs(logits=logits, labels=labels)
         needs = self._objective.needs
-        return recalled.inputs(logits, labels, maps if needs.heatmaps else None, corrected=needs.counts)
+        return stored.inputs(logits, labels, maps if needs.heatmaps else None, corrected=needs.counts)
 
     # Statistics of the global batch
 

@@ -6,9 +6,9 @@ from bigscl.common.text import size
 from bigscl.config import Config
 from bigscl.selection.k import expectation
 from bigscl.store import label_counts, spec_for
-from bigscl.training.epoch_plan import plan_epoch
 from bigscl.training.forecast import Forecast, MemoryPhase, forecast
-from bigscl.training.run import Data
+from bigscl.training.run_folder import Data
+from bigscl.training.schedule import plan_epoch
 
 
 def summary(

@@ -50,7 +50,7 @@ from bigscl.data.answered import match_answers
 from bigscl.data.answers import read_answers
 from bigscl.data.index import Index
 from bigscl.evaluation.asking import By
-from bigscl.training.run import open_data
+from bigscl.training.run_folder import open_data
 
 ORDERS: tuple[By, ...] = get_args(By)
 NUMBERS = (250, 500, 1000, 2000)

@@ -56,9 +56,9 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.audit import Warmth, area_under_curve, suspicion, warmth
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.target import build_network, find_target
+from bigscl.memory.score_history import read_score_log
 from bigscl.store import SingleProcess
-from bigscl.training.run import open_data
-from bigscl.training.score_log import read_score_log
+from bigscl.training.run_folder import open_data
 
 try:
     from cleanlab.rank import get_normalized_margin_for_each_label, get_self_confidence_for_each_label

@@ -32,13 +32,13 @@ from bigscl.config import StoreConfig
 from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Objective
 from bigscl.losses.precision import probabilities
+from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
+from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.models.head import Tap
 from bigscl.models.spatial import SpatialClassifier, build_model, pool
 from bigscl.selection.selection import Selection
 from bigscl.store import Annotations
-from bigscl.training.annotated import AnnotatedClasses
-from bigscl.training.recalled import Recalled, updated_averages
 
 MOMENTUM = 0.8
 BAR = 1.05
@@ -57,7 +57,7 @@ class Inputs:
     classes: Tensor
     heatmaps: Tensor
     selection: Selection
-    recalled: Recalled
+    stored: MemoryBatch
 
 
 def make_inputs(options: argparse.Namespace, side: int, device: torch.device) -> Inputs:
@@ -80,7 +80,7 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         "classes": scores.float().topk(options.top, 1).indices.to(device),
         "heatmaps": torch.rand(batch, options.top, 2 * side, 2 * side).half().to(device),
     }
-    recalled = Recalled(
+    stored = MemoryBatch(
         **shared,
         rows=np.arange(batch),
         erased=None,
@@ -97,7 +97,7 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         .to(memory_format=torch.channels_last),
         labels=labels.to(device),
         selection=cuts,
-        recalled=recalled,
+        stored=stored,
         **shared,
     )
 
@@ -146,9 +146,9 @@ class Steps:
         inputs = self.inputs
         if name == "scl plus":
             maps = probabilities(logit_map)
-            given = inputs.recalled.inputs(logits, inputs.labels, maps, corrected=True)
+            given = inputs.stored.inputs(logits, inputs.labels, maps, corrected=True)
             loss = Objective(base="enp", consistency="scl_corrected")(given)
-            updated_averages(inputs.recalled, logits.detach(), maps.detach(), StoreConfig())
+            updated_averages(inputs.stored, logits.detach(), maps.detach(), StoreConfig())
             return loss.total
         if name != "en + scl":
             given = LossInputs(logits=logits, labels=inputs.labels)

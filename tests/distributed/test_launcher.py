@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.distributed.sabotage import REASON
 from tests.integration.runs import Running, assert_same_runs, make_shards, steps_of, write_config
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.faults import kills
 from tests.faults.training import Training, small_config
 from tests.integration.runs import assert_same_runs, make_shards

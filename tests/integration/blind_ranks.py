@@ -9,7 +9,7 @@ import sys
 from bigscl.store.reading import StoreReader
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.train import main
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 
 
 def refuse(*arguments: object) -> None:

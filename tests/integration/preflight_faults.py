@@ -20,8 +20,8 @@ def wrong_averages(*arguments: str) -> None:
     """The device writes other heatmaps than the CPU, whose reference has double precision."""
     right = reference_check.updated_averages
 
-    def wrong(recalled: Any, logits: torch.Tensor, maps: Any, settings: Any) -> dict[str, torch.Tensor]:
-        updated = right(recalled, logits, maps, settings)
+    def wrong(stored: Any, logits: torch.Tensor, maps: Any, settings: Any) -> dict[str, torch.Tensor]:
+        updated = right(stored, logits, maps, settings)
         if logits.dtype is torch.float32:
             updated["heatmaps"] = updated["heatmaps"].flip(-1)
         return updated

@@ -24,7 +24,7 @@ from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.store import HeatmapStore, Rows, StorageOptions
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests import forks
 from tests.forks import ROOT, Child, free_port, trainer_server
 

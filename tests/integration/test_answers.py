@@ -7,11 +7,11 @@ from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
 from bigscl.distributed.ranks import SingleProcess
+from bigscl.memory.memory import show_nothing
 from bigscl.plots.runs import _stored_samples as stored_samples
 from bigscl.store import Answered, HeatmapStore
-from bigscl.training.checkpoint import Checkpoints
-from bigscl.training.memory import show_nothing
-from bigscl.training.run import Run, RunFolder, open_data, open_memory
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.run_folder import Run, RunFolder, open_data, open_memory
 from tests.forks import trainer_server
 from tests.integration.runs import (
     Running,

@@ -12,7 +12,7 @@ from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.store import Rows
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (
     assert_same_rows,

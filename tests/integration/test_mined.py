@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 def test_every_class_has_its_number_of_expected_positives_in_mid_epoch(trainer_server, shards, tmp_path):
     config = write_config(tmp_path / "run.yaml", shards, checkpoint={"every_steps": 3})
     # Seven saves in each epoch, the last at its end: the newest is in the middle of the third one.
-    InterruptedTrainer(trainer_server)(config, kill="bigscl.training.checkpoint:Checkpoints.save after 16")
+    InterruptedTrainer(trainer_server)(
+        config, kill="bigscl.training.checkpoint.checkpoint_folder:Checkpoints.save after 16"
+    )
     run, index = config.with_suffix(""), index_of(shards)
     counts = np.rint(2.5 * index.annotations().counts()).astype(int)
     wanted = {number: min(count, index.num_samples) for number, count in enumerate(counts.tolist()) if count}

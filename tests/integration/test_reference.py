@@ -13,7 +13,7 @@ import torch
 from bigscl.config import load_config
 from bigscl.selection.selection import Selection
 from bigscl.store.rounding import LEVELS, to_bytes
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.integration.reference import Reference
 from tests.integration.reference_plus import ReferencePlus
 from tests.integration.runs import (

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bigscl.common import failures
-from bigscl.training.checkpoint import Checkpoints
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.integration.runs import (
     TIMEOUT,
     Running,

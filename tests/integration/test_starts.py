@@ -24,7 +24,7 @@ SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
     "bigscl.store.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
     "bigscl.common.files",
-    "bigscl.training.checkpoint",
+    "bigscl.training.checkpoint.checkpoint_folder",
 )
 
 
@@ -112,8 +112,8 @@ MORE_KILLS = [
     *(f"{SNAPSHOTS}.create {when} {n}" for n in (1, 2, 3, 4, 5) for when in ("before", "after")),
     *(f"{STORE}.compact {when} 1" for when in ("before", "after")),
     *(f"{STORE}.create {when} 1" for when in ("before", "after")),
-    "bigscl.training.run:RunFolder.write_start before 1",
-    "bigscl.training.run:RunFolder.write_start after 1",
+    "bigscl.training.run_folder:RunFolder.write_start before 1",
+    "bigscl.training.run_folder:RunFolder.write_start after 1",
     *(f"{FOLDERS}:_rename {when} {n}" for n in range(1, 9) for when in ("before", "after")),
     *(f"pathlib:Path.replace {when} {n}" for n in range(1, 3) for when in ("before", "after")),
     *(f"{CHECKPOINTS}:Checkpoints.prune before {n}" for n in range(1, 6)),
@@ -147,11 +147,11 @@ def test_run_killed_at_more_moments_ends_as_if_it_never_was(tmp_path, train, con
     [
         f"{STORE}.drop_announced before 1",
         f"{SNAPSHOTS}.drop before 1",
-        "bigscl.training.run:RunFolder.write_start before 1",
+        "bigscl.training.run_folder:RunFolder.write_start before 1",
         f"{CHECKPOINTS}:remove_folder before 1",
         "os:unlink after 2",
         "os:unlink after 3",
-        "bigscl.training.log:MetricsLog.drop_after after 1",
+        "bigscl.training.metrics_log:MetricsLog.drop_after after 1",
     ],
 )
 def test_resume_of_an_older_checkpoint_killed_at_a_chosen_moment(train, config, again, whole, shards, moment):
@@ -335,8 +335,8 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
 @pytest.mark.parametrize(
     ("moment", "name"),
     [
-        ("bigscl.training.log:append_lines before 3", ""),
-        ("bigscl.training.checkpoint:save before 2", "model.safetensors"),
+        ("bigscl.training.metrics_log:append_lines before 3", ""),
+        ("bigscl.training.checkpoint.checkpoint_folder:save before 2", "model.safetensors"),
         ("torch:save before 3", "optimizer.pt"),
         ("matplotlib.figure:Figure.savefig before 1", "epoch-001.png"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bigscl.config import load_config
 from bigscl.store import Rows
-from bigscl.training.run import open_data, read_store
+from bigscl.training.run_folder import open_data, read_store
 from tests.integration.runs import assert_same_rows, assert_same_weights, losses_of, score_files, weights_of
 
 

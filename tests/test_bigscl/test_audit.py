@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 import bigscl
 from bigscl.evaluation import audit
 from bigscl.evaluation.audit import area_under_curve, suspicion, warmth
-from bigscl.training.score_log import pair_type
+from bigscl.memory.score_history import pair_type
 
 NUM_CLASSES, NUM_IMAGES, NUM_EPOCHS = 6, 40, 5
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import explain, find_folder, remove_folder
 from bigscl.store import seal
-from bigscl.training.checkpoint import (
+from bigscl.training.checkpoint.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
@@ -21,8 +21,8 @@ from bigscl.training.checkpoint import (
     write_state,
     write_tensors,
 )
-from bigscl.training.checkpoint_contents import check_optimizer, check_ranks, check_tensors, misfit
-from bigscl.training.random_state import rng_state
+from bigscl.training.checkpoint.validate import check_optimizer, check_ranks, check_tensors, misfit
+from bigscl.training.run_progress import rng_state
 
 
 def files(value):

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigscl.config import make_config
 from bigscl.data.loader import Batch
+from bigscl.memory.disabled import NoMemory
 from bigscl.train import Stopped, Trainer
-from bigscl.training.epoch_progress import EpochProgress
 from bigscl.training.model_state import ModelState
-from bigscl.training.no_memory import NoMemory
+from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
 from tests.test_store.conftest import make_annotations
 

@@ -12,7 +12,7 @@ from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
 from bigscl.data.scan import scan
 from bigscl.evaluation.predictions import true_labels
 from bigscl.store import HeatmapStore, IndexMismatch
-from bigscl.training.run import open_data
+from bigscl.training.run_folder import open_data
 from tests.tars import jpeg, labelled, write_tar
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "real.json"

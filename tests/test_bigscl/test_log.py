@@ -7,8 +7,9 @@ import torch
 
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import Loss
-from bigscl.training import log, progress_bar
-from bigscl.training.log import Meter
+from bigscl.training import metrics_log as log
+from bigscl.training import progress_bar
+from bigscl.training.metrics_log import Meter
 
 
 class Ranks:

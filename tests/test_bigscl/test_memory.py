@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bigscl.config import ConfigError, StoreConfig
+from bigscl.memory.lookup import RepeatedSample, SampleViews
+from bigscl.memory.memory import Memory
+from bigscl.memory.visits import divide_shards
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.store.testing import PipeTransport
-from bigscl.training.epoch_visits import divide_shards
-from bigscl.training.memory import Memory
-from bigscl.training.recalled import RepeatedSample, SampleViews
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations
 
 SIDE, K = 3, 1.5
@@ -47,22 +47,22 @@ def predict(ids, epoch):
     return torch.logit(maps.mean((2, 3))), maps
 
 
-def learn(memory, recalled):
-    logits, maps = predict(recalled.rows, memory.epoch)
-    memory.learn(recalled, logits=logits, maps=maps)
+def learn(memory, stored):
+    logits, maps = predict(stored.rows, memory.epoch)
+    memory.update(stored, logits=logits, maps=maps)
 
 
 def train_epoch(memory, ids=IDS, *, ahead=True):
     batches = [SampleViews(each, views_of(each, memory.epoch)) for each in batches_of(ids)]
     pairs = (
-        memory.recall_ahead(batches)
+        memory.prefetch(batches)
         if ahead
-        else ((sample_views, memory.recall(*sample_views)) for sample_views in batches)
+        else ((sample_views, memory.lookup(*sample_views)) for sample_views in batches)
     )
     found = []
-    for _, recalled in pairs:
-        found.append(recalled)
-        learn(memory, recalled)
+    for _, stored in pairs:
+        found.append(stored)
+        learn(memory, stored)
     return found
 
 
@@ -82,9 +82,9 @@ def test_an_epoch_recalls_what_the_epoch_before_has_learnt(memory):
     for _ in range(2):
         found = []
         for ids in batches_of(IDS):
-            found.append(memory.recall(ids))
+            found.append(memory.lookup(ids))
             maps = half[:, :, None, None].expand(-1, -1, SIDE, SIDE)
-            memory.learn(found[-1], logits=torch.logit(half), maps=maps)
+            memory.update(found[-1], logits=torch.logit(half), maps=maps)
         if memory.epoch == 0:
             first = found
         memory.end_epoch()
@@ -117,17 +117,17 @@ def test_reading_ahead_changes_no_bit(tmp_path):
 )
 def test_ids_and_views_may_be_lists_arrays_or_tensors(memory, wrap):
     sample_views = SampleViews(IDS[:4], views_of(IDS[:4], 0))
-    ((_, found),) = memory.recall_ahead([wrap(sample_views)])
-    expected = memory.recall(*sample_views)
+    ((_, found),) = memory.prefetch([wrap(sample_views)])
+    expected = memory.lookup(*sample_views)
     assert torch.equal(found.views, expected.views)
     assert torch.equal(found.target(SIDE), expected.target(SIDE))
 
 
 def test_a_function_says_where_other_batches_have_their_ids(memory):
-    pairs = memory.recall_ahead([(None, IDS[:2])], sample_views=lambda batch: SampleViews(batch[1]))
-    assert [recalled.rows.tolist() for _, recalled in pairs] == [[0, 1]]
+    pairs = memory.prefetch([(None, IDS[:2])], sample_views=lambda batch: SampleViews(batch[1]))
+    assert [stored.rows.tolist() for _, stored in pairs] == [[0, 1]]
     with pytest.raises(ValueError, match="tuple without `ids`"):
-        list(memory.recall_ahead([(None, IDS[:2])]))
+        list(memory.prefetch([(None, IDS[:2])]))
 
 
 def test_the_selection_of_an_epoch_is_committed_with_it(memory):
@@ -158,54 +158,54 @@ def test_tracked_samples_have_a_history(tmp_path):
 def test_inputs_of_a_recall_have_what_an_objective_needs(memory):
     train_epoch(memory)
     memory.end_epoch()
-    recalled = memory.recall(IDS, views_of(IDS, 1))
+    stored = memory.lookup(IDS, views_of(IDS, 1))
     logits, maps = predict(IDS, 1)
-    inputs = recalled.inputs(logits, torch.full((len(IDS), 7), -1, dtype=torch.int8), maps)
+    inputs = stored.inputs(logits, torch.full((len(IDS), 7), -1, dtype=torch.int8), maps)
     assert inputs.target.shape == maps.shape
     assert inputs.expected.sum(0).tolist() == np.rint(K * ANNOTATIONS.counts()).astype(int).tolist()
-    assert recalled.inputs(logits, inputs.labels).target is None
+    assert stored.inputs(logits, inputs.labels).target is None
 
 
 # A sample is learnt at most once per epoch
 
 
 def test_a_sample_that_was_learnt_is_refused_until_the_next_epoch(memory):
-    learn(memory, memory.recall(IDS[:4]))
+    learn(memory, memory.lookup(IDS[:4]))
     with pytest.raises(RepeatedSample, match="sample 2 comes a second time in epoch 0"):
-        memory.recall(IDS[2:6])
+        memory.lookup(IDS[2:6])
     with pytest.raises(RepeatedSample, match="sample 3 comes a second time"):
-        list(memory.recall_ahead([SampleViews(IDS[3:5])]))
+        list(memory.prefetch([SampleViews(IDS[3:5])]))
     assert memory.is_new(IDS[2:6]).tolist() == [False, False, True, True]
     memory.end_epoch()
-    learn(memory, memory.recall(IDS[2:6]))
+    learn(memory, memory.lookup(IDS[2:6]))
 
 
 def test_a_sample_that_was_recalled_twice_is_learnt_once(memory, tmp_path):
-    one, two = memory.recall(IDS[:4]), memory.recall(IDS[2:6])
+    one, two = memory.lookup(IDS[:4]), memory.lookup(IDS[2:6])
     learn(memory, one)
     with pytest.raises(RepeatedSample, match="sample 2"):
         learn(memory, two)
     memory.end_epoch()
     with open_memory(tmp_path / "once") as other:
-        learn(other, other.recall(IDS[:4]))
+        learn(other, other.lookup(IDS[:4]))
         other.end_epoch()
     assert_same_rows(rows_at(tmp_path / "store"), rows_at(tmp_path / "once"))
 
 
 def test_a_sample_twice_in_a_batch_is_refused(memory):
     with pytest.raises(RepeatedSample, match="sample 1 is twice in one batch"):
-        memory.recall([0, 1, 1])
+        memory.lookup([0, 1, 1])
 
 
 def test_samples_that_are_not_learnt_keep_their_rows(memory, tmp_path):
-    """Never visited, recalled only, lost with an exception, announced and broken off, and skipped."""
+    """Never visited, looked up only, lost with an exception, announced and broken off, and skipped."""
     train_epoch(memory)
     memory.end_epoch()
     before = rows_at(tmp_path / "store")
-    memory.recall(IDS[:2])
-    next(memory.recall_ahead([SampleViews(IDS[2:4]), SampleViews(IDS[4:6])]))
+    memory.lookup(IDS[:2])
+    next(memory.prefetch([SampleViews(IDS[2:4]), SampleViews(IDS[4:6])]))
     memory.skip(IDS[6:7])
-    learn(memory, memory.recall(IDS[7:8]))
+    learn(memory, memory.lookup(IDS[7:8]))
     memory.end_epoch()
     after = rows_at(tmp_path / "store")
     assert after.visited.tolist() == [0] * 7 + [1] + [0] * (len(IDS) - 8)
@@ -215,21 +215,21 @@ def test_samples_that_are_not_learnt_keep_their_rows(memory, tmp_path):
 
 
 def test_samples_of_a_failed_step_may_be_recalled_again(memory):
-    memory.recall(IDS[:4])
-    learn(memory, memory.recall(IDS[:4]))
+    memory.lookup(IDS[:4])
+    learn(memory, memory.lookup(IDS[:4]))
     memory.end_epoch()
     assert memory.store.visited()[IDS[:4]].tolist() == [0] * 4
 
 
 def test_what_was_recalled_in_one_epoch_is_not_learnt_in_the_next(memory):
-    recalled = memory.recall(IDS[:4])
+    stored = memory.lookup(IDS[:4])
     memory.end_epoch()
     with pytest.raises(ValueError, match="before the epoch ended"):
-        learn(memory, recalled)
+        learn(memory, stored)
 
 
 def test_a_pass_ends_with_its_epoch(memory):
-    pairs = memory.recall_ahead([SampleViews(ids) for ids in batches_of(IDS)])
+    pairs = memory.prefetch([SampleViews(ids) for ids in batches_of(IDS)])
     next(pairs)
     memory.end_epoch()
     with pytest.raises(ValueError, match="the epoch has ended"):
@@ -241,17 +241,17 @@ def test_an_error_of_the_loader_reaches_the_loop_and_costs_nothing_that_was_lear
         yield SampleViews(IDS[:4])
         raise ZeroDivisionError("in somebody's loader")
 
-    pairs = memory.recall_ahead(batches())
+    pairs = memory.prefetch(batches())
     learn(memory, next(pairs)[1])
     with pytest.raises(ZeroDivisionError, match="somebody's loader"):
         next(pairs)
-    learn(memory, memory.recall(IDS[4:8]))
+    learn(memory, memory.lookup(IDS[4:8]))
     memory.end_epoch()
     assert memory.store.visited()[IDS].tolist() == [0] * 8 + [-1] * 4
 
 
 def test_a_plan_has_what_is_left_of_the_epoch_exactly_once(memory):
-    learn(memory, memory.recall(IDS[:4]))
+    learn(memory, memory.lookup(IDS[:4]))
     planned = np.concatenate(list(memory.plan(batch_size=3, seed=1).batches(0)))
     assert sorted(planned) == IDS[4:].tolist()
 
@@ -260,45 +260,45 @@ def test_a_plan_has_what_is_left_of_the_epoch_exactly_once(memory):
 
 
 def test_bad_input_is_refused_in_words(memory):
-    recalled = memory.recall(IDS[:4])
+    stored = memory.lookup(IDS[:4])
     logits, maps = predict(IDS[:4], 0)
     for call, words in (
-        (lambda: memory.recall([99]), "no sample 99"),
-        (lambda: memory.recall([0.5]), "whole numbers"),
-        (lambda: memory.recall([0], [[0, 0, 1, 1]]), r"views: found \[1, 4\], expected \[1, 5\]"),
-        (lambda: memory.recall([0], [[0.5, 0, 0.6, 1, 0]]), "fractions in 0 to 1"),
-        (lambda: memory.recall([0], [[0, 0, 48, 48, 0]]), "fractions in 0 to 1"),
-        (lambda: memory.recall([0], [[0, 0, 1, 1, 0.5]]), "1 where mirrored"),
-        (lambda: memory.recall([0], [[0.5, 0, 0, 1, 0]]), "fractions in 0 to 1"),
-        (lambda: memory.recall([0], [[0, 0, 1, 1, 0]], [[0.5, 0.5, 0.6, 0]]), "erased: found"),
+        (lambda: memory.lookup([99]), "no sample 99"),
+        (lambda: memory.lookup([0.5]), "whole numbers"),
+        (lambda: memory.lookup([0], [[0, 0, 1, 1]]), r"views: found \[1, 4\], expected \[1, 5\]"),
+        (lambda: memory.lookup([0], [[0.5, 0, 0.6, 1, 0]]), "fractions in 0 to 1"),
+        (lambda: memory.lookup([0], [[0, 0, 48, 48, 0]]), "fractions in 0 to 1"),
+        (lambda: memory.lookup([0], [[0, 0, 1, 1, 0.5]]), "1 where mirrored"),
+        (lambda: memory.lookup([0], [[0.5, 0, 0, 1, 0]]), "fractions in 0 to 1"),
+        (lambda: memory.lookup([0], [[0, 0, 1, 1, 0]], [[0.5, 0.5, 0.6, 0]]), "erased: found"),
         (lambda: memory.is_new([0.5]), "whole numbers"),
-        (lambda: memory.learn(recalled, logits=logits[:3], maps=maps), r"logits: found \[3, 7\]"),
-        (lambda: memory.learn(recalled, logits=logits), "maps: missing"),
-        (lambda: memory.learn(recalled, logits=logits, maps=maps[:, :3]), r"maps: found \[4, 3, 3, 3\]"),
+        (lambda: memory.update(stored, logits=logits[:3], maps=maps), r"logits: found \[3, 7\]"),
+        (lambda: memory.update(stored, logits=logits), "maps: missing"),
+        (lambda: memory.update(stored, logits=logits, maps=maps[:, :3]), r"maps: found \[4, 3, 3, 3\]"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     # Row 8 is past the end of the second shard, which has 3 samples of 5 rows.
     with pytest.raises(ValueError, match="no sample 8"):
-        memory.recall([8])
-    learn(memory, recalled)
+        memory.lookup([8])
+    learn(memory, stored)
 
 
 def test_logits_in_place_of_probabilities_stop_the_next_call(memory):
-    recalled = memory.recall(IDS[:4])
+    stored = memory.lookup(IDS[:4])
     logits, _ = predict(IDS[:4], 0)
-    memory.learn(recalled, logits=logits, maps=torch.full((4, 7, SIDE, SIDE), 10.0))
+    memory.update(stored, logits=logits, maps=torch.full((4, 7, SIDE, SIDE), 10.0))
     with pytest.raises(ValueError, match="heatmaps of sample 0: found"):
         memory.end_epoch()
 
 
 def test_a_state_is_loaded_after_values_were_refused(memory):
     state = memory.state_dict()
-    memory.learn(memory.recall(IDS[:4]), logits=torch.full((4, 7), np.nan), maps=predict(IDS[:4], 0)[1])
+    memory.update(memory.lookup(IDS[:4]), logits=torch.full((4, 7), np.nan), maps=predict(IDS[:4], 0)[1])
     with pytest.raises(ValueError, match="scores of sample 0: found nan"):
         memory.commit()
     memory.load_state_dict(state)
-    learn(memory, memory.recall(IDS[:4]))
+    learn(memory, memory.lookup(IDS[:4]))
     memory.end_epoch()
 
 
@@ -373,7 +373,7 @@ def test_a_killed_loop_resumes_within_the_epoch_as_if_it_had_not_been(tmp_path, 
 def test_an_epoch_may_have_more_commits_than_there_are_slots(memory):
     """Of one shard, with state dicts after some of them."""
     for number, sample in enumerate(IDS[:5]):
-        learn(memory, memory.recall([sample]))
+        learn(memory, memory.lookup([sample]))
         memory.commit()
         if number % 2:
             memory.state_dict()
@@ -397,7 +397,7 @@ def test_skipped_samples_are_not_new_after_a_resume(tmp_path):
 
 
 def test_a_state_names_what_was_committed_only(memory):
-    learn(memory, memory.recall(IDS[:4]))
+    learn(memory, memory.lookup(IDS[:4]))
     with pytest.raises(StoreError, match=r"Call commit\(\) or end_epoch\(\) before"):
         memory.state_dict()
     memory.commit()
@@ -406,20 +406,20 @@ def test_a_state_names_what_was_committed_only(memory):
 
 def test_a_store_with_learnt_rows_needs_a_state_or_a_reset(tmp_path):
     with open_memory(tmp_path / "store") as memory:
-        fresh = memory.recall(IDS[:4])
+        fresh = memory.lookup(IDS[:4])
         train_epoch(memory)
         memory.end_epoch()  # killed before the first checkpoint is saved
         train_epoch(memory)
         memory.end_epoch()
     with open_memory(tmp_path / "store") as memory:
         with pytest.raises(StoreError, match=r"has learnt rows up to epoch 2. Call load_state_dict"):
-            memory.recall(IDS[:4])
+            memory.lookup(IDS[:4])
         for call in (memory.commit, memory.end_epoch):
             with pytest.raises(StoreError, match="Call load_state_dict"):
                 call()
         memory.reset()
         assert memory.epoch == 0
-        again = memory.recall(IDS[:4])
+        again = memory.lookup(IDS[:4])
         assert torch.equal(again.scores, fresh.scores)
         train_epoch(memory)
         memory.end_epoch()
@@ -505,7 +505,7 @@ def test_ranks_with_whole_shards_learn_what_one_rank_does(tmp_path):
                 mine = list(memory.plan(batch_size=2).batches(transport.rank))
                 wanted = [ids[np.isin(ids, IDS[3:])] for ids in mine]
                 for ids in wanted:
-                    learn(memory, memory.recall(ids, views_of(ids, memory.epoch)))
+                    learn(memory, memory.lookup(ids, views_of(ids, memory.epoch)))
                 memory.end_epoch()
             return memory.selection.to_json()
 
@@ -518,9 +518,9 @@ def test_a_shard_that_two_ranks_learn_is_refused_on_both(tmp_path):
 
     def train(transport):
         with open_memory(tmp_path / "store", ranks=transport) as memory:
-            stale = memory.recall(IDS[2:4])
+            stale = memory.lookup(IDS[2:4])
             if transport.rank == 0:
-                learn(memory, memory.recall(IDS[:2]))
+                learn(memory, memory.lookup(IDS[:2]))
             memory.commit()
             if transport.rank == 1:
                 learn(memory, stale)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from bigscl.config import StoreConfig
+from bigscl.memory.memory import Memory
 from bigscl.selection.class_ratios import at_level, class_ratios
 from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.store import Answered, StoreError, with_answers
-from bigscl.training.memory import Memory
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,
     IDS,
@@ -76,7 +76,7 @@ def test_spatial_ranking_is_written_with_each_update_and_decides_what_is_expecte
         np.testing.assert_allclose(rows.ranked_by(), evidence_ranking(rows), atol=2e-3)
         assert (rows.ranked_by()[ANNOTATED[IDS]] == 1).all()
         expected = slow_selection(rows.ranked_by(), np.rint(K * ANNOTATIONS.counts()).astype(int))
-        found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+        found = np.concatenate([memory.lookup(ids).expected for ids in batches_of(IDS)])
         np.testing.assert_array_equal(found, expected)
 
 
@@ -92,7 +92,7 @@ def test_k_of_each_class_is_that_of_the_selection_before(tmp_path):
             positives = np.array([expected[ANNOTATED[IDS][:, c]].sum() for c in range(7)])
             ratios = class_ratios(K, counts, positives)
             np.testing.assert_allclose(memory.class_ratios, ratios)
-            found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+            found = np.concatenate([memory.lookup(ids).expected for ids in batches_of(IDS)])
             unnamed = ~ANNOTATED[IDS]
             np.testing.assert_array_equal(found & unnamed, expected & unnamed, err_msg=f"epoch {epoch}")
             memory.load_state_dict(memory.state_dict())
@@ -109,7 +109,7 @@ def test_given_k_of_each_class_is_used_at_the_level(tmp_path, settings):
             memory.end_epoch()
             assert memory.class_ratios is None
             expected = slow_selection(rows_at(tmp_path / "store").scores, num_expected)
-            found = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+            found = np.concatenate([memory.lookup(ids).expected for ids in batches_of(IDS)])
             unnamed = ~ANNOTATED[IDS]
             np.testing.assert_array_equal(found & unnamed, expected & unnamed)
 
@@ -119,7 +119,7 @@ def test_given_k_of_each_class_is_used_at_the_level(tmp_path, settings):
 def test_the_surest_expected_positives_are_asserted(tmp_path, share, k_per_class):
     options = {"asserted": share, "k_per_class": k_per_class, "rank_by": "spatial"}
     with open_memory(tmp_path / "store", **options) as memory:
-        assert not memory.recall(IDS[:4]).asserted.any()
+        assert not memory.lookup(IDS[:4]).asserted.any()
         for _ in range(2):
             ratios = K if memory.class_ratios is None else memory.class_ratios
             train_epoch(memory)
@@ -128,9 +128,9 @@ def test_the_surest_expected_positives_are_asserted(tmp_path, share, k_per_class
         num_expected = np.rint(ratios * counts).astype(int)
         surest = counts + np.rint(share * (num_expected - counts)).astype(int)
         rows = rows_at(tmp_path / "store")
-        found = np.concatenate([memory.recall(ids).asserted for ids in batches_of(IDS)])
+        found = np.concatenate([memory.lookup(ids).asserted for ids in batches_of(IDS)])
         np.testing.assert_array_equal(found, slow_selection(rows.ranked_by(), surest))
-        expected = np.concatenate([memory.recall(ids).expected for ids in batches_of(IDS)])
+        expected = np.concatenate([memory.lookup(ids).expected for ids in batches_of(IDS)])
         assert (expected | ~found).all(), "what is asserted is expected"
 
 
@@ -182,7 +182,7 @@ def test_visits_are_those_of_the_sample_also_after_an_epoch_that_left_it_out(tmp
         for left_out in ([], [0, 7], [0]):
             train_epoch(memory, np.setdiff1d(IDS, left_out))
             memory.end_epoch()
-        visits = np.concatenate([memory.recall(ids).visits for ids in batches_of(IDS)])
+        visits = np.concatenate([memory.lookup(ids).visits for ids in batches_of(IDS)])
     assert dict(zip(IDS.tolist(), visits.tolist(), strict=True)) == {
         **dict.fromkeys(IDS.tolist(), 3),
         0: 1,
@@ -210,11 +210,11 @@ def test_corrected_targets_are_the_mean_of_what_was_seen(tmp_path):
     with open_memory(tmp_path / "store") as memory:
         for value in (0.25, 0.75):
             for ids in batches_of(IDS):
-                recalled = memory.recall(ids)
+                stored = memory.lookup(ids)
                 maps = torch.full((len(ids), 7, 3, 3), value)
-                memory.learn(recalled, logits=torch.logit(maps.mean((2, 3))), maps=maps)
+                memory.update(stored, logits=torch.logit(maps.mean((2, 3))), maps=maps)
             memory.end_epoch()
-        target, weight = memory.recall(IDS[:4]).corrected_target(3)
+        target, weight = memory.lookup(IDS[:4]).corrected_target(3)
     # mu 0.8: weights 0.8 * 0.2 of the first look, 0.2 of the second, 0.64 of the start.
     torch.testing.assert_close(weight, torch.full((4, 1, 3, 3), 0.36), rtol=1e-3, atol=1e-3)
     seen = (0.16 * 0.25 + 0.2 * 0.75) / 0.36
@@ -225,9 +225,9 @@ def test_a_cell_that_was_never_seen_has_no_weight(tmp_path):
     with open_memory(tmp_path / "store") as memory:
         left = torch.tensor([[0.0, 0.0, 0.5, 1.0, 0.0]]).expand(4, -1)
         for ids in batches_of(IDS):
-            learn(memory, memory.recall(ids, left[: len(ids)]))
+            learn(memory, memory.lookup(ids, left[: len(ids)]))
         memory.end_epoch()
-        _, weight = memory.recall(IDS[:4]).corrected_target(6)
+        _, weight = memory.lookup(IDS[:4]).corrected_target(6)
     assert (weight[..., 3:] == 0).all()
     torch.testing.assert_close(weight[..., :3], torch.full((4, 1, 6, 3), 0.2), rtol=1e-3, atol=1e-3)
 

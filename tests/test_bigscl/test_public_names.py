@@ -59,7 +59,7 @@ def test_a_dataset_without_shards_has_its_samples_as_rows(tmp_path):
     assert annotations.fingerprint != bigscl.Annotations.of(positives[::-1], 4, rows_per_shard=2).fingerprint
     settings = bigscl.StoreConfig(url=str(tmp_path / "store"))
     with bigscl.Memory(annotations, settings, heatmap_size=4) as memory:
-        scores = memory.recall(range(5)).scores
+        scores = memory.lookup(range(5)).scores
     expected = np.zeros((5, 4))
     for row, classes in enumerate(positives):
         expected[row, classes] = 1

@@ -128,9 +128,9 @@ def test_a_resampled_pipeline_is_refused_at_its_first_repeated_sample(shards, tm
     learnt = set()
 
     def learn_all(memory):
-        for _, recalled in memory.recall_ahead(batches):
-            memory.learn(recalled, logits=torch.zeros(1, index.num_classes))
-            learnt.update(recalled.rows.tolist())
+        for _, stored in memory.prefetch(batches):
+            memory.update(stored, logits=torch.zeros(1, index.num_classes))
+            learnt.update(stored.rows.tolist())
 
     with Memory(index.annotations(), settings, heatmap_size=4) as memory:
         with pytest.raises(RepeatedSample, match="comes a second time in epoch 0"):

@@ -7,8 +7,8 @@ import torch
 import bigscl
 from bigscl.common.digests import write_array
 from bigscl.common.files import BadFile
+from bigscl.memory.score_history import ScoreLog, annotated, highest_classes, log_folder, read_score_log
 from bigscl.store import HeatmapStore, SingleProcess, choose_classes
-from bigscl.training.score_log import ScoreLog, annotated, highest_classes, log_folder, read_score_log
 
 NUM_CLASSES = 12
 POSITIVES = [[n % NUM_CLASSES] if n % 5 else [0, 11] for n in range(23)]
@@ -143,7 +143,7 @@ def test_a_memory_keeps_what_it_holds_at_the_end_of_each_epoch(tmp_path, positiv
         for epoch in range(2):
             torch.manual_seed(epoch)
             maps = torch.rand(23, NUM_CLASSES, 2, 2)
-            memory.learn(memory.recall(IDS), logits=torch.randn(23, NUM_CLASSES), maps=maps)
+            memory.update(memory.lookup(IDS), logits=torch.randn(23, NUM_CLASSES), maps=maps)
             memory.end_epoch(score_log=log)
             with HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS) as store:
                 expected[epoch] = store.read(IDS).scores

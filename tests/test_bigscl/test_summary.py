@@ -7,8 +7,8 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.store import spec_for
-from bigscl.training.epoch_plan import plan_epoch
 from bigscl.training.forecast import forecast
+from bigscl.training.schedule import plan_epoch
 from bigscl.training.summary import _describe_division
 from tests.test_store.conftest import make_annotations
 

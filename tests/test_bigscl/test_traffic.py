@@ -22,16 +22,15 @@ from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.estimator import LabelEstimator
 from bigscl.losses.losses import BASES
 from bigscl.losses.sample_rows import SampleRows
+from bigscl.memory.device import AnnotatedClasses
+from bigscl.memory.lookup import CheckedViews, to_device, updated_averages
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
 from bigscl.selection.selection import Selection
 from bigscl.store import Rows
 from bigscl.training import loss_state
-from bigscl.training.annotated import AnnotatedClasses
 from bigscl.training.loss_state import make_loss_state
-from bigscl.training.recalled import CheckedViews, updated_averages
 from bigscl.training.step import Step
-from bigscl.training.transfer import to_device
 from tests.test_store.conftest import make_annotations
 
 CUDA = torch.device("cuda", 0)
@@ -198,11 +197,11 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
             with Traffic() as traffic, accelerator.autocast():
                 batch = make_batch()
                 sample_views = CheckedViews(rows=np.arange(BATCH), views=batch.views, erased=None)
-                recalled = to_device(
+                stored = to_device(
                     make_rows(layout), sample_views, selection, annotated, device=CUDA, momentum=0.8
                 )
-                _, predicted = step(batch, recalled, count=BATCH, gamma=1.0, rate=0.1)
-                updated_averages(recalled, predicted.logits, predicted.maps, config.store)
+                _, predicted = step(batch, stored, count=BATCH, gamma=1.0, rate=0.1)
+                updated_averages(stored, predicted.logits, predicted.maps, config.store)
     batches._factor_and_offset.cache_clear()
     return traffic.copies
 

@@ -7,7 +7,7 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.train import Trainer
-from bigscl.training.epoch_plan import plan_epoch
+from bigscl.training.schedule import plan_epoch
 
 SIZES = np.array([20] * 13 + [7])
 
@@ -27,7 +27,7 @@ class RecordingTrainer(Trainer):
         self.config, self.events, self.learnt = config, [], 0
         self.state = SimpleNamespace(begin_step=lambda rate: None, end_step=lambda: None)
         self.step = type("Step", (), {"__call__": lambda _, *a, **b: self._run(), "idle": self._forward})()
-        self.memory = SimpleNamespace(learn=lambda *a, **b: self._learn(), skip=lambda ids: None)
+        self.memory = SimpleNamespace(update=lambda *a, **b: self._learn(), skip=lambda ids: None)
         self.progress = SimpleNamespace(step=0, advance=lambda step: None, add=lambda batch: None)
         self._exchanging = False
 

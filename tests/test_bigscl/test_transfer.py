@@ -8,11 +8,10 @@ import torch
 
 from bigscl.data import loader as batches
 from bigscl.data.loader import normalize
+from bigscl.memory.device import AnnotatedClasses
+from bigscl.memory.lookup import SampleViews, check_sample_views, to_device
 from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
-from bigscl.training.annotated import AnnotatedClasses
-from bigscl.training.recalled import SampleViews, check_sample_views
-from bigscl.training.transfer import to_device
 from tests.test_store.conftest import make_annotations
 
 
@@ -30,10 +29,10 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
     sample_views = check_sample_views(SampleViews([3, 8]))
     device = torch.device("cpu")
     annotated = AnnotatedClasses(make_annotations(), device)
-    recalled = to_device(rows, sample_views, Selection.none(4), annotated, device=device, momentum=0.8)
-    assert recalled.classes.dtype == torch.int64
-    np.testing.assert_array_equal(recalled.classes.numpy(), classes.astype(np.int64))
-    assert recalled.visits.tolist() == [0, 5]
+    stored = to_device(rows, sample_views, Selection.none(4), annotated, device=device, momentum=0.8)
+    assert stored.classes.dtype == torch.int64
+    np.testing.assert_array_equal(stored.classes.numpy(), classes.astype(np.int64))
+    assert stored.visits.tolist() == [0, 5]
 
 
 def test_constants_of_the_normalisation_are_made_once():

@@ -12,8 +12,8 @@ from bigscl.data.scan import scan
 from bigscl.distributed.ranks import process_group
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.validation import best_metric, validate
+from bigscl.memory.memory import show_nothing
 from bigscl.models.spatial import build_model
-from bigscl.training.memory import show_nothing
 from tests.tars import labelled, write_tar
 
 BACKBONE = "bigscl.models.smallnet:small_resnet"

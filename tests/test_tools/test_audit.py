@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import SingleProcess
-from bigscl.training.score_log import ScoreLog, log_folder
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.quickstart import SIDE, centres, make_store
 

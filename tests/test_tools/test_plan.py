@@ -15,8 +15,8 @@ from bigscl.selection.k import Expectation
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.tools.probe import measure
 from bigscl.training import forecast
-from bigscl.training.epoch_plan import plan_epoch
-from bigscl.training.run import open_data
+from bigscl.training.run_folder import open_data
+from bigscl.training.schedule import plan_epoch
 from bigscl.training.summary import summary
 from tests.tars import jpeg, write_shards, write_tar
 from tests.test_tools.conftest import bigscl

@@ -10,9 +10,9 @@ import typer
 import yaml
 from braceexpand import braceexpand
 
+from bigscl.memory.score_history import ScoreLog
 from bigscl.store import HeatmapStore, SingleProcess
 from bigscl.tools.cli import VERBS, app
-from bigscl.training.score_log import ScoreLog
 from tests import tools_readme
 from tests.test_tools.conftest import add_config, bigscl
 from tests.test_tools.quickstart import make_store

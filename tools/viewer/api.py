@@ -392,7 +392,7 @@ def _text(values: NDArray[np.uint8]) -> str:
 
 def _logged(run: OpenRun, row: int) -> dict[int, Any]:
     """Return the scores of a sample that the run has logged at the ends of its epochs."""
-    from bigscl.training.score_log import read_score_log
+    from bigscl.memory.score_history import read_score_log
 
     if run.folder is None:
         return {}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
+from bigscl.memory.score_history import highest_classes
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
 from bigscl.tools.choosing import snapshot_before
 from bigscl.tools.expected import Expected, count_by_class, expected_at
@@ -40,7 +41,6 @@ from bigscl.tools.viewer.score_index import (
     sorted_pairs,
     to_bytes,
 )
-from bigscl.training.score_log import highest_classes
 
 ALL_PAIRS = 2**24
 KEPT = 10

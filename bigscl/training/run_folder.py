@@ -19,6 +19,9 @@ from bigscl.data.index import SAMPLES_FILE, Index, is_list_of, load_index, write
 from bigscl.data.labels_file import with_evaluation_labels
 from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.distributed.ranks import Ranks
+from bigscl.memory.disabled import NoMemory
+from bigscl.memory.memory import Memory, ShowWork
+from bigscl.memory.score_history import ScoreLog
 from bigscl.selection.k import k_per_class, positives_per_image
 from bigscl.store import (
     Annotations,
@@ -33,11 +36,8 @@ from bigscl.store import (
     open_backend,
     seal_fault,
 )
-from bigscl.training.checkpoint import Checkpoints
-from bigscl.training.log import environment
-from bigscl.training.memory import Memory, ShowWork
-from bigscl.training.no_memory import NoMemory
-from bigscl.training.score_log import ScoreLog
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.metrics_log import environment
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,54 @@
-"""The annotated positives of a dataset on the training device, without a copy in each step."""
+"""Copies between the host and the training device that the step does not wait for; labels on the device."""
 
-# Shapes: N rows, P annotated positives, B batch, L classes.
+# Shapes: B batch, L classes.
 
+from collections.abc import Callable
 from copy import copy
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bigscl.store import Annotations
+
+Array = NDArray[Any]
+
+
+def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array in page-locked memory, from which copies to a GPU are asynchronous."""
+    # The array keeps the tensor alive; torch's allocator reuses the block only when its copies are done.
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned.view(dtype).reshape(shape)
+
+
+def choose_device(device: torch.device) -> None:
+    """Make a thread use the GPU of its rank: by itself it would take memory on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], object]]:
+    """Return arrays for the tensors' values, and a call that blocks until the values are there."""
+    copies, ready = copy_to_host(tensors)
+    return {name: copy.numpy() for name, copy in copies.items()}, ready
+
+
+def copy_to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], object]]:
+    """The same as tensors."""
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda":
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, lambda: None
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items()
+    }
+    # Blocking: the thread that waits for it sleeps, instead of keeping a core busy.
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    copied.record()
+    return copies, copied.synchronize
 
 
 class AnnotatedClasses:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
+from bigscl.memory.device import allocate_pinned, choose_device
+from bigscl.memory.lookup import CheckedViews
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
-from bigscl.training.recalled import CheckedViews
-from bigscl.training.transfer import allocate_pinned, choose_device
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
@@ -63,7 +63,7 @@ class EpochThreads:
 
     def _next(self, pairs: Iterator[Item]) -> Item | None:
         if self._closed:
-            raise UserError("recall_ahead: the epoch has ended. Call recall_ahead again for the next one.")
+            raise UserError("prefetch: the epoch has ended. Call prefetch again for the next one.")
         return next(pairs, None)
 
     @property

@@ -15,6 +15,7 @@ from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
 from bigscl.data.crops import Box, ViewRow, check_rows
 from bigscl.losses.inputs import LossInputs
+from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
@@ -25,8 +26,7 @@ from bigscl.memory.heatmaps import (
 )
 from bigscl.selection.selection import Selection
 from bigscl.selection.spatial_ranking import spatial_ranking
-from bigscl.store import MAX_COUNT
-from bigscl.training.annotated import AnnotatedClasses
+from bigscl.store import MAX_COUNT, Rows
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -53,7 +53,7 @@ class CheckedViews:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Recalled:
+class MemoryBatch:
     """What is remembered of a batch, on the training device; None for arrays that the store does not keep."""
 
     rows: NDArray[np.int64]
@@ -171,43 +171,87 @@ class Recalled:
         )
 
 
+def to_device(
+    rows: Rows,
+    sample_views: CheckedViews,
+    selection: Selection,
+    annotations: AnnotatedClasses,
+    *,
+    device: torch.device,
+    momentum: float,
+    source: object = None,
+) -> MemoryBatch:
+    """Return the rows of a batch, and how it looks at them, as tensors on the device."""
+
+    # As they are: a conversion on the host would make an unpinned copy, whose transfer blocks.
+    def move(array: NDArray[Any] | Tensor) -> Tensor:
+        return torch.as_tensor(array).to(device, non_blocking=True)
+
+    assert rows.visits is not None
+    return MemoryBatch(
+        rows=sample_views.rows,
+        ids=move(sample_views.rows),
+        views=move(sample_views.views),
+        erased=None if sample_views.erased is None else move(sample_views.erased),
+        selection=selection,
+        scores=move(rows.scores),
+        visits=move(rows.visits),
+        heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
+        classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
+        counts=None if rows.counts is None else move(rows.counts),
+        ranking=None if rows.ranking is None else move(rows.ranking),
+        annotations=annotations,
+        momentum=momentum,
+        source=source,
+    )
+
+
+def _signed(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the bits of unsigned integers as signed ones, which every device can convert."""
+    return array.view(np.dtype(f"i{array.dtype.itemsize}"))
+
+
+def _as_int64(bits: Tensor, dtype: np.dtype[Any]) -> Tensor:
+    return bits.long() & np.iinfo(dtype).max
+
+
 @torch.no_grad()
-def updated_scores(recalled: Recalled, logits: Tensor, settings: StoreConfig) -> Tensor:
+def updated_scores(stored: MemoryBatch, logits: Tensor, settings: StoreConfig) -> Tensor:
     """Return the scores of a batch after its prediction, float16 [B,L]."""
-    visits = recalled.visits if settings.ema == "debiased" else None
-    return blend_scores(recalled.scores, logits.float().sigmoid(), settings.momentum, visits)
+    visits = stored.visits if settings.ema == "debiased" else None
+    return blend_scores(stored.scores, logits.float().sigmoid(), settings.momentum, visits)
 
 
 @torch.no_grad()
 def updated_averages(
-    recalled: Recalled, logits: Tensor, maps: Tensor | None, settings: StoreConfig
+    stored: MemoryBatch, logits: Tensor, maps: Tensor | None, settings: StoreConfig
 ) -> dict[str, Tensor]:
     """Return the running averages of a batch after its prediction, by the names of the store's arrays.
 
     `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
     """
     debiased = settings.ema == "debiased"
-    scores = updated_scores(recalled, logits, settings)
-    updated = {"scores": scores, "visits": recalled.visits + (recalled.visits < MAX_COUNT)}
-    if recalled.heatmaps is None:
+    scores = updated_scores(stored, logits, settings)
+    updated = {"scores": scores, "visits": stored.visits + (stored.visits < MAX_COUNT)}
+    if stored.heatmaps is None:
         return updated
     assert maps is not None
-    if recalled.classes is not None:
-        maps = gather_classes(maps, recalled.classes)
+    if stored.classes is not None:
+        maps = gather_classes(maps, stored.classes)
     updated["heatmaps"], counts = blend(
-        recalled.heatmaps,
+        stored.heatmaps,
         maps,
-        recalled.views,
+        stored.views,
         settings.momentum,
-        erased=recalled.erased,
-        counts=recalled.counts,
+        erased=stored.erased,
+        counts=stored.counts,
         debiased=debiased,
     )
     if counts is None:
         return updated
     updated["counts"] = counts
-    if recalled.ranking is not None:
-        updated["ranking"] = recalled.ranking_of(scores, updated["heatmaps"], counts, debiased=debiased)
+    if stored.ranking is not None:
+        updated["ranking"] = stored.ranking_of(scores, updated["heatmaps"], counts, debiased=debiased)
     return updated
 
 

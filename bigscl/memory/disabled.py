@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from bigscl.training.recalled import Ids, Recalled
+from bigscl.memory.lookup import Ids, MemoryBatch
 
 Batch = TypeVar("Batch")
 
@@ -21,7 +21,7 @@ class NoMemory:
     def __init__(self) -> None:
         self._data_seconds = 0.0
 
-    def recall_ahead(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, None]]:
+    def prefetch(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, None]]:
         """Yield each batch; nothing is remembered of it."""
         self._data_seconds, asked = 0.0, time.perf_counter()
         for batch in batches:
@@ -29,7 +29,7 @@ class NoMemory:
             yield batch, None
             asked = time.perf_counter()
 
-    def learn(self, recalled: Recalled, *, logits: Tensor, maps: Tensor | None = None) -> None:
+    def update(self, stored: MemoryBatch, *, logits: Tensor, maps: Tensor | None = None) -> None:
         """Do nothing."""
 
     def skip(self, ids: Ids) -> None:

@@ -11,10 +11,10 @@ from bigscl.common.digests import METRICS
 from bigscl.common.errors import explain
 from bigscl.common.failures import exit_now, report_to_launcher
 from bigscl.store import on_rank_zero
-from bigscl.training.checkpoint import Progress, Writer, write_files, write_tensors
-from bigscl.training.epoch_progress import EpochProgress
+from bigscl.training.checkpoint.checkpoint_folder import Progress, Writer, write_files, write_tensors
 from bigscl.training.model_state import WEIGHTS, ModelState
-from bigscl.training.run import AnyMemory, Run
+from bigscl.training.run_folder import AnyMemory, Run
+from bigscl.training.run_progress import EpochProgress
 
 logger = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.memory.lookup import ONCE, RepeatedSample
 from bigscl.store import HeatmapStore, StoreError, Transport, on_rank_zero
-from bigscl.training.recalled import ONCE, RepeatedSample
 
 
 class EpochVisits:
     """The rows that an epoch has learnt or skipped, on one rank."""
 
     # Invariant: `rows` are those that this rank has learnt or skipped in the epoch, or that were learnt or
-    # skipped before the memory was opened. A row is recalled and learnt only while it is not among them, so
-    # that what is recalled is what the epoch before has left, whatever the threads have written meanwhile.
+    # skipped before the memory was opened. A row is looked up and updated only while it is not among them,
+    # so that the batch has what the epoch before has left, whatever the threads have written meanwhile.
 
     def __init__(self, store: HeatmapStore, epoch: int, skipped: Sequence[int], ranks: Transport) -> None:
         """Continue the epoch of the store's snapshot, in which samples were skipped, or begin another one."""

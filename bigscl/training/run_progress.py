@@ -1,4 +1,4 @@
-"""How far a run is: its epoch and step, and the samples that the current epoch has had, on one rank."""
+"""Epoch, step and random state of a run, and the samples that its epoch has had, on one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import Ranks
-from bigscl.training.checkpoint import Checkpoint, Progress, Writer, write_state
-from bigscl.training.checkpoint_contents import check_ranks
-from bigscl.training.random_state import rng_state, set_rng_state
+from bigscl.training.checkpoint.checkpoint_folder import Checkpoint, Progress, Writer, write_state
+from bigscl.training.checkpoint.validate import check_ranks
 
 FILE = "ranks.pt"
 """The part of a checkpoint that differs between ranks."""
@@ -87,3 +87,23 @@ class EpochProgress:
     def restore_samples(self, visited: NDArray[np.bool_], skipped: list[int]) -> None:
         """Take the samples that the epoch has had from the store, which knows them exactly."""
         self.visited, self.skipped = visited, skipped
+
+
+def rng_state() -> bytes:
+    """Return the state of the generators of the CPU and, if there is one, of the current GPU."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return b"".join(len(state).to_bytes(8, "little") + state.numpy().tobytes() for state in states)
+
+
+def set_rng_state(packed: bytes) -> None:
+    """Set the generators to a state that `rng_state` returned."""
+    states: list[Tensor] = []
+    while packed:
+        length = int.from_bytes(packed[:8], "little")
+        states.append(torch.frombuffer(bytearray(packed[8 : 8 + length]), dtype=torch.uint8))
+        packed = packed[8 + length :]
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])

@@ -1,4 +1,4 @@
-"""The memory of a training: recall what is known of a batch, learn from its prediction, end an epoch.
+"""The memory of a training: look up a batch, update it with its prediction, end an epoch.
 
 The trainer and other people's loops use it in the same way. It knows nothing of configs, models or runs.
 """
@@ -19,6 +19,24 @@ from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.plan import Plan, training_plan
 from bigscl.distributed.ranks import process_group
+from bigscl.memory.device import AnnotatedClasses, to_host
+from bigscl.memory.epoch_io import EpochThreads, announced
+from bigscl.memory.lookup import (
+    Boxes,
+    CheckedViews,
+    Ids,
+    MemoryBatch,
+    SampleViews,
+    as_rows,
+    check_sample_views,
+    sample_views_of,
+    to_device,
+    updated_averages,
+)
+from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
+from bigscl.memory.score_history import ScoreLog
+from bigscl.memory.snapshot_state import committed_state, find_empty, find_snapshot, is_empty
+from bigscl.memory.visits import EpochVisits
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule
 from bigscl.store import (
@@ -33,24 +51,6 @@ from bigscl.store import (
     on_rank_zero,
     with_answers,
 )
-from bigscl.training.annotated import AnnotatedClasses
-from bigscl.training.committed import committed_state, find_empty, find_snapshot, is_empty
-from bigscl.training.epoch_threads import EpochThreads, announced
-from bigscl.training.epoch_visits import EpochVisits
-from bigscl.training.opening import check_arguments, check_store, checked_settings, open_store
-from bigscl.training.recalled import (
-    Boxes,
-    CheckedViews,
-    Ids,
-    Recalled,
-    SampleViews,
-    as_rows,
-    check_sample_views,
-    sample_views_of,
-    updated_averages,
-)
-from bigscl.training.score_log import ScoreLog
-from bigscl.training.transfer import to_device, to_host
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
@@ -66,11 +66,11 @@ def show_nothing(title: str, total: int | None) -> Iterator[Callable[[int], None
 class Memory(Closing):
     """Scores and heatmaps of every sample, and the expected positives, on one rank.
 
-    In each epoch `recall` gives what is remembered of a batch, `learn` takes its prediction, and `end_epoch`
-    selects and commits. A sample is learnt at most once per epoch; one that is not learnt (never visited,
-    recalled only, skipped, or lost with an exception) keeps its row. Each shard's samples are learnt by one
-    rank in an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`,
-    `load_state_dict`, `reset` and `drop_snapshots`.
+    In each epoch `lookup` returns the stored values of a batch, `update` takes its prediction, `end_epoch`
+    selects and commits. A sample is updated at most once per epoch; one that is not (never visited, looked up
+    only, skipped, or lost with an exception) keeps its row. Each shard's samples are updated by one rank in
+    an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`, `load_state_dict`,
+    `reset` and `drop_snapshots`.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Memory(Closing):
 
     # A step
 
-    def recall(self, ids: Ids, views: Boxes | None = None, erased: Boxes | None = None) -> Recalled:
+    def lookup(self, ids: Ids, views: Boxes | None = None, erased: Boxes | None = None) -> MemoryBatch:
         """Return what is remembered of some samples, on the device; it waits for their shards to be read.
 
         `views` [B,5] and `erased` [B,4]: see `SampleViews`.
@@ -225,11 +225,11 @@ class Memory(Closing):
         sample_views = self._checked(SampleViews(ids, views, erased))
         self._visits.check_new(sample_views.rows)
         threads = self._open_threads()
-        return self._recalled(threads.read(sample_views.rows), sample_views, threads)
+        return self._to_batch(threads.read(sample_views.rows), sample_views, threads)
 
-    def recall_ahead(
+    def prefetch(
         self, batches: Iterable[Batch], sample_views: Callable[[Batch], SampleViews] = sample_views_of
-    ) -> Iterator[tuple[Batch, Recalled]]:
+    ) -> Iterator[tuple[Batch, MemoryBatch]]:
         """Yield each batch with what is remembered of it; a thread reads both ahead of the step.
 
         Batches have `ids` and `views` as attributes or keys; for others, `sample_views` says where they are.
@@ -244,9 +244,9 @@ class Memory(Closing):
                 raise found
             batch, seen = found
             self._visits.check_new(seen.rows)
-            yield batch, self._recalled(rows, seen, threads)
+            yield batch, self._to_batch(rows, seen, threads)
 
-    def _recalled(self, rows: Rows, sample_views: CheckedViews, threads: EpochThreads) -> Recalled:
+    def _to_batch(self, rows: Rows, sample_views: CheckedViews, threads: EpochThreads) -> MemoryBatch:
         return to_device(
             rows,
             sample_views,
@@ -257,22 +257,22 @@ class Memory(Closing):
             source=threads,
         )
 
-    def learn(self, recalled: Recalled, *, logits: Tensor, maps: Tensor | None = None) -> None:
-        """Update the averages of samples that were recalled in this epoch, behind the step.
+    def update(self, stored: MemoryBatch, *, logits: Tensor, maps: Tensor | None = None) -> None:
+        """Update the averages of samples that were looked up in this epoch, behind the step.
 
         `logits` [B,L] are those of the pooled prediction; `maps` [B,L,G,G] are the sigmoid of the logit maps,
         in the frame of the view. Maps are not needed while only scores are kept.
         """
-        if self._threads is None or recalled.source is not self._threads:
+        if self._threads is None or stored.source is not self._threads:
             raise UserError(
-                "learn: these samples were recalled before the epoch ended or the state was loaded. Recall "
-                "them again."
+                "update: these samples were looked up before the epoch ended or the state was loaded. Look "
+                "them up again."
             )
-        self._visits.check_new(recalled.rows)
-        self._check_prediction(recalled, logits, maps)
-        arrays, ready = to_host(updated_averages(recalled, logits, maps, self._settings))
-        self._threads.writeback.put(recalled.rows, Update(**arrays), ready=ready)
-        self._visits.note(recalled.rows)
+        self._visits.check_new(stored.rows)
+        self._check_prediction(stored, logits, maps)
+        arrays, ready = to_host(updated_averages(stored, logits, maps, self._settings))
+        self._threads.writeback.put(stored.rows, Update(**arrays), ready=ready)
+        self._visits.note(stored.rows)
         self._is_dirty = True
 
     def skip(self, ids: Ids) -> None:
@@ -302,8 +302,8 @@ class Memory(Closing):
         self.store.check_ids(found.rows)
         return found
 
-    def _check_prediction(self, recalled: Recalled, logits: Tensor, maps: Tensor | None) -> None:
-        size, num_classes = len(recalled), self.store.spec.num_classes
+    def _check_prediction(self, stored: MemoryBatch, logits: Tensor, maps: Tensor | None) -> None:
+        size, num_classes = len(stored), self.store.spec.num_classes
         if logits.shape != (size, num_classes):
             raise UserError(f"logits: found {list(logits.shape)}, expected {[size, num_classes]}")
         if maps is None and self.keeps_heatmaps:

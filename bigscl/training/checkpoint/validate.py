@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigscl.models.weights import differences
-from bigscl.training.checkpoint import CheckpointError
+from bigscl.training.checkpoint.checkpoint_folder import CheckpointError
 
 
 def check_tensors(file: Path, found: Any, expected: Mapping[str, Tensor]) -> None:

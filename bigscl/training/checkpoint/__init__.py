@@ -1,0 +1,1 @@
+"""Checkpoints of a run: their files, the checks of these, saving and resuming."""
