@@ -1,6 +1,7 @@
 """What all tests share: one thread for each process, and the fork server."""
 
 import os
+from pathlib import Path
 
 # Set before torch is imported. The work of a test is small, and as many tests run at a time as there are
 # cores: more threads only spin while they wait for each other, up to ten times the CPU seconds of the work.
@@ -22,6 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place_in_the_run(item: pytest.Item) -> int:
     name = item.nodeid.removeprefix("tests/")
     return next((place for place, start in enumerate(LONG) if name.startswith(start)), len(LONG))
+
+
+@pytest.fixture(scope="module")
+def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of indexed scenes, to be read only: as many as the module's SCENES says."""
+    from tests.builders import (  # imports torch, which most tests of the store do not need
+        SCENES,
+        shared_shards,
+    )
+
+    return shared_shards(tmp_path_factory, *getattr(request.module, "SCENES", SCENES))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 """Servers of other people that tests start and end."""
 
+import functools
+import http.server
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -27,3 +31,24 @@ def serving(words: Sequence[str], port: int, *, seconds: float = 60.0, **environ
     finally:
         process.kill()
         process.wait()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder without a line for each request."""
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@contextmanager
+def web_server(folder: Path, handler: type[QuietHandler] = QuietHandler) -> Iterator[str]:
+    """The address of a web server on this machine over a folder."""
+    handle = functools.partial(handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handle) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()

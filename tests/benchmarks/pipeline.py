@@ -48,8 +48,8 @@ from bigscl.data.loader import Loader
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.data.transforms import DecoderName, TrainingTransform
+from tests.builders import WDS, encoded
 from tests.decoders import has_nvimgcodec
-from tests.tars import WDS, encoded
 
 SIZE, BATCH, SHARD = 224, 64, 100
 Way = Callable[[], Iterable[Tensor]]

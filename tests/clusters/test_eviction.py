@@ -11,18 +11,11 @@ import time
 import pytest
 
 from bigscl.common.failures import STOPPED
+from tests.builders import write_config
 from tests.forks import free_port
-from tests.integration.runs import (
-    ENVIRONMENT,
-    ROOT,
-    TIMEOUT,
-    assert_same_runs,
-    command,
-    make_shards,
-    steps_of,
-    train,
-    write_config,
-)
+from tests.integration.runs import ENVIRONMENT, ROOT, TIMEOUT, assert_same_runs, command, steps_of, train
+
+SCENES = (150, 16)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SECONDS = 30
@@ -78,11 +71,6 @@ class Pods:
     def wait(self, seconds=TIMEOUT):
         deadline = time.monotonic() + seconds
         return [each.wait(max(0.1, deadline - time.monotonic())) for each in self.launchers]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), 150, 16)
 
 
 def config_of(path, shards):

@@ -21,20 +21,18 @@ from azure.storage.blob import (
 )
 
 from bigscl.store.backends import open_backend
+from tests.builders import write_config
 from tests.forks import free_port, trainer_server
 from tests.integration import runs
-from tests.integration.runs import Running, assert_same_runs, make_shards, train, write_config
+from tests.integration.runs import Running, assert_same_runs, train
 from tests.servers import serving
+
+SCENES = (60, 10)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ACCOUNT, KEY = "tester", base64.b64encode(b"a key of the tests").decode()
 STEPS_PER_EPOCH = 8
 IGNORES = "this server ignores conditions"
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), 60, 10)
 
 
 def executable(name, package):

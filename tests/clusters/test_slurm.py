@@ -10,8 +10,11 @@ import pytest
 
 from bigscl.common.failures import STOPPED
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import write_config
 from tests.clusters.slurm import need_slurm, slurm
-from tests.integration.runs import assert_same_runs, make_shards, steps_of, train, write_config
+from tests.integration.runs import assert_same_runs, steps_of, train
+
+SCENES = (100, 12)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAUSE_SECONDS = 0.3
@@ -25,10 +28,9 @@ def cluster(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def slurm_is_there():
     need_slurm()
-    return make_shards(tmp_path_factory.mktemp("shards"), 100, 12)
 
 
 def config_of(path, shards):

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from bigscl.data.scan import scan
 from bigscl.models.spatial import build_model
+from tests.builders import labelled, write_tar
 from tests.forks import ROOT, free_port
-from tests.tars import labelled, write_tar
 
 BACKBONE, NUM_CLASSES = "bigscl.models.smallnet:small_resnet", 4
 

@@ -10,19 +10,12 @@ import time
 
 import pytest
 
+from tests.builders import write_config
 from tests.distributed.hosts import hosts, need_hosts
-from tests.integration.runs import (
-    ENVIRONMENT,
-    ROOT,
-    TIMEOUT,
-    assert_same_runs,
-    command,
-    make_shards,
-    steps_of,
-    train,
-    write_config,
-)
+from tests.integration.runs import ENVIRONMENT, ROOT, TIMEOUT, assert_same_runs, command, steps_of, train
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
+
+SCENES = (60, 8)
 
 pytestmark = pytest.mark.timeout(600)
 PORT = 29517
@@ -30,10 +23,9 @@ SECONDS_TO_NOTICE = 12
 IDS = {"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True}
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
+@pytest.fixture(scope="module", autouse=True)
+def hosts_are_there():
     need_hosts()
-    return make_shards(tmp_path_factory.mktemp("shards"), 60, 8)
 
 
 class Cluster:

@@ -11,18 +11,16 @@ import psutil
 import pytest
 
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import write_config
 from tests.distributed.sabotage import REASON
-from tests.integration.runs import Running, assert_same_runs, make_shards, steps_of, write_config
+from tests.integration.runs import Running, assert_same_runs, steps_of
+
+SCENES = (150, 16)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SECONDS = 15
 """Well below the 30 seconds after which the launcher kills its ranks."""
 SLOW_SECONDS = 40
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), 150, 16)
 
 
 def config_of(path, shards, **sections):

@@ -10,8 +10,11 @@ from accelerate.utils import DistributedType
 from bigscl.common.user_error import UserError
 from bigscl.config import load_config
 from bigscl.distributed import accelerator
+from tests.builders import write_config
 from tests.forks import trainer_server
-from tests.integration.runs import ENVIRONMENT, ROOT, command, make_shards, write_config
+from tests.integration.runs import ENVIRONMENT, ROOT, command
+
+SCENES = (16, 8)
 
 TASKS = {
     "srun": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
@@ -23,11 +26,6 @@ ALONE = {
     "a job of one task": {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
     "one task of a larger job": {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"},
 }
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), 16, 8)
 
 
 def config_of(path, shards):

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 
+from tests.builders import make_shards
 from tests.faults import kills
 from tests.faults.injector import read_log
 from tests.faults.life import Life
 from tests.faults.store_life import check_end
 from tests.faults.training import Training, small_config
-from tests.integration.runs import assert_same_runs, make_shards
+from tests.integration.runs import assert_same_runs
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -10,9 +10,10 @@ import os
 import pytest
 
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import make_shards
 from tests.faults import kills
 from tests.faults.training import Training, small_config
-from tests.integration.runs import assert_same_runs, make_shards
+from tests.integration.runs import assert_same_runs
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
 # The first test also pays for the server and for the runs that the others compare with.

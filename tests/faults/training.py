@@ -50,7 +50,7 @@ class Training:
 
 def small_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:
     """Three epochs of six steps: a warm-up, compaction, the whole network; a checkpoint every second step."""
-    from tests.integration.runs import write_config
+    from tests.builders import write_config
 
     ours: dict[str, dict[str, Any]] = {
         "data": {"batch_size": 4, "workers": 0, "shuffle_buffer": 8},

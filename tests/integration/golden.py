@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.builders import make_shards
 from tests.faults.training import Training, small_config
 from tests.forks import TRAINER_MODULES, ForkServer
-from tests.integration.runs import losses_of, make_shards, memory_of, weights_of
+from tests.integration.runs import losses_of, memory_of, weights_of
 
 RECORDED = Path(__file__).parent / "golden.json"
 PROCESSES = (1, 2)

@@ -19,68 +19,14 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bigscl.data.index import Index, load_index
-from bigscl.data.scan import scan
-from bigscl.datasets.scenes import scenes
-from bigscl.datasets.writing import write
 from bigscl.store import HeatmapStore, Rows, StorageOptions
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests import forks
+from tests.builders import index_of
 from tests.forks import ROOT, Child, free_port, trainer_server
 
 TIMEOUT = 150
 ENVIRONMENT = {**os.environ, **forks.ENVIRONMENT}
-
-
-def make_shards(folder: Path, train: int, samples_per_shard: int, val: int = 1) -> Path:
-    """A folder of indexed scenes of digits."""
-    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0, samples_per_shard)
-    for _ in write(drawn, folder):
-        pass
-    for part in ("train", "val"):
-        tars = sorted(map(str, folder.glob(f"{part}-*.tar")))
-        index, problems = scan(tars, class_names=drawn.classes)
-        assert not problems
-        index.save(folder / f"bigscl-index-{part}.npz")
-    return folder
-
-
-def index_of(shards: Path) -> Index:
-    return load_index(str(shards / "train-*.tar"))
-
-
-def settings(shards: Path) -> dict[str, Any]:
-    """EN + SCL with everything the paper does, in 3 epochs: a warm-up, compaction, and the whole network."""
-    return {
-        "data": {
-            "train": str(shards / "train-*.tar"),
-            "size": 48,
-            "batch_size": 8,
-            "workers": 1,
-            "shuffle_buffer": 40,
-            "crop": {"scale": [0.25, 1.0]},
-        },
-        "model": {"backbone": "tests.integration.tiny:tiny_net"},
-        "objective": {"gamma": {"epochs": 2}},
-        "selection": {"K": 2.5},
-        "store": {"top": 4, "slots": 4},
-        "schedule": {
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 2, "learning_rate": 2e-3},
-        },
-        "optimizer": {"weight_decay": 1e-4},
-        "log": {"trackers": [], "pictures_every": 0, "every_steps": 1},
-    }
-
-
-def write_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:
-    """A config file of `settings`, some of whose sections have other values."""
-    values = settings(shards)
-    for section, changes in sections.items():
-        values[section] = {**values.get(section, {}), **changes}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump({"run": str(path.with_suffix("")), **values}))
-    return path
 
 
 def command(arguments: Sequence[object], processes: int = 1, **launcher: object) -> list[str]:

@@ -12,28 +12,23 @@ from bigscl.plots.runs import _stored_samples as stored_samples
 from bigscl.store import Answered, HeatmapStore
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from bigscl.training.run_folder import Run, RunFolder, open_data, open_memory
+from tests.builders import index_of, write_config
 from tests.forks import trainer_server
 from tests.integration.runs import (
     Running,
     assert_same_rows,
     assert_same_runs,
     copy_run,
-    index_of,
-    make_shards,
     memory_of,
     store_of,
     train,
-    write_config,
 )
+
+SCENES = (60, 20)
 
 pytestmark = pytest.mark.timeout(360)
 FIRST, LATER = 12, 40
 """Numbers of answers before the run starts, and before it is resumed."""
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), train=60, samples_per_shard=20)
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,17 @@ from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.store import Rows
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import encoded, index_of, jpeg, picture, write_config, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_runs,
     assert_same_weights,
-    index_of,
     losses_of,
     memory_of,
     train,
     weights_of,
-    write_config,
 )
-from tests.tars import encoded, jpeg, picture, write_shards, write_tar
 
 
 def test_memory_store_equals_disk_store_bit_for_bit(tmp_path, trainer_server, plain, shards):

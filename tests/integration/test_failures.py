@@ -6,7 +6,8 @@ import time
 import pytest
 
 from bigscl.common.failures import lost_other_ranks, report_to_launcher
-from tests.integration.runs import Running, steps_of, store_of, write_config
+from tests.builders import write_config
+from tests.integration.runs import Running, steps_of, store_of
 
 REASON = "RuntimeError: a mistake in somebody's network"
 SECONDS = 15

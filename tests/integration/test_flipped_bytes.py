@@ -22,9 +22,10 @@ from bigscl.data.answers import Answer, append_answers
 from bigscl.store import StoreError
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.viewer.open_run import OpenRun, Places
+from tests.builders import index_of, make_shards, write_config
 from tests.forks import ForkServer
 from tests.integration.moments import InterruptedTrainer
-from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
+from tests.integration.runs import assert_same_runs, copy_run
 from tests.test_tools.conftest import Answer as Said
 from tests.test_tools.conftest import bigscl
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from bigscl.common.text import size
+from tests.builders import write_config
 from tests.forks import trainer_server
-from tests.integration.runs import write_config
 from tests.test_tools.conftest import bigscl
 
 WARMUP = {"epochs": 3, "learning_rate": 1e-2, "decay": "constant"}

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.integration.runs import assert_same_runs, copy_run, ids_of, make_shards, train, write_config
+from tests.builders import make_shards, write_config
+from tests.integration.runs import assert_same_runs, copy_run, ids_of, train
 
 pytestmark = pytest.mark.timeout(360)
 EPOCHS = 2

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from bigscl.training.stop_file import StopFile
-from tests.integration.runs import TIMEOUT, ids_of, make_shards, steps_of, train, write_config
+from tests.builders import make_shards, write_config
+from tests.integration.runs import TIMEOUT, ids_of, steps_of, train
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from bigscl.tools.expected import in_mid_epoch
+from tests.builders import index_of, write_config
 from tests.integration.moments import InterruptedTrainer
-from tests.integration.runs import index_of, store_of, write_config
+from tests.integration.runs import store_of
 from tests.test_tools.conftest import bigscl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]

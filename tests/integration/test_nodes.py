@@ -1,7 +1,8 @@
 """Two nodes: two launchers that find each other over the network, one shared store."""
 
+from tests.builders import write_config
 from tests.forks import Child, free_port
-from tests.integration.runs import TIMEOUT, assert_same_runs, command, write_config
+from tests.integration.runs import TIMEOUT, assert_same_runs, command
 
 
 def test_two_launchers_equal_one_with_two_processes_bit_for_bit(tmp_path, trainer_server, noisy, shards):

@@ -8,6 +8,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from bigscl.store import HeatmapStore, StorageOptions
+from tests.builders import index_of, make_shards, write_config
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.integration import runs
 from tests.integration.runs import (
@@ -15,13 +16,10 @@ from tests.integration.runs import (
     assert_same_weights,
     call_all,
     command,
-    index_of,
     losses_of,
-    make_shards,
     memory_of,
     store_of,
     weights_of,
-    write_config,
 )
 
 pytestmark = pytest.mark.timeout(600)

@@ -8,8 +8,9 @@ import subprocess
 import pytest
 
 from bigscl.store import StorageOptions, open_backend
+from tests.builders import index_of, write_config
 from tests.forks import free_port, trainer_server
-from tests.integration.runs import copy_run, index_of, write_config
+from tests.integration.runs import copy_run
 from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
 
 SHORT = ("--steps", 3, "--json")

@@ -14,18 +14,16 @@ from bigscl.config import load_config
 from bigscl.selection.selection import Selection
 from bigscl.store.rounding import LEVELS, to_bytes
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import index_of, make_shards, write_config
 from tests.integration.reference import Reference
 from tests.integration.reference_plus import ReferencePlus
 from tests.integration.runs import (
     assert_same_runs,
     assert_same_weights,
-    index_of,
-    make_shards,
     memory_of,
     store_of,
     train,
     weights_of,
-    write_config,
 )
 
 MAX_STEPS, MAX_SHARE = 2, 1e-3

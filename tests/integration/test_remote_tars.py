@@ -11,18 +11,17 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from bigscl.store import HeatmapStore, StorageOptions
+from tests.builders import index_of, write_config
 from tests.integration import runs
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
     command,
-    index_of,
     launch,
     losses_of,
     memory_of,
     train,
     weights_of,
-    write_config,
 )
 from tests.test_tools.view_site import serving
 

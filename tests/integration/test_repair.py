@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.integration.runs import store_of, train, write_config
+from tests.builders import write_config
+from tests.integration.runs import store_of, train
 from tests.test_tools.conftest import bigscl
 
 

@@ -18,18 +18,17 @@ import pytest
 
 from bigscl.common import failures
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from tests.builders import index_of, write_config
 from tests.integration.runs import (
     TIMEOUT,
     Running,
     assert_same_runs,
     copy_run,
     ids_of,
-    index_of,
     memory_of,
     steps_of,
     store_of,
     train,
-    write_config,
 )
 
 # The first test of a file also pays for the runs that the others compare with.

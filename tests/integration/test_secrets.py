@@ -20,8 +20,8 @@ from numcodecs import Zstd
 from PIL import Image
 
 from bigscl.common.url_secrets import VARIABLE
+from tests.builders import make_shards, write_config
 from tests.forks import trainer_server
-from tests.integration.runs import make_shards, write_config
 
 FIRST, RENEWED = "first-signature-Zx81%2Fq", "renewed-signature-Kw52%2Fp"
 PASSWORD = "password-of-this-test"

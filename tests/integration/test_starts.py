@@ -15,9 +15,12 @@ import pytest
 from bigscl.common.digests import write_sealed
 from bigscl.evaluation.target import find_weights
 from bigscl.store import HeatmapStore
+from tests.builders import index_of, write_config
 from tests.decoders import needs_nvimgcodec
 from tests.integration.moments import InterruptedTrainer
-from tests.integration.runs import assert_same_runs, copy_run, index_of, make_shards, write_config
+from tests.integration.runs import assert_same_runs, copy_run
+
+SCENES = (24, 12, 8)
 
 pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
@@ -26,12 +29,6 @@ SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
     "bigscl.common.files",
     "bigscl.training.checkpoint.checkpoint_folder",
 )
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Two shards with two batches each."""
-    return make_shards(tmp_path_factory.mktemp("shards"), 24, 12, val=8)
 
 
 @pytest.fixture(scope="module")

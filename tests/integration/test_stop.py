@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.integration.runs import Running, assert_same_runs, train, write_config
+from tests.builders import write_config
+from tests.integration.runs import Running, assert_same_runs, train
 from tests.test_tools.conftest import bigscl
 
 NOISY = {"backbone": "tests.integration.tiny:noisy_net"}

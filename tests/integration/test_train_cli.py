@@ -18,20 +18,17 @@ from bigscl.data.training_labels import with_given_labels
 from bigscl.losses.losses import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
+from tests.builders import index_of, make_shards, write_config, write_shards
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
     call_all,
     command,
     copy_run,
-    index_of,
     losses_of,
-    make_shards,
     train,
     weights_of,
-    write_config,
 )
-from tests.tars import write_shards
 
 # The first test of a file also pays for the runs that the others compare with.
 pytestmark = pytest.mark.timeout(360)

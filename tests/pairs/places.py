@@ -12,10 +12,9 @@ import numpy as np
 
 from bigscl.data.answers import Answer, now
 from bigscl.data.index import load_index
+from tests.builders import make_shards
 from tests.forks import CREDENTIALS, free_port
-from tests.integration.runs import make_shards
-from tests.servers import serving
-from tests.tars import web_server
+from tests.servers import serving, web_server
 
 NUM_SHARDS = 8
 BUCKET = "pairs"

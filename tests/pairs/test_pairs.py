@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from bigscl.config import ConfigError, load_config
+from tests.builders import make_once
 from tests.pairs.places import Places, fill, serve
 from tests.pairs.rows import Row, all_pairs, pairs_of, refusal_of, rows
 from tests.pairs.table import DIMENSIONS, LEFT_OUT, REFUSALS, all_settings, choices_of
 from tests.pairs.trial import Trial, is_one_line
-from tests.sharing import make_once
 
 pytestmark = pytest.mark.timeout(900)
 DEFAULTS = {name: next(iter(values)) for name, values in DIMENSIONS.items()}

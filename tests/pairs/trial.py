@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from bigscl.data.answers import append_answers
+from tests.builders import settings
 from tests.forks import (
     PATIENCE_SECONDS,
     TRAINER_MODULES,
@@ -20,7 +21,6 @@ from tests.forks import (
     started_server,
     trainer_server,
 )
-from tests.integration.runs import settings
 from tests.pairs.places import BUCKET, Places, some_answers
 from tests.pairs.table import DIMENSIONS, TOOL_REFUSALS
 

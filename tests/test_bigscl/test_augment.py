@@ -9,7 +9,7 @@ import torchvision.transforms.v2.functional as V
 
 from bigscl.data.color import OPERATIONS, ColorJitter, RandomColors
 from bigscl.data.crops import Purpose, RandomErasing, uniforms
-from tests.tars import picture
+from tests.builders import picture
 from tests.test_bigscl.test_views import largest_gap
 
 COUNT = 5000

@@ -15,8 +15,8 @@ from bigscl.data.headers import image_size
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.datasets.image_files import ImageFile, Resize
+from tests.builders import encoded, jpeg, picture
 from tests.decoders import decoded, every_decoder
-from tests.tars import encoded, jpeg, picture
 
 FRAME = b"\xff\xc0"
 

@@ -17,7 +17,7 @@ from bigscl.data.plan import evaluation_plan
 from bigscl.data.reader import read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
-from tests.tars import classed, jpeg, labelled, write_shards, write_tar
+from tests.builders import classed, jpeg, labelled, write_shards, write_tar
 
 TRANSFORM = EvaluationTransform(size=16)
 

@@ -18,9 +18,9 @@ from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
+from tests.builders import encoded, jpeg, picture, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec
 from tests.fuzz import fuzzed, mutated
-from tests.tars import encoded, jpeg, picture, write_shards, write_tar
 
 PHOTO = picture(5, 93, 71)
 

@@ -22,7 +22,7 @@ from bigscl.evaluation.predictions import load_predictions
 from bigscl.evaluation.target import find_target, find_weights, with_overrides
 from bigscl.models.spatial import build_model
 from bigscl.store import HeatmapStore
-from tests.tars import classed, labelled, write_tar
+from tests.builders import classed, labelled, write_tar
 
 BACKBONE = "bigscl.models.smallnet:small_resnet"
 NUM_IMAGES, NUM_CLASSES = 11, 3

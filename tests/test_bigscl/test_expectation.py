@@ -4,7 +4,7 @@ import pytest
 from bigscl.config import make_config
 from bigscl.data.scan import scan
 from bigscl.selection.k import expectation, k_per_class, positives_per_image
-from tests.tars import labelled, write_shards, write_tar
+from tests.builders import labelled, write_shards, write_tar
 
 VALUES = {
     "run": "run",

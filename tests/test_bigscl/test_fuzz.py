@@ -36,10 +36,10 @@ from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.models.weights import load_state, read_state
+from tests.builders import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
-from tests.tars import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
 
 PROTOCOL = Protocol(num_positives=1, num_negatives=0, seed=1)
 

@@ -20,7 +20,8 @@ from bigscl.data.scan import NoSamples, scan
 from bigscl.data.shards import expand, members
 from bigscl.data.sources import Unreadable, open_shard
 from bigscl.store import Ragged
-from tests.tars import VOC, WDS, classed, jpeg, labelled, real_data, web_server, write_shards, write_tar
+from tests.builders import VOC, WDS, classed, jpeg, labelled, real_data, write_shards, write_tar
+from tests.servers import web_server
 
 
 @pytest.fixture

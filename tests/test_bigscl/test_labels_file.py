@@ -13,7 +13,7 @@ from bigscl.data.scan import scan
 from bigscl.evaluation.predictions import true_labels
 from bigscl.store import HeatmapStore, IndexMismatch
 from bigscl.training.run_folder import open_data
-from tests.tars import jpeg, labelled, write_tar
+from tests.builders import jpeg, labelled, write_tar
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "real.json"
 NAMES = ["cat", "dog", "wild, big cat", "7"]

@@ -37,20 +37,9 @@ from bigscl.data.reader import read_images, read_metadata
 from bigscl.data.scan import scan
 from bigscl.data.sources import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
+from tests.builders import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
-from tests.tars import (
-    VOC,
-    WDS,
-    QuietHandler,
-    classed,
-    encoded,
-    jpeg,
-    picture,
-    real_data,
-    web_server,
-    write_shards,
-    write_tar,
-)
+from tests.servers import QuietHandler, web_server
 
 # Some tests want more workers than a small machine has cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -18,7 +18,7 @@ from bigscl.evaluation.localization import map_trials, pointing, read_objects, s
 from bigscl.memory.heatmaps import to_image
 from bigscl.models.spatial import build_model
 from bigscl.store import GroupSpec, HeatmapStore, SingleProcess
-from tests.tars import jpeg, labelled, write_tar
+from tests.builders import jpeg, labelled, write_tar
 
 NUM_CLASSES, SIZE = 4, 6
 

@@ -6,13 +6,13 @@ import pytest
 from bigscl.data.answered import with_answered
 from bigscl.evaluation.mining import mined_positives
 from bigscl.store import Answered, GroupSpec, HeatmapStore, Update, update
-from tests.test_tools.quickstart import make_shards
+from tests.builders import scene_index
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     """30 scenes in 4 shards."""
-    return make_shards(tmp_path_factory.mktemp("mined"))
+    return scene_index(tmp_path_factory.mktemp("mined"))
 
 
 def remember(folder, index, scores):

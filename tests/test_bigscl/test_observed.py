@@ -9,7 +9,7 @@ import pytest
 
 from bigscl.data.scan import scan
 from tests.benchmarks.label_weights import label_weights
-from tests.tars import DATA, labelled, write_tar
+from tests.builders import DATA, labelled, write_tar
 from tests.test_bigscl.test_index import an_index
 
 # Classes 0, 2 and 3 of one image: two boxes of class 0, a large one of 2, a central one of 3, another of 4.

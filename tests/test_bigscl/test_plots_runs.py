@@ -8,7 +8,7 @@ from bigscl.config import make_config
 from bigscl.plots import runs as side_by_side
 from bigscl.plots.runs import StoredSample, _shown, _with_missing, draw_runs
 from bigscl.store import Rows
-from tests.test_tools.quickstart import make_shards, make_store
+from tests.builders import make_store, scene_index
 
 
 def held(scores, annotated):
@@ -36,7 +36,7 @@ def test_a_kind_that_the_image_has_not_is_left_out():
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("beside"))
+    return scene_index(tmp_path_factory.mktemp("beside"))
 
 
 def test_images_with_an_unnamed_positive_are_chosen(index):

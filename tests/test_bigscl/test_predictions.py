@@ -7,7 +7,7 @@ import zarr
 from bigscl.data.scan import scan
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.predictions import from_network, load_predictions, true_labels
-from tests.tars import labelled, write_shards, write_tar
+from tests.builders import labelled, write_shards, write_tar
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import bigscl
 from bigscl.config import ConfigError
 from bigscl.data.index import default_path
 from bigscl.data.scan import scan
-from tests.tars import write_shards
+from tests.builders import write_shards
 
 SMALL = "bigscl.models.smallnet:small_resnet"
 

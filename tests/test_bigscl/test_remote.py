@@ -16,8 +16,9 @@ from bigscl.data.scan import scan
 from bigscl.data.shards import expand
 from bigscl.data.sources import Unreadable, open_shard
 from bigscl.store import StoreError, object_storage, retries, streams
+from tests.builders import write_shards
 from tests.faulty_proxy import Chances, faulty_proxy
-from tests.tars import QuietHandler, web_server, write_shards
+from tests.servers import QuietHandler, web_server
 
 SIZES = [9, 7, 8, 9, 5]
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 400_000, dtype=np.uint8))

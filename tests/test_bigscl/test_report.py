@@ -23,7 +23,7 @@ from bigscl.evaluation.report_files import (
     to_markdown,
     write_report,
 )
-from tests.tars import DATA, real_data
+from tests.builders import DATA, real_data
 
 TOP5 = DATA / "in_val_top5_dev"
 

@@ -13,7 +13,7 @@ import webdataset as wds
 from bigscl import Memory, RepeatedSample, SampleIds, StoreConfig
 from bigscl.data.scan import scan
 from bigscl.data.webdataset import UnknownSample
-from tests.tars import classed, write_shards, write_tar
+from tests.builders import classed, write_shards, write_tar
 
 SIZES = [5, 3, 4]
 # Of webdataset: a pipeline that is not read to its end leaves its tar to the garbage collector.

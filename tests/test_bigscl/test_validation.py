@@ -14,7 +14,7 @@ from bigscl.evaluation.inference import predict
 from bigscl.evaluation.validation import best_metric, validate
 from bigscl.memory.memory import show_nothing
 from bigscl.models.spatial import build_model
-from tests.tars import labelled, write_tar
+from tests.builders import labelled, write_tar
 
 BACKBONE = "bigscl.models.smallnet:small_resnet"
 

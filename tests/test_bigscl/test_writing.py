@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
-from tests.tars import encoded, picture
+from tests.builders import encoded, picture
 
 
 @dataclass(frozen=True)

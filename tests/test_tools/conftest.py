@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bigscl.tools.cli import main
+from tests.builders import make_store, scene_index
 from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
-from tests.test_tools.quickstart import make_shards, make_store
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def bigscl(*arguments: Any) -> Answer:
 @pytest.fixture(scope="session")
 def index(tmp_path_factory):
     """30 scenes in 4 shards, the last one smaller."""
-    return make_shards(tmp_path_factory.mktemp("data"))
+    return scene_index(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +66,7 @@ def bare(tmp_path_factory, index):
 @pytest.fixture(scope="session")
 def other_shards(tmp_path_factory):
     """Shards that no store here was made for."""
-    return make_shards(tmp_path_factory.mktemp("other"), train=3).urls[0]
+    return scene_index(tmp_path_factory.mktemp("other"), train=3).urls[0]
 
 
 def add_config(run, index):

@@ -13,7 +13,7 @@ from bigscl.store import HeatmapStore, update
 from bigscl.tools.answer_files import Asked, read_answered, write_questions
 from bigscl.tools.expected import expected_at
 from bigscl.tools.questions import Question
-from tests.tars import labelled, write_tar
+from tests.builders import labelled, write_tar
 from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl
 

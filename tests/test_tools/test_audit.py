@@ -8,8 +8,8 @@ import pytest
 
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import SingleProcess
+from tests.builders import SIDE, centres, make_store
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import SIDE, centres, make_store
 
 COLD, HOT = 5, 17
 

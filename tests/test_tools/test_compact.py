@@ -13,9 +13,9 @@ from bigscl.store import HeatmapStore
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
 from bigscl.store.rounding import LEVELS
+from tests.builders import make_store
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def files(run):

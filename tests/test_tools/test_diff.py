@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, Update, update
+from tests.builders import make_store, scene_index
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import make_shards, make_store
 
 
 def test_a_store_does_not_differ_from_itself(runs):
@@ -76,7 +76,7 @@ def test_two_runs_are_told_apart_in_words(runs):
 
 
 def test_stores_of_other_data_are_not_compared(runs, tmp_path):
-    make_store(tmp_path / "other", make_shards(tmp_path / "data", train=4), epochs=1)
+    make_store(tmp_path / "other", scene_index(tmp_path / "data", train=4), epochs=1)
     answer = bigscl("diff", runs / "dense", tmp_path / "other")
     assert answer.code == 2
     assert "of different images" in answer.err

@@ -9,8 +9,8 @@ import pytest
 from bigscl.data.index import with_fingerprint
 from bigscl.store import HeatmapStore, Update, update
 from bigscl.tools.expected import expected_at
+from tests.builders import SIDE, K, learn
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import SIDE, K, learn
 
 
 def save_in_mid_epoch(run, index, *, keep_counts=True, drop=False):

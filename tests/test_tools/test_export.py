@@ -19,8 +19,8 @@ from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools import tables
+from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def expected_pairs(run, index):

@@ -14,9 +14,9 @@ from bigscl.common.digests import write_sealed
 from bigscl.common.text import printable
 from bigscl.store import HeatmapStore
 from bigscl.store.lease import Lease
+from tests.builders import make_store, scene_index
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_shards, make_store
 from tests.test_tools.test_audit import keep_scores
 
 VERBS = list(hostile.verbs())
@@ -48,7 +48,7 @@ def world():
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     try:
-        index = make_shards(folder / "data")
+        index = scene_index(folder / "data")
         make_store(folder / "run" / "store", index)
         add_config(folder / "run", index)
         keep_scores(folder / "run", index)

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from bigscl.data.index import load_index
 from bigscl.tools.cli import app, main
-from tests.tars import VOC, classed, jpeg, labelled, real_data, write_shards, write_tar
+from tests.builders import VOC, classed, jpeg, labelled, real_data, write_shards, write_tar
 
 
 def run(*arguments: str):

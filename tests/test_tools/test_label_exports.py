@@ -14,8 +14,7 @@ from bigscl.data.labels_file import with_training_labels
 from bigscl.data.reader import read_image_heads, read_images
 from bigscl.data.scan import scan
 from bigscl.store import GroupSpec, HeatmapStore
-from tests.integration.runs import write_config
-from tests.tars import write_tar
+from tests.builders import write_config, write_tar
 from tests.test_tools.conftest import bigscl
 
 SIDES = ("x0", "y0", "x1", "y1")

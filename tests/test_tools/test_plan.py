@@ -18,9 +18,8 @@ from bigscl.training import forecast
 from bigscl.training.run_folder import open_data
 from bigscl.training.schedule import plan_epoch
 from bigscl.training.summary import summary
-from tests.tars import jpeg, write_shards, write_tar
+from tests.builders import jpeg, make_store, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import make_store
 
 # 1000 samples of 20 classes, 100 to a shard; small_resnet gives 6 x 6 maps for 48 pixels.
 DATA = ("--samples", 1000, "--classes", 20, "--per-shard", 100)

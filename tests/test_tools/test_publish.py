@@ -15,7 +15,7 @@ from bigscl.config import make_config, to_yaml
 from bigscl.data.scan import scan
 from bigscl.models.spatial import build_model
 from bigscl.tools import portable_files, publish
-from tests.tars import labelled, write_tar
+from tests.builders import labelled, write_tar
 from tests.test_bigscl.test_evaluate import same_process_afterwards  # noqa: F401
 from tests.test_tools.test_score import run
 

@@ -21,8 +21,8 @@ from bigscl.tools.quickstart import (
     _table,
 )
 from bigscl.tools.running import Runner
+from tests.builders import make_store
 from tests.test_bigscl.test_report import saved
-from tests.test_tools.quickstart import make_store
 
 
 def test_default_commands_need_no_settings_beyond_the_configs():

@@ -9,7 +9,7 @@ import pytest
 
 from bigscl.data.index import load_index
 from bigscl.data.reader import read_images, read_metadata
-from tests.tars import DATA
+from tests.builders import DATA
 from tests.test_tools.conftest import bigscl
 
 COCO = DATA / "coco_tiny"

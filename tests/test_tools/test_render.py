@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from bigscl.store import HeatmapStore
+from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def chosen(*arguments):

@@ -9,15 +9,15 @@ from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
 from bigscl.tools.text import ranges
+from tests.builders import scene_index
 from tests.test_store.conftest import assert_same_rows, random_update
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_shards
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """40 scenes in one shard and 10 in another: their dense heatmaps lie in several chunks."""
-    return make_shards(tmp_path_factory.mktemp("wide"), train=50, samples_per_shard=40)
+    return scene_index(tmp_path_factory.mktemp("wide"), train=50, samples_per_shard=40)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from bigscl.selection.selection import Selection
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, update
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.show import histogram
+from tests.builders import make_store
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):

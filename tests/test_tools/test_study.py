@@ -20,10 +20,11 @@ from bigscl.data.scan import scan
 from bigscl.tools import study
 from bigscl.tools.study import plan_trials
 from bigscl.tools.study_report import mean_and_spread, to_table
+from tests.builders import labelled, settings, write_config, write_shards, write_tar
 from tests.forks import ROOT, Child
-from tests.integration.runs import make_shards, settings, write_config
-from tests.tars import labelled, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
+
+SCENES = (24, 12, 12)
 
 AN, SCL, ORACLE = (CONFIGS / f"voc12_lite0_{name}.yaml" for name in ("an", "scl", "bce"))
 
@@ -154,11 +155,6 @@ def write_configs(folder, shards, epochs):
     }
     an = write_config(folder / "an.yaml", shards, **common, objective={"base": "an", "consistency": "none"})
     return an, write_config(folder / "scl.yaml", shards, **common)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("shards"), 24, 12, val=12)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from bigscl.memory.score_history import ScoreLog
 from bigscl.store import HeatmapStore, SingleProcess
 from bigscl.tools.cli import VERBS, app
 from tests import tools_readme
+from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import make_store
 from tests.tools_readme import MARK, PAGE, ROOT, commands, executed, portable, renewed, went_well, workplace
 
 SHELL = ("head",)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import Answered, HeatmapStore, seal
+from tests.builders import make_store
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import make_store
 
 
 def chunk(run, array, shard, group="arrays-000"):

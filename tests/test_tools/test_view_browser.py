@@ -13,7 +13,8 @@ import pytest
 
 from bigscl.data.answers import FILE, read_answers
 from bigscl.tools.viewer.listing import Query
-from tests.integration.runs import Running, make_shards, write_config
+from tests.builders import make_shards, write_config
+from tests.integration.runs import Running
 from tests.test_tools.test_view_server import HOSTILE, hostile_run
 from tests.test_tools.view_site import TOKEN, serving
 

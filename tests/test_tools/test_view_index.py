@@ -28,8 +28,8 @@ from bigscl.tools.viewer.score_index import (
     index_name,
     open_index,
 )
+from tests.builders import learn, make_store
 from tests.test_tools.conftest import bigscl
-from tests.test_tools.quickstart import learn, make_store
 
 
 def opened(run):

@@ -33,9 +33,8 @@ from bigscl.tools.questions import Questions
 from bigscl.tools.viewer import open_run, pictures, server
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
-from tests.tars import write_tar
+from tests.builders import learn, make_store, write_tar
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.quickstart import learn, make_store
 from tests.test_tools.view_site import TOKEN, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>"

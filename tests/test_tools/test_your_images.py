@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tars import VOC, real_data
+from tests.builders import VOC, real_data
 from tests.test_tools.conftest import bigscl
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "your-images.md"
