@@ -1,4 +1,4 @@
-"""Labels and boxes in the formats of other tools: COCO, Label Studio, FiftyOne. Written image by image."""
+"""Write labels, boxes and questions in the formats of other tools: COCO, Label Studio, FiftyOne; by image."""
 
 import json
 import os
@@ -23,6 +23,7 @@ FILES: dict[LabelFormat, tuple[str, ...]] = {
     "fiftyone": ("labels.json", "boxes.json"),
 }
 """Files of the folder that is written; COCO is a single file."""
+Box = tuple[float, float, float, float]
 DIGITS = 4
 """Of pixels and percents: enough to return to fractions of the image with as many digits."""
 
@@ -34,10 +35,12 @@ class Label:
     number: int
     """Of the class."""
     score: float
-    box: tuple[float, float, float, float] | None = None
+    box: Box | None = None
     """x0, y0, x1, y1 as fractions of the upright image; None if it is not known where the class is."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """More to say of it, as JSON: whether it is annotated."""
+    question: str | None = None
+    """Text of the question whether the image shows the class; None for a label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +50,11 @@ class LabelledImage:
     id: int
     file: str
     """Its path below the folder of all images."""
-    width: int
-    height: int
     labels: Sequence[Label]
+    """All of them labels, or all of them questions."""
+    width: int = 0
+    height: int = 0
+    """In pixels; 0 for questions, which need no size."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """More to say of it, as JSON: its shard and key, by which others find it again."""
 
@@ -59,25 +64,34 @@ Write = Callable[[LabelledImage], None]
 
 @contextmanager
 def label_writer(
-    form: LabelFormat, output: Path, class_names: Sequence[str], *, made_by: str, images: str = ""
+    form: LabelFormat,
+    output: Path,
+    class_names: Sequence[str],
+    *,
+    made_by: str,
+    images: str = "",
+    info: Mapping[str, Any] | None = None,
+    questions: bool = False,
 ) -> Iterator[Write]:
     """Yield `write(image)`; the files appear whole at the end, or not at all.
 
-    `made_by` says where the labels come from. `images` is put before the name of each image: a folder, or an
-    address as Label Studio needs it. FiftyOne is told where the images are when it imports.
+    `made_by` says where the labels come from, `info` more of that for COCO. `images` is put before the name
+    of each image: a folder, or an address as Label Studio needs it. FiftyOne is told where the images are
+    when it imports, and takes no `questions`.
     """
     if form == "coco":
         if output.suffix != ".json":
             raise UserError(f"{output}: COCO annotations are written as .json")
         with atomic_write(output) as partial, partial.open("w") as file:
-            with _coco(file, class_names, made_by, images) as write:
+            with _coco(file, class_names, {"description": made_by, **(info or {})}, images) as write:
                 yield write
         return
     check_folder(output, form, FILES[form])
     first, second = (atomic_write(output / name) for name in FILES[form])
     with first as one, second as other, one.open("w") as file:
         if form == "label-studio":
-            other.write_text(label_studio_config(class_names), encoding="utf-8")
+            interface = QUESTION_CONFIG if questions else label_studio_config(class_names)
+            other.write_text(interface, encoding="utf-8")
             with _label_studio(file, class_names, made_by, images) as write:
                 yield write
         else:
@@ -108,9 +122,7 @@ def _item_writer(file: TextIO) -> Callable[[str], None]:
     return write
 
 
-def _corner_and_size(
-    box: tuple[float, float, float, float], width: float, height: float
-) -> tuple[float, float, float, float]:
+def _corner_and_size(box: Box, width: float, height: float) -> tuple[float, float, float, float]:
     """Return x, y, width, height of a box in an image of this size."""
     x, y, right, bottom = box[0] * width, box[1] * height, box[2] * width, box[3] * height
     return round(x, DIGITS), round(y, DIGITS), round(right - x, DIGITS), round(bottom - y, DIGITS)
@@ -120,30 +132,34 @@ def _corner_and_size(
 
 
 @contextmanager
-def _coco(file: TextIO, class_names: Sequence[str], made_by: str, images: str) -> Iterator[Write]:
-    """Write images with all of their labels, and an annotation for each label with a box."""
+def _coco(file: TextIO, class_names: Sequence[str], info: Mapping[str, Any], images: str) -> Iterator[Write]:
+    """Write images with all of their labels, and an annotation for each label with a box or question."""
     # Detectors take 0 for the background, and COCO's evaluation takes annotation 0 for none.
     categories = [{"id": number + 1, "name": name} for number, name in enumerate(class_names)]
-    head = {"info": {"description": made_by}, "licenses": [], "categories": categories}
+    head = {"info": info, "licenses": [], "categories": categories}
     file.write(f'{_json(head)[:-1]}, "images": [')
     # Annotations follow the images, and are as many: not in memory.
     with tempfile.TemporaryFile("w+", dir=Path(file.name).parent) as annotations:
         write_image, write_annotation, count = _item_writer(file), _item_writer(annotations), 0
+        asked = set[int]()  # images of questions; several writes may have the same
 
         def write(image: LabelledImage) -> None:
             nonlocal count
-            size = {"width": image.width, "height": image.height}
-            entry = {"id": image.id, "file_name": images + image.file, **size, **image.facts}
+            entry = {"id": image.id, "file_name": images + image.file, **image.facts}
             labels = [
-                {"category_id": one.number + 1, "score": one.score, **one.facts} for one in image.labels
+                {"category_id": label.number + 1, "score": label.score, **label.facts}
+                for label in image.labels
             ]
-            write_image(_json(entry | {"labels": labels}))
+            if image.width:
+                write_image(_json(entry | {"width": image.width, "height": image.height, "labels": labels}))
+            elif image.id not in asked:
+                asked.add(image.id)
+                write_image(_json(entry))
             for label, values in zip(image.labels, labels, strict=True):
-                if label.box is not None:
+                if label.box is not None or label.question is not None:
                     count += 1
-                    box = _corner_and_size(label.box, image.width, image.height)
-                    place = {"bbox": box, "area": round(box[2] * box[3], DIGITS), "iscrowd": 0}
-                    write_annotation(_json({"id": count, "image_id": image.id, **values, **place}))
+                    extra = _coco_box(label.box, image) if label.box else {"attributes": {"yes": None}}
+                    write_annotation(_json({"id": count, "image_id": image.id, **values, **extra}))
 
         yield write
         file.write('\n], "annotations": [')
@@ -152,10 +168,21 @@ def _coco(file: TextIO, class_names: Sequence[str], made_by: str, images: str) -
         file.write("\n]}\n")
 
 
+def _coco_box(box: Box, image: LabelledImage) -> dict[str, Any]:
+    bbox = _corner_and_size(box, image.width, image.height)
+    return {"bbox": bbox, "area": round(bbox[2] * bbox[3], DIGITS), "iscrowd": 0}
+
+
 # Label Studio
 
-IMAGE, CHOICES, BOXES = "image", "labels", "boxes"
-"""Names of the parts of the labelling interface, which predictions refer to."""
+IMAGE, CHOICES, BOXES, ANSWER = "image", "labels", "boxes", "answer"
+"""Names of the parts of the labelling interfaces, which predictions and answers refer to."""
+QUESTION_CONFIG = (
+    f'<View><Image name="{IMAGE}" value="${IMAGE}"/><Header value="$question"/>'
+    f'<Choices name="{ANSWER}" toName="{IMAGE}"><Choice value="yes" hotkey="y"/>'
+    '<Choice value="no" hotkey="n"/></Choices></View>\n'
+)
+"""The labelling interface for questions."""
 
 
 def label_studio_config(class_names: Sequence[str]) -> str:
@@ -178,9 +205,16 @@ def _label_studio(file: TextIO, class_names: Sequence[str], made_by: str, images
     write_task = _item_writer(file)
 
     def write(image: LabelledImage) -> None:
-        labels = [{"name": names[one.number], "score": one.score, **one.facts} for one in image.labels]
-        data = {IMAGE: image_address(images, image.file), "id": image.id, **image.facts, "labels": labels}
-        write_task(_json({"data": data, "predictions": _predictions(image, names, made_by)}))
+        data = {IMAGE: image_address(images, image.file), "id": image.id, **image.facts}
+        for label in image.labels:
+            if label.question is not None:  # A task for each: what is not answered can be skipped.
+                asked = {"question": label.question, "class": class_names[label.number], "score": label.score}
+                write_task(_json({"data": {**data, **asked, **label.facts}}))
+        if image.width:
+            data["labels"] = [
+                {"name": names[label.number], "score": label.score, **label.facts} for label in image.labels
+            ]
+            write_task(_json({"data": data, "predictions": _predictions(image, names, made_by)}))
 
     yield write
     file.write("\n]\n")

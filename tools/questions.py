@@ -1,29 +1,30 @@
-"""The questions of a run for people: collected from its memory in one pass, then ranked after each answer."""
+"""Questions of a run for people, ranked again after each answer; files with them for other tools.
 
-from collections.abc import Sequence
+CSV has an empty column `yes`, to be filled with yes or no. Label Studio gets a task for each question, with
+the image and two choices; it exports the answers as JSON. In COCO's JSON each question is an annotation with
+`attributes: {"yes": null}`. Questions without an answer are not imported.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import atomic_write, parse_errors
+from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.answered import match_answers
-from bigscl.data.answers import FILE, read_answers
+from bigscl.data.answers import FILE, Answer, moment, read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import (
-    FOLLOWING,
-    By,
-    Pairs,
-    Shortlist,
-    chances,
-    first_values,
-    following_values,
-    pairs_of,
-    rank,
-)
+from bigscl.data.training_labels import match_answers
+from bigscl.evaluation.review import By, Pairs, Shortlist, first_values, next_questions, pairs_of
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at
+from bigscl.tools.label_formats import ANSWER, Label, LabelledImage, label_writer
 from bigscl.tools.opening import Data
 from bigscl.tools.passes import pass_over
 from bigscl.tools.samples import answer_key
@@ -38,15 +39,19 @@ class Question:
     """As answers name the image: its key, or `shard/key` if several shards have it."""
     number: int
     class_name: str
-    named: bool
-    """Whether a label names the class: then the question is whether it is wrong."""
+    labelled: bool
+    """Whether the class is a label of the image: then the question is whether that is wrong."""
     score: float
     chance: float
     """How likely the answer corrects the labels."""
 
+    def __str__(self) -> str:
+        said = "The label says yes. " if self.labelled else ""
+        return f"{said}Does this image show: {printable(self.class_name)}?"
+
 
 class Questions:
-    """What to ask about a snapshot of a run's memory, in an order that follows the answers."""
+    """Questions about a snapshot of a run's memory, in an order that follows the answers."""
 
     def __init__(
         self,
@@ -61,8 +66,8 @@ class Questions:
     ) -> None:
         """Collect up to `most` questions of each class, or of class `only`.
 
-        Of a store with heatmaps of some classes only, these are asked about, in all orders but the random
-        one. What stands in the files of `answers` is not asked again. RAM grows with the classes times
+        If the store has heatmaps of some classes only, these are asked about, in all orders but the random
+        one. Pairs that the files of `answers` answer are not asked again. RAM grows with the classes times
         `most`, not with the images.
         """
         if data.labels != "observed":
@@ -71,7 +76,7 @@ class Questions:
             )
         self._index, self._by = data.labelled, by
         self._said = self._read(answers)
-        shortlist, told = Shortlist(min(most, store.spec.num_samples)), []
+        shortlist, told = Shortlist(min(most, store.spec.num_samples)), [Pairs.none()]
         said, expected = np.array(list(self._said), np.int64), expected_at(store)
         for shard, rows in pass_over(
             "collecting questions", range(store.spec.num_shards), store.load_shard, [store]
@@ -88,7 +93,7 @@ class Questions:
         self._told = Pairs.concatenate(told)
 
     def _read(self, answers: Sequence[Path]) -> dict[int, bool]:
-        """Return what was said before; of several files the first counts."""
+        """Return the answers so far by pair; if several files answer, the first counts."""
         said: dict[int, bool] = {}
         for path in reversed(answers):
             known = match_answers(self._index, read_answers(path), path)
@@ -108,53 +113,48 @@ class Questions:
 
     def next(self, count: int) -> list[Question]:
         """Return the next questions, the most valuable first."""
-        places = np.flatnonzero(self._open)
-        pairs = self._pairs.take(places)
+        pairs, first = self._pairs.take(self._open), self._values[self._open]
         yes = np.array([self._said[key] for key in self._keys(self._told).tolist()], bool)
-        likely = chances(pairs, self._told, yes)
-        if self._by in FOLLOWING:
-            order = rank(following_values(pairs, self._by, likely), pairs, self._told, most=count)
-        else:
-            order = np.argsort(-self._values[places], kind="stable")[:count]
-        return [self._question(pairs, place, float(likely[place])) for place in order.tolist()]
+        order, likely = next_questions(pairs, self._told, yes, most=count, by=self._by, first=first)
+        return [self._question(pairs, row, float(likely[row])) for row in order.tolist()]
 
-    def _question(self, pairs: Pairs, place: int, chance: float) -> Question:
-        sample, number = int(pairs.ids[place]), int(pairs.classes[place])
+    def _question(self, pairs: Pairs, row: int, chance: float) -> Question:
+        sample, number = int(pairs.ids[row]), int(pairs.classes[row])
         return Question(
             sample=sample,
             key=answer_key(sample, self._index),
             number=number,
             class_name=self._index.class_names[number],
-            named=bool(pairs.named[place]),
-            score=round(float(pairs.scores[place]), 4),
+            labelled=bool(pairs.labelled[row]),
+            score=round(float(pairs.scores[row]), 4),
             chance=round(chance, 4),
         )
 
-    def hear(self, question: Question, yes: bool | None) -> None:
+    def add_answer(self, question: Question, yes: bool | None) -> None:
         """Take the answer to a question into account; None: it was skipped, and is not asked again."""
-        place = self._place(question)
-        self._open[place] = False
+        row = self._row_of(question)
+        self._open[row] = False
         if yes is not None:
-            self._said[int(self._keys(self._pairs)[place])] = yes
-            self._told = Pairs.concatenate([self._told, self._pairs.take(np.array([place]))])
+            self._said[int(self._keys(self._pairs)[row])] = yes
+            self._told = Pairs.concatenate([self._told, self._pairs.take(np.array([row]))])
 
-    def forget(self, question: Question) -> None:
+    def withdraw_answer(self, question: Question) -> None:
         """Let a question be asked again, whose answer was withdrawn."""
-        place = self._place(question)
-        self._open[place] = True
-        key = int(self._keys(self._pairs)[place])
+        row = self._row_of(question)
+        self._open[row] = True
+        key = int(self._keys(self._pairs)[row])
         if self._said.pop(key, None) is not None:
             self._told = self._told.take(self._keys(self._told) != key)
 
-    def _place(self, question: Question) -> int:
+    def _row_of(self, question: Question) -> int:
         is_it = (self._pairs.ids == question.sample) & (self._pairs.classes == question.number)
         return int(np.flatnonzero(is_it)[0])
 
 
 def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path]:
-    """Return the file that answers go to, and then others whose answers the run already knows.
+    """Return the file that answers go to, and then others whose answers the run was trained with.
 
-    It is the one that is given, that of the run's config (data.answers), or `answers.jsonl` in its folder.
+    Answers go to the given file, that of the run's config (data.answers), or `answers.jsonl` in its folder.
     """
     if given is None and data.answers is None and run is None:
         raise UserError(
@@ -167,7 +167,7 @@ def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path
 def _pairs_of_shard(
     store: HeatmapStore, index: Index, expected: Expected, shard: int, rows: Rows, *, only_kept: bool
 ) -> Pairs:
-    """Return the pairs of a shard; with `only_kept` those of classes that are named or have a heatmap."""
+    """Return the pairs of a shard; with `only_kept` those of classes that are labelled or have a heatmap."""
     ids = store.spec.sample_ids(shard)
     rows = rows.take(slice(0, len(ids)))
     known = index.labels_of(ids)
@@ -190,8 +190,137 @@ def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArr
     np.put_along_axis(
         peaks, rows.kept_classes().astype(np.int64), bits.view(np.float16).astype(np.float32), 1
     )
-    places, classes = np.nonzero(known == 1)
-    if len(places):
-        seen = store.evidence_of(rows, ids, places, classes)
-        peaks[places, classes] = seen.reshape(len(places), -1).max(axis=1)
+    labelled, classes = np.nonzero(known == 1)
+    if len(labelled):
+        heatmaps = store.evidence_of(rows, ids, labelled, classes)
+        peaks[labelled, classes] = heatmaps.reshape(len(labelled), -1).max(axis=1)
     return peaks
+
+
+# Other tools
+
+Format = Literal["label-studio", "coco", "csv"]
+COLUMNS = ("key", "class", "yes", "question", "score", "snapshot")
+WORDS = {
+    **dict.fromkeys(("yes", "y", "true", "1"), True),
+    **dict.fromkeys(("no", "n", "false", "0"), False),
+}
+REMEDY = "Give a file that `bigscl review export` wrote, with answers."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Person and time of answers that do not name them."""
+
+    who: str
+    when: str
+
+
+def write_questions(
+    form: Format,
+    output: Path,
+    questions: Sequence[Question],
+    class_names: Sequence[str],
+    *,
+    snapshot: str,
+    images: str = "{key}",
+) -> None:
+    """Write questions for another tool; `images` with {key} says where that tool finds an image."""
+    if form == "csv":
+        _write_csv(output, questions, snapshot)
+        return
+    prefix, _, end = images.partition("{key}")
+    info = {"snapshot": snapshot}
+    with label_writer(
+        form, output, class_names, made_by="questions of bigscl", images=prefix, info=info, questions=True
+    ) as write:
+        for each in questions:
+            file = each.key + end.replace("{key}", each.key) if "{key}" in images else ""
+            label = Label(number=each.number, score=each.score, question=str(each))
+            write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
+
+
+def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> None:
+    if output.suffix != ".csv":
+        raise UserError(f"{output}: questions for csv are written as .csv")
+    with atomic_write(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for one in questions:
+            writer.writerow([one.key, one.class_name, "", str(one), one.score, snapshot])
+
+
+def read_tool_answers(path: Path, source: Source) -> list[Answer]:
+    """Return the answers in a file of any of the formats; BadFile says what is wrong with it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file of answers")
+    if path.suffix == ".csv":
+        with parse_errors(path, "a table of answers", REMEDY):
+            return list(_from_csv(path, source))
+    with parse_errors(path, "answers in JSON", REMEDY):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        read = _from_label_studio if isinstance(content, list) else _from_coco
+        return list(read(content, source))
+
+
+def _from_csv(path: Path, source: Source) -> Iterator[Answer]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        missing = [name for name in COLUMNS[:3] if name not in (reader.fieldnames or ())]
+        if missing:
+            raise UserError(f"no column {missing[0]!r} in {reader.fieldnames}")
+        for row in reader:
+            where = f"line {reader.line_num}"
+            if None in row or None in row.values():
+                raise UserError(f"{where} has another number of columns than the first line")
+            yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
+
+
+def _from_label_studio(tasks: list[Any], source: Source) -> Iterator[Answer]:
+    for number, task in enumerate(tasks):
+        where = f"task {number}"
+        data = task["data"]
+        for annotation in task.get("annotations") or ():
+            if annotation.get("was_cancelled"):
+                continue
+            when = annotation.get("created_at") or source.when
+            given = Source(who=_person(annotation, source.who), when=when)
+            for result in annotation["result"]:
+                if result.get("from_name") == ANSWER:
+                    for choice in result["value"]["choices"]:
+                        yield from _answer(
+                            data["key"], data["class"], choice, where, given, data.get("snapshot", "")
+                        )
+
+
+def _person(annotation: Mapping[str, Any], default: str) -> str:
+    person = annotation.get("completed_by")
+    if isinstance(person, dict):
+        person = person.get("email") or person.get("id")
+    return default if person is None else str(person)
+
+
+def _from_coco(content: Mapping[str, Any], source: Source) -> Iterator[Answer]:
+    keys = {image["id"]: image["key"] for image in content["images"]}
+    classes = {category["id"]: category["name"] for category in content["categories"]}
+    snapshot = str(content.get("info", {}).get("snapshot", ""))
+    for annotation in content["annotations"]:
+        yes = annotation.get("attributes", {}).get("yes")
+        where = f"annotation {annotation['id']}"
+        key, name = keys[annotation["image_id"]], classes[annotation["category_id"]]
+        yield from _answer(key, name, yes, where, source, snapshot)
+
+
+def _answer(key: Any, name: Any, yes: Any, where: str, source: Source, snapshot: Any) -> Iterator[Answer]:
+    """Yield the answer, or nothing if there is none."""
+    word = "" if yes is None else str(yes).strip().lower()
+    if not word:
+        return
+    if word not in WORDS:
+        raise UserError(f"{where}: found {printable(word[:40])!r}, expected yes or no")
+    if not isinstance(key, str) or not isinstance(name, str):
+        raise UserError(
+            f"{where}: key {printable(str(key)[:40])!r} or class {printable(str(name)[:40])!r} is no text"
+        )
+    moment(source.when)
+    yield Answer(key, name, WORDS[word], source.who, source.when, str(snapshot))

@@ -110,7 +110,7 @@ def _of_files(faults: Iterable[tuple[str, str]]) -> list[Finding]:
 
 
 def _run_faults(folder: Path | None) -> Iterator[str]:
-    """Yield what is wrong with the files of a run that a resume, an evaluation or an audit reads."""
+    """Yield what is wrong with the files of a run that a resume, an evaluation or a review reads."""
     if folder is None:
         return
     copy = "Restore it from a copy."

@@ -51,7 +51,7 @@ class DataConfig:
     labels_file: Path | None = None
     """Labels of training images in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json."""
     answers: Path | None = None
-    """Answers of people (`bigscl ask`), which may become more: yes is observed, no a known negative."""
+    """File of human answers (`bigscl review`); it may grow. yes = positive, no = negative."""
     val_labels_file: Path | None = None
     """Full labels of the validation images; images that it lacks are not evaluated."""
     labels: Literal["observed", "labels"] = "observed"
@@ -278,7 +278,7 @@ class LogConfig:
     pictures: Count = 6
     """Samples per plot."""
     score_classes: CountOrZero = 10
-    """Classes of each image whose scores of each epoch are kept for `bigscl audit`, 4 bytes each; 0: none."""
+    """Classes per image whose scores of each epoch are kept for `review list`, 4 bytes each; 0: none."""
     ids: bool = False
     """Write the id of every trained sample to `ids-<rank>.txt`, for debugging."""
 

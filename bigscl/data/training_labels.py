@@ -1,15 +1,16 @@
 """The labels that training sees: those of shards or of a file, drawn ones, and then answers of people."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.answered import match_answers, with_answered
-from bigscl.data.answers import Answers, AnswersFile
+from bigscl.common.files import BadFile
+from bigscl.common.text import first_few, printable
+from bigscl.data.answers import Answers, AnswersFile, moment
 from bigscl.data.index import Index, Labels
-from bigscl.data.labels_file import with_training_labels
+from bigscl.data.labels_file import SEVERAL, ids_by_key, replaced_rows, with_training_labels
 from bigscl.data.observed import ObservedConfig
 from bigscl.store import Annotations, Answered, SingleProcess, Transport, label_counts, on_rank_zero
 
@@ -64,4 +65,52 @@ def training_labels(
         answers=said,
         answered=answered,
         annotations=index.annotations(labels),
+    )
+
+
+def match_answers(index: Index, answers: Answers, path: Path) -> Answered:
+    """Return the answers by row and class, withdrawn ones too; BadFile for what the index does not have."""
+    ids = ids_by_key(index, {key for key, _ in answers.asked})
+    numbers = {name: number for number, name in enumerate(index.class_names)}
+    unknown = sorted({key for key, _ in answers.asked if ids.get(key, SEVERAL) == SEVERAL})
+    if unknown:
+        first = int(index.ids()[0])
+        raise BadFile(
+            f"{path}: {len(unknown)} keys are not in the shards, or in several of them: "
+            f"{first_few(unknown, len(unknown), most=3)}. Expected keys as "
+            f"{printable(index.key(first))!r}, or shard/key as {index.name(first)!r}."
+        )
+    for key, name in answers.asked:
+        if name not in numbers:
+            raise BadFile(
+                f"{path}: key {printable(key)!r}: unknown class {printable(name[:60])!r}, expected one of "
+                f"{index.num_classes} names, as {index.class_names[0]!r}"
+            )
+    says = {(ids[key], numbers[name]): -1 for key, name in answers.asked}
+    # A key, and the same as shard/key, are one image: the later counts.
+    for answer in sorted(answers.standing.values(), key=lambda answer: moment(answer.when)):
+        says[ids[answer.key], numbers[answer.class_name]] = int(bool(answer.yes))
+    pairs = np.array(list(says), np.int64).reshape(-1, 2)
+    labelled = index.annotations("observed").includes(pairs[:, 0], pairs[:, 1])
+    return Answered.of(pairs[:, 0], pairs[:, 1], list(says.values()), named=labelled)
+
+
+def with_answered(index: Index, answered: Answered) -> Index:
+    """Return the index with the answers in its observed labels and known negatives.
+
+    It keeps its fingerprint: a store is made for the labels without answers, and its snapshots say which
+    answers they contain.
+    """
+    positives = {int(row): set(index.observed[row].tolist()) for row in np.unique(answered.rows)}
+    negatives = {row: set(index.negatives[row].tolist()) for row in positives}
+    lists = (array.tolist() for array in (answered.rows, answered.classes, answered.says))
+    for row, number, says in zip(*lists, strict=True):
+        if says >= 0:
+            to, of = (positives, negatives) if says else (negatives, positives)
+            to[row].add(number)
+            of[row].discard(number)
+    return replace(
+        index,
+        observed=replaced_rows(index.observed, {row: sorted(own) for row, own in positives.items()}),
+        negatives=replaced_rows(index.negatives, {row: sorted(own) for row, own in negatives.items()}),
     )

@@ -22,7 +22,7 @@ from bigscl.common.files import BadFile
 from bigscl.store import Annotations, Transport, choose_classes, on_rank_zero
 
 FOLDER = "scores"
-WHAT, REMEDY = "scores of an epoch", "Delete it; the audit does without that epoch."
+WHAT, REMEDY = "scores of an epoch", "Delete it; `bigscl review list` does without that epoch."
 LETTERS = 16
 GROUP = 8
 ABOVE_ONE = np.uint16(np.float16(1).view(np.uint16) + 1)

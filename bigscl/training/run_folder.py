@@ -270,7 +270,7 @@ def _check_answers(run: Run, snapshots: list[Snapshot]) -> None:
                 f"data.answers: {given or 'no file'}, but the memory of this run has learnt from "
                 f"{len(lost)} answers that are not there, first about {index.class_names[number]!r} of "
                 f"{index.name(row)}. Give the file of answers that the run was trained with. To take an "
-                f"answer back, withdraw it there (`bigscl ask`, u)."
+                f"answer back, withdraw it there (`bigscl review ask`, u)."
             )
 
 

@@ -4,8 +4,8 @@
     python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --run runs/mine --found-only
 
 For each seed a run is trained, and the full labels of its shards answer the questions of its memory
-(`bigscl ask --simulate`): in the order of the queue, by chance (what most likely corrects a label), by score,
-by uncertainty (nearest to 0.5) and at random.
+(`bigscl review ask --simulate`): in the order of the queue, by chance (what most likely corrects a label), by
+score, by uncertainty (nearest to 0.5) and at random.
 For each order and number of answers the same config is trained again from the start, with `data.answers`. All
 orders have the same seeds, labels and questions to choose from. Writes asking.md, asking.json and asking.png;
 run the same command again to resume it, in the middle of a training too. Stores of the runs with answers are
@@ -46,10 +46,10 @@ import numpy as np
 
 from bigscl.common.files import read_json_object, write_text
 from bigscl.config import load_config
-from bigscl.data.answered import match_answers
 from bigscl.data.answers import read_answers
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import By
+from bigscl.data.training_labels import match_answers
+from bigscl.evaluation.review import By
 from bigscl.training.run_folder import open_data
 
 ORDERS: tuple[By, ...] = get_args(By)
@@ -93,7 +93,7 @@ class Plan:
         if not path.exists():
             partial.unlink(missing_ok=True)
             words = ("--simulate", max(self.numbers), "--by", by, "--seed", seed, "--answers", partial)
-            bigscl("ask", run, *words)
+            bigscl("review", "ask", run, *words)
             partial.replace(path)
         return path
 

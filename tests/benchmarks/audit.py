@@ -53,8 +53,8 @@ import torch
 from bigscl.config import load_config
 from bigscl.data.loader import Batch, Loader
 from bigscl.data.plan import evaluation_plan
-from bigscl.evaluation.audit import Warmth, area_under_curve, suspicion, warmth
 from bigscl.evaluation.inference import predict
+from bigscl.evaluation.review import ScoreHistory, area_under_curve, score_history, suspicion
 from bigscl.evaluation.target import build_network, find_target
 from bigscl.memory.score_history import read_score_log
 from bigscl.store import SingleProcess
@@ -92,7 +92,7 @@ def predictions(run, index, config) -> np.ndarray:
     return found.logits.astype(np.float64)
 
 
-def wrong_rankings(found: Warmth, values, logits, rows, heat) -> dict[str, np.ndarray]:
+def wrong_rankings(found: ScoreHistory, values, logits, rows, heat) -> dict[str, np.ndarray]:
     """Return suspicions of the named pairs; `rows` are the images' places in `logits`, `heat` all scores."""
     own = logits[rows, found.classes]
     chances = 1 / (1 + np.exp(-logits[rows]))
@@ -113,7 +113,7 @@ def wrong_rankings(found: Warmth, values, logits, rows, heat) -> dict[str, np.nd
     }
 
 
-def missing_rankings(found: Warmth, values, logits, rows, heat) -> dict[str, np.ndarray]:
+def missing_rankings(found: ScoreHistory, values, logits, rows, heat) -> dict[str, np.ndarray]:
     """Return suspicions of pairs that are not named."""
     return {
         "audit": values,
@@ -134,14 +134,14 @@ def main() -> None:
     data = open_data(config)
     index = data.train
     epochs = read_score_log(run, data.annotations, config.schedule.epochs)
-    found = warmth(list(epochs.values()), data.annotations, index.ids())
+    found = score_history(list(epochs.values()), data.annotations, index.ids())
     values, logits = suspicion(found), predictions(run, index, config)
     rows = np.searchsorted(index.ids(), found.ids)
     heat = np.bincount(rows, found.mean)[rows]
     present = index.labels_of(index.ids(), "labels")[rows, found.classes] == 1
     for what, pairs, is_found, rank in (
-        ("wrong", found.named, ~present, wrong_rankings),
-        ("missing", ~found.named, present, missing_rankings),
+        ("wrong", found.labelled, ~present, wrong_rankings),
+        ("missing", ~found.labelled, present, missing_rankings),
     ):
         truth = is_found[pairs]
         print(f"{what}: {truth.sum():,} of {len(truth):,} labels, {len(epochs)} epochs")

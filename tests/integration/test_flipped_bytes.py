@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[Path], Said]] = {
     "evaluate": lambda run: bigscl(
         "evaluate", run, "--workers", 0, "--json", "--output", run.parent / "evaluated"
     ),
-    "audit": lambda run: bigscl("audit", run, "--json"),
+    "audit": lambda run: bigscl("review", "list", run, "--json"),
     "verify": verify,
     "show": lambda run: bigscl("show", run, "--json"),
     "score": lambda run: bigscl("score", run / "evaluation", "--json"),

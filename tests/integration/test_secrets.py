@@ -176,19 +176,11 @@ def commands_over(run: Path, made: Path, images: str) -> Iterator[tuple[object, 
         output = made / (f"{form}.json" if form == "coco" else form)
         prefix = ("--images", images) if form in ("coco", "label-studio") else ()
         yield "export", run, "labels", "--format", form, *prefix, "-o", output
-    yield (
-        "ask",
-        run,
-        "--export",
-        "label-studio",
-        "--images",
-        f"{images}{{key}}",
-        "-o",
-        made / "questions.json",
-    )
+    asked = ("--images", f"{images}{{key}}", "-o", made / "questions")
+    yield "review", "export", run, "label-studio", *asked
     yield "publish", run, made / "published", "--no-onnx"
-    yield "audit", run, "-o", made / "audit.csv"
-    yield "audit", run, "--json"
+    yield "review", "list", run, "-o", made / "audit.csv"
+    yield "review", "list", run, "--json"
     yield "show", run, "--json"
     yield "render", run, "-o", made / "picture.png"
     yield "view", run, "--prepare"

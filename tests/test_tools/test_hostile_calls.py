@@ -18,7 +18,7 @@ from bigscl.store.lease import Lease
 from tests.builders import make_store, scene_index
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl
-from tests.test_tools.test_audit import keep_scores
+from tests.test_tools.test_review import keep_scores
 
 VERBS = list(hostile.verbs())
 OVER_STORES = [(verb, one) for verb in VERBS for one in verb.parameters if one.kind == "store"]

@@ -1,7 +1,4 @@
-"""The questions of a run on the page: its queue over the index of scores, and answers that go into its file.
-
-It asks what `bigscl ask` asks, without a pass over the store: from the pairs that the index has.
-"""
+"""Questions of a run on the page: as `bigscl review ask`, from the pairs of the page's index of scores."""
 
 import getpass
 import threading
@@ -14,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, Answers, AnswersFile, now
 from bigscl.data.index import Index
-from bigscl.evaluation.asking import Pairs, chances, first_values, rank, worth
+from bigscl.evaluation.review import Pairs, best_of_each_class, first_values, next_questions
 from bigscl.store import Array
 from bigscl.tools.halves import to_float32
 from bigscl.tools.questions import answers_files
@@ -44,7 +41,7 @@ class QuestionQueue:
         self._rows: dict[str, int | None] = {}
 
     def next(self, count: int) -> tuple[Array, dict[str, Any]]:
-        """Return the next pairs to ask about, the most valuable first, and what was said so far."""
+        """Return the next pairs to ask about, the most valuable first, and the numbers of answers so far."""
         with self._lock:
             index = self._run.index
             if index is None:
@@ -53,7 +50,7 @@ class QuestionQueue:
             return self._chosen(index, self._said(files), count), self._told(files[0])
 
     def answer(self, row: int, number: int, yes: bool | None, who: str) -> None:
-        """Keep what a person says of a pair; None withdraws it. On disk when this returns."""
+        """Save a person's answer about a pair; None withdraws it. On disk when this returns."""
         if not who.strip() or len(who) > MAX_NAME:
             raise UserError(f"who: {len(who)} letters, expected a name of 1 to {MAX_NAME}")
         labels, shown = self._run.data.labelled, self._run.index
@@ -85,16 +82,15 @@ class QuestionQueue:
         order = np.argsort(numbers := self._numbers(*np.array([*said], np.int64).reshape(-1, 2).T))
         found_at = np.searchsorted(numbers, self._numbers(told["row"], told["class"]), sorter=order)
         yes = np.array([*said.values()], bool)[order[found_at]]
-        pairs, answered = pairs.take(open_), self._as_pairs(told)
-        values = worth(pairs, chances(pairs, answered, yes))
-        found: Array = listed[open_[rank(values, pairs, answered, most=count)]]
-        return found
+        order, _ = next_questions(pairs.take(open_), self._as_pairs(told), yes, most=count)
+        chosen: Array = listed[open_[order]]
+        return chosen
 
     def _numbers(self, rows: Array, classes: Array) -> NDArray[np.int64]:
         return rows.astype(np.int64) * self._run.store.spec.num_classes + classes
 
     def _listed(self, index: ScoreIndex) -> tuple[Array, Pairs]:
-        """Return the pairs that can come up: of each class the most valuable before any answer."""
+        """Return the pairs that can come up: the most valuable of each class before any answer."""
         if self._shortlist is None or self._shortlist[0] != index.folder:
             num_classes, labels = len(index.offsets) - 1, self._run.data.labelled
             rows, absent = labels.negatives.entries(np.arange(len(labels.keys)))
@@ -106,17 +102,16 @@ class QuestionQueue:
         return self._shortlist[1:]
 
     def _valuable(self, pairs: Array, known: NDArray[np.int64], most: int) -> Array:
-        """Return the most valuable pairs of a class before any answer, unnamed and named apart."""
+        """Return the most valuable pairs of a class before any answer, unlabelled and labelled apart."""
         if len(known):
             pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
         own = self._as_pairs(pairs)
         if self._run.store.group.layout == "topk":
-            # As `bigscl ask`: of the others only those that have a heatmap.
-            kept = own.named | (pairs["peak"] > 0)
+            # As `bigscl review ask`: unlabelled ones only if they have a heatmap.
+            kept = own.labelled | (pairs["peak"] > 0)
             pairs, own = pairs[kept], own.take(kept)
-        order = np.argsort(-first_values(own, "queue"), kind="stable")
-        named = own.named[order]
-        return np.concatenate([pairs[order[~named][:most]], pairs[order[named][:most]]])
+        best: Array = pairs[best_of_each_class(own, first_values(own, "queue"), most)]
+        return best
 
     def _as_pairs(self, pairs: Array) -> Pairs:
         scores = to_float32(pairs["score"])
@@ -125,9 +120,9 @@ class QuestionQueue:
             ids=rows,
             classes=classes,
             scores=scores,
-            warmth=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
-            # What labels said before anybody answered.
-            named=self._run.data.annotations.includes(rows, classes),
+            confidence=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
+            # The labels before anybody answered.
+            labelled=self._run.data.annotations.includes(rows, classes),
             expected=pairs["flags"] & EXPECTED != 0,
         )
 
@@ -142,7 +137,7 @@ class QuestionQueue:
         return [self._read.setdefault(path, AnswersFile(path)) for path in paths]
 
     def _said(self, files: list[Answers]) -> dict[Pair, bool]:
-        """Return what stands for each pair; of several files the first counts."""
+        """Return the answer that counts for each pair; if several files answer, the first."""
         numbers = {name: number for number, name in enumerate(self._run.data.labelled.class_names)}
         said: dict[Pair, bool] = {}
         for answers in reversed(files):

@@ -1,4 +1,4 @@
-"""`bigscl ask`: questions follow the answers, which are kept; other tools get them and give them back."""
+"""`bigscl review`: questions follow the answers, other tools get them; doubtful labels have their place."""
 
 import csv
 import io
@@ -9,17 +9,17 @@ import pytest
 
 from bigscl.data.answers import Answer, append_answers, now, read_answers
 from bigscl.data.scan import scan
-from bigscl.store import HeatmapStore, update
-from bigscl.tools.answer_files import Asked, read_answered, write_questions
+from bigscl.memory.score_history import ScoreLog, log_folder
+from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.expected import expected_at
-from bigscl.tools.questions import Question
-from tests.builders import labelled, write_tar
+from bigscl.tools.questions import Question, Source, read_tool_answers, write_questions
+from tests.builders import SIDE, centres, labelled, make_store, write_tar
 from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl
 
 
 def asked(run, *options):
-    answer = bigscl("ask", run, "--json", *options)
+    answer = bigscl("review", "ask", run, "--json", *options)
     assert answer.code == 0, answer.err
     return answer.json()
 
@@ -36,7 +36,7 @@ def test_by_chance_the_warmest_of_what_no_label_names_come_first(runs, index, na
     observed = index.labels_of(index.ids())
     for one in found:
         assert index.key(one["sample"]) == one["key"]
-        assert (observed[one["sample"], one["number"]] == 1) == one["named"]
+        assert (observed[one["sample"], one["number"]] == 1) == one["labelled"]
     truth = index.labels_of(index.ids(), "labels")
     first = [truth[one["sample"], one["number"]] == 1 for one in found[:15]]
     assert np.mean(first) > 0.8
@@ -57,7 +57,7 @@ def test_the_queue_asks_what_changes_training_most(runs, index, name):
     values = []
     for one in found:
         score, chance = one["score"], one["chance"]
-        left_out = expected[one["sample"], one["number"]] and not one["named"]
+        left_out = expected[one["sample"], one["number"]] and not one["labelled"]
         values.append(chance * (1 - score) + (1 - chance) * score if left_out else chance)
     assert values[0] == max(values)
     assert np.mean(values[:50]) > np.mean(values[50:100]) > np.mean(values[100:])
@@ -66,13 +66,13 @@ def test_the_queue_asks_what_changes_training_most(runs, index, name):
 
 
 def missing_found(questions, truth):
-    return [one for one in questions if not one["named"] and truth[one["sample"], one["number"]] == 1]
+    return [one for one in questions if not one["labelled"] and truth[one["sample"], one["number"]] == 1]
 
 
 def test_a_person_answers_skips_withdraws_and_quits(run, monkeypatch):
     first = asked(run, "--count", 3)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\nn\nu\nyes\n?\ns\nq\n"))
-    answer = bigscl("ask", run, "--who", "ann")
+    answer = bigscl("review", "ask", run, "--who", "ann")
     assert answer.code == 0, answer.err
     assert "2 answers, 2 of them yes" in answer.out
     given = read_answers(run / "answers.jsonl")
@@ -86,7 +86,7 @@ def test_a_person_answers_skips_withdraws_and_quits(run, monkeypatch):
 
 def test_without_input_nothing_is_answered(run, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert bigscl("ask", run).code == 0
+    assert bigscl("review", "ask", run).code == 0
     assert not (run / "answers.jsonl").exists()
 
 
@@ -116,7 +116,7 @@ def test_all_pairs_are_asked_at_last_and_then_none_is_left(run, index):
 def test_one_class_only(run, index):
     name = index.class_names[3]
     assert {one["class_name"] for one in asked(run, "--class", name, "--count", 10)} == {name}
-    assert bigscl("ask", run, "--class", "nothing").code == 2
+    assert bigscl("review", "ask", run, "--class", "nothing").code == 2
 
 
 def test_answers_of_the_config_are_known_and_more_go_to_the_same_file(run, index):
@@ -135,7 +135,7 @@ def test_answers_of_the_config_are_known_and_more_go_to_the_same_file(run, index
 
 def test_a_file_of_other_images_is_refused(run):
     append_answers(run / "answers.jsonl", [Answer("nobody", "1", True, "ann", now())])
-    answer = bigscl("ask", run)
+    answer = bigscl("review", "ask", run)
     assert answer.code == 2
     assert "1 keys are not in the shards" in answer.err
 
@@ -143,8 +143,11 @@ def test_a_file_of_other_images_is_refused(run):
 # Other tools
 
 
+FILES = {"csv": "tasks.csv", "coco": "tasks.json", "label-studio": "tasks"}
+
+
 def fill_in(form, path, said):
-    """Answer the exported questions as a person would in another tool; None leaves one open."""
+    """Answer exported questions as a person would in another tool (None: not); return the file of answers."""
     if form == "csv":
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -154,7 +157,8 @@ def fill_in(form, path, said):
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
-        return
+        return path
+    path = path / "tasks.json" if form == "label-studio" else path
     content = json.loads(path.read_text())
     if form == "coco":
         for annotation, yes in zip(content["annotations"], said, strict=True):
@@ -166,21 +170,24 @@ def fill_in(form, path, said):
             made = {"completed_by": {"id": 5, "email": "eve@x"}, "created_at": "2025-01-31T12:00:00.123Z"}
             task["annotations"] = [] if yes is None else [{**made, "result": [result]}]
     path.write_text(json.dumps(content))
+    return path
 
 
 @pytest.mark.parametrize("form", ["csv", "coco", "label-studio"])
 def test_questions_go_out_and_answers_come_back(run, tmp_path, form):
-    path = tmp_path / ("tasks.csv" if form == "csv" else "tasks.json")
-    answer = bigscl("ask", run, "--count", 12, "--export", form, "-o", path, "--images", "http://x/{key}.jpg")
+    path = tmp_path / FILES[form]
+    answer = bigscl(
+        "review", "export", run, form, "--count", 12, "-o", path, "--images", "http://x/{key}.jpg"
+    )
     assert answer.code == 0, answer.err
     assert not (run / "answers.jsonl").exists()
     said = [True, False, None] * 4
-    fill_in(form, path, said)
+    path = fill_in(form, path, said)
     expected = {
         pair: yes for pair, yes in zip(pairs(asked(run, "--count", 12)), said, strict=True) if yes is not None
     }
     for _ in range(2):
-        answer = bigscl("ask", run, "--import", path, "--who", "eve@x")
+        answer = bigscl("review", "import", run, path, "--who", "eve@x")
         assert answer.code == 0, answer.err
         given = read_answers(run / "answers.jsonl").standing
         assert {pair: one.yes for pair, one in given.items()} == expected
@@ -189,13 +196,13 @@ def test_questions_go_out_and_answers_come_back(run, tmp_path, form):
 
 
 def test_an_import_of_older_answers_leaves_what_was_corrected_since(run, tmp_path):
-    path = tmp_path / "tasks.json"
-    assert bigscl("ask", run, "--count", 2, "--export", "label-studio", "-o", path).code == 0
-    fill_in("label-studio", path, [True, True])
+    path = tmp_path / "tasks"
+    assert bigscl("review", "export", run, "label-studio", "--count", 2, "-o", path).code == 0
+    path = fill_in("label-studio", path, [True, True])
     (first, second) = pairs(asked(run, "--count", 2))
     append_answers(run / "answers.jsonl", [Answer(*first, False, "eve@x", "2025-01-31T12:00:01Z")])
     append_answers(run / "answers.jsonl", [Answer(*second, False, "eve@x", "2025-01-31T11:00:00Z")])
-    assert bigscl("ask", run, "--import", path).code == 0
+    assert bigscl("review", "import", run, path).code == 0
     given = read_answers(run / "answers.jsonl").standing
     assert [given[pair].yes for pair in (first, second)] == [False, True]
 
@@ -205,15 +212,15 @@ NAMES = ['"', "line\nfeed", "a,b;c", "\u2028 \U0001f408", "x" * 10_000, "={1+1}"
 
 @pytest.mark.parametrize("form", ["csv", "coco", "label-studio"])
 def test_hostile_names_survive_the_way_out_and_back(tmp_path, form):
-    path = tmp_path / ("tasks.csv" if form == "csv" else "tasks.json")
+    path = tmp_path / FILES[form]
     questions = [
-        Question(sample=n, key=key, number=m, class_name=name, named=False, score=0.5, chance=0.5)
+        Question(sample=n, key=key, number=m, class_name=name, labelled=False, score=0.5, chance=0.5)
         for n, key in enumerate(NAMES)
         for m, name in enumerate(NAMES)
     ]
-    write_questions(form, path, questions, snapshot="3")
-    fill_in(form, path, [True, False] * (len(questions) // 2))
-    found = read_answered(path, Asked(who="ann", when=now()))
+    write_questions(form, path, questions, NAMES, snapshot="3")
+    path = fill_in(form, path, [True, False] * (len(questions) // 2))
+    found = read_tool_answers(path, Source(who="ann", when=now()))
     assert [one.pair for one in found] == [(one.key, one.class_name) for one in questions]
     assert [one.yes for one in found] == [True, False] * (len(questions) // 2)
     assert {one.snapshot for one in found} == {"3"}
@@ -235,7 +242,7 @@ def test_hostile_names_survive_the_way_out_and_back(tmp_path, form):
 )  # fmt: skip
 def test_a_file_that_is_no_answers_is_named_and_adds_nothing(run, tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    answer = bigscl("ask", run, "--import", tmp_path / name)
+    answer = bigscl("review", "import", run, tmp_path / name)
     assert answer.code == 2
     assert str(tmp_path / name) in answer.err
     assert not (run / "answers.jsonl").exists()
@@ -243,15 +250,15 @@ def test_a_file_that_is_no_answers_is_named_and_adds_nothing(run, tmp_path, name
 
 def test_unknown_images_are_not_imported(run, tmp_path):
     (tmp_path / "a.csv").write_text("key,class,yes\nnobody,0,yes\n")
-    answer = bigscl("ask", run, "--import", tmp_path / "a.csv")
+    answer = bigscl("review", "import", run, tmp_path / "a.csv")
     assert answer.code == 2
     assert "not in the shards" in answer.err
     assert not (run / "answers.jsonl").exists()
 
 
 def test_export_needs_a_file_of_its_format(run, tmp_path):
-    assert bigscl("ask", run, "--export", "csv").code == 2
-    answer = bigscl("ask", run, "--export", "coco", "-o", tmp_path / "a.csv")
+    assert bigscl("review", "export", run, "csv").code == 2
+    answer = bigscl("review", "export", run, "coco", "-o", tmp_path / "a.csv")
     assert "written as .json" in answer.err
 
 
@@ -273,7 +280,7 @@ def test_hostile_keys_and_classes_are_asked_without_harm(tmp_path, monkeypatch):
         store.commit(epoch=0)
     add_config(run, index)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 4))
-    answer = bigscl("ask", run, "--count", 4)
+    answer = bigscl("review", "ask", run, "--count", 4)
     assert answer.code == 0, answer.err
     assert "\x1b" not in answer.out
     assert "\u202e" not in answer.out
@@ -284,7 +291,7 @@ def test_hostile_keys_and_classes_are_asked_without_harm(tmp_path, monkeypatch):
 
 
 def test_a_store_without_a_run_needs_a_file(bare, index, tmp_path):
-    answer = bigscl("ask", bare, "--shards", index.urls[0].replace("000000", "*"), "--list")
+    answer = bigscl("review", "ask", bare, "--shards", index.urls[0].replace("000000", "*"), "--list")
     assert answer.code == 2
     assert "--answers" in answer.err
 
@@ -292,6 +299,120 @@ def test_a_store_without_a_run_needs_a_file(bare, index, tmp_path):
 def test_a_run_with_all_labels_has_nothing_to_ask(tmp_path, index):
     HeatmapStore.create(tmp_path / "run" / "store", index.annotations("labels"), heatmap_size=4)
     add_config(tmp_path / "run", index)
-    answer = bigscl("ask", tmp_path / "run")
+    answer = bigscl("review", "ask", tmp_path / "run")
     assert answer.code == 2
     assert "nothing is to be asked" in answer.err
+
+
+# Doubtful labels
+
+COLD, HOT = 5, 17
+
+
+def keep_scores(run, index, epochs=3):
+    """Scores of imaginary epochs: the label of one image never warms, a missing one of another stays hot."""
+    ids = index.ids()
+    named, present = index.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
+    scores = np.where(named, 0.9, np.where(present, 0.3, 0.05))
+    cold, hot = np.flatnonzero(named[COLD])[0], np.flatnonzero(present[HOT] & ~named[HOT])[0]
+    scores[COLD, cold], scores[HOT, hot] = 0.02, 0.85
+    log = ScoreLog(run, index.annotations(), SingleProcess(), 10)
+    for epoch in range(epochs):
+        drift = scores + 0.01 * epoch
+        log.note(ids, drift.astype(np.float16))
+        log.write(epoch)
+    return int(cold), int(hot)
+
+
+def test_cold_labels_and_hot_missing_ones_come_first_with_their_place(run, index, tmp_path):
+    cold, hot = keep_scores(run, index)
+    answer = bigscl("review", "list", run, "-o", tmp_path / "found.csv", "--json")
+    assert answer.code == 0, answer.err
+    found = answer.json()
+    assert found["epochs"] == [0, 1, 2]
+    assert (found["wrong"][0]["id"], found["wrong"][0]["class"]) == (COLD, cold)
+    assert (found["missing"][0]["id"], found["missing"][0]["class"]) == (HOT, hot)
+    assert found["wrong"][0]["mean"] == pytest.approx(0.03, abs=1e-3)
+    assert found["wrong"][0]["spread"] == pytest.approx(np.std([0.02, 0.03, 0.04]), abs=1e-3)
+    assert found["missing"][0]["last"] == pytest.approx(0.87, abs=1e-3)
+    assert found["wrong"][0]["suspicion"] > 0.9 > found["wrong"][1]["suspicion"]
+    assert found["wrong"][0]["suspicion"] == pytest.approx(1 - found["wrong"][0]["mean"], abs=1e-3)
+    # The heat of the store is where the digit is.
+    y, x = (centres(index)[HOT, hot] + 0.5) / SIDE
+    row = found["missing"][0]
+    assert abs(row["x"] - x) <= 1 / SIDE
+    assert abs(row["y"] - y) <= 1 / SIDE
+    assert row["x0"] <= row["x"] <= row["x1"]
+    assert row["y0"] <= row["y"] <= row["y1"]
+    # All named classes are present; all missing ones are warmer than the absent.
+    assert found["auc"] == {"wrong": None, "missing": 1.0}
+    with (tmp_path / "found.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(found["wrong"]) + len(found["missing"])
+    assert (rows[0]["kind"], int(rows[0]["id"]), rows[0]["key"]) == ("wrong", COLD, index.key(COLD))
+    text = bigscl("review", "list", run, "--count", 3).out
+    assert "30 images, 3 epochs (1 to 3)" in text
+    assert text.count(index.name(COLD)) >= 1
+
+
+def test_wrong_labels_of_a_run_with_noise_are_counted_as_such(tmp_path, index):
+    drawn = index.draw_observed(1, noise=0.2)
+    run = tmp_path / "run"
+    make_store(run / "store", drawn, epochs=1)
+    train = index.urls[0].replace("000000", "*")
+    settings = {"data": {"train": train, "observed": {"seed": 1, "noise": 0.2}}}
+    (run / "config.yaml").write_text(json.dumps(settings))
+    ids = index.ids()
+    named, present = drawn.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
+    log = ScoreLog(run, drawn.annotations(), SingleProcess(), 10)
+    log.note(ids, np.where(named & present, 0.8, 0.2).astype(np.float16))
+    log.write(0)
+    found = bigscl("review", "list", run, "--json").json()
+    assert found["auc"]["wrong"] == 1.0
+    wrong = {(row["id"], row["class"]) for row in found["wrong"][: (named & ~present).sum()]}
+    assert wrong == {(int(ids[n]), int(c)) for n, c in zip(*np.nonzero(named & ~present), strict=True)}
+    assert len(wrong) == 6
+
+
+def test_epochs_after_the_snapshot_do_not_count(run, index):
+    keep_scores(run, index, epochs=5)
+    assert bigscl("review", "list", run, "--json").json()["epochs"] == [0, 1, 2]
+
+
+def test_a_class_without_a_heatmap_has_no_place(topk, index):
+    keep_scores(topk, index)
+    found = bigscl("review", "list", topk, "--json").json()
+    assert {row["x"] is None for row in found["missing"]} == {True, False}
+
+
+def test_known_negatives_are_never_missing(tmp_path, index):
+    drawn = index.draw_observed(1, negatives=3)
+    run = tmp_path / "run"
+    make_store(run / "store", drawn, epochs=1)
+    settings = {"train": index.urls[0].replace("000000", "*"), "observed": {"seed": 1, "negatives": 3}}
+    (run / "config.yaml").write_text(json.dumps({"data": settings}))
+    keep_scores(run, drawn, epochs=1)
+    found = bigscl("review", "list", run, "--json").json()["missing"]
+    absent = drawn.labels_of(drawn.ids()) == 0
+    assert absent.sum() == 90
+    assert len(found) == 30 * 10 - 30 - 90
+    assert not any(absent[row["id"], row["class"]] for row in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{runs}/dense"], "has no scores of finished epochs in {runs}/dense/scores. Runs keep them with"),
+        (["{bare}", "--shards", "{shards}"], "in no folder of a run"),
+        (["{runs}/dense", "-o", "{runs}/dense/config.yaml"], "already exists"),
+        (["{run}"], "epoch-0000.npy: not scores of an epoch"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(runs, bare, run, index, arguments, message):
+    keep_scores(run, index)
+    (log_folder(run, index.annotations()) / "epoch-0000.npy").write_bytes(b"damaged")
+    places = {"runs": runs, "bare": bare, "run": run, "shards": index.urls[0].replace("000000", "*")}
+    answer = bigscl("review", "list", *(argument.format(**places) for argument in arguments))
+    assert answer.code == 2
+    assert message.format(**places) in answer.err
+    assert len(answer.err.strip().splitlines()) == 1

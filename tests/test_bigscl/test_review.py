@@ -1,27 +1,45 @@
-"""The queue of questions: chances, their order, and the shortlist, against slow references."""
+"""Ranking for people: questions, their chances, the shortlist, doubtful labels; against slow references."""
 
+import math
+import statistics
 from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
-from bigscl.evaluation import asking
-from bigscl.evaluation.asking import By, Pairs, Shortlist, chances, first_values, pairs_of, rank, worth
+import bigscl
+from bigscl.evaluation import review
+from bigscl.evaluation.review import (
+    By,
+    Pairs,
+    Shortlist,
+    area_under_curve,
+    chances,
+    first_values,
+    next_questions,
+    pairs_of,
+    rank,
+    score_history,
+    suspicion,
+    worth,
+)
+from bigscl.memory.score_history import pair_type
 
 NOTHING = np.empty(0, bool)
 
 
 def some_pairs(count, seed=0, images=8, classes=4):
     random = np.random.default_rng(seed)
-    warmth = random.random(count).astype(np.float32)
+    confidence = random.random(count).astype(np.float32)
     return Pairs(
         ids=random.integers(0, images, count),
         classes=random.integers(0, classes, count),
         scores=random.random(count).astype(np.float32),
-        warmth=warmth,
-        named=random.random(count) < 0.3,
+        confidence=confidence,
+        labelled=random.random(count) < 0.3,
         expected=random.random(count) < 0.4,
     )
 
@@ -32,22 +50,24 @@ def test_pairs_are_those_that_are_not_known_to_be_absent():
     selected = np.array([[True, True, True], [False, True, False]])
     found = pairs_of(np.array([7, 9]), scores, scores.astype(np.float32) + 0.2, known, selected)
     assert found.expected.tolist() == [True, True, False, True, False]
-    assert list(zip(found.ids, found.classes, found.named, strict=True)) == [
+    assert list(zip(found.ids, found.classes, found.labelled, strict=True)) == [
         (7, 0, True), (7, 1, False), (9, 0, False), (9, 1, False), (9, 2, True),
     ]  # fmt: skip
     np.testing.assert_allclose(found.scores, [0, 0.1, 0.3, 0.4, 0.5], atol=1e-3)
-    np.testing.assert_allclose(found.warmth, found.scores + 0.1, atol=1e-3)
+    np.testing.assert_allclose(found.confidence, found.scores + 0.1, atol=1e-3)
     without = pairs_of(np.array([7, 9]), scores, None, known, selected)
-    np.testing.assert_array_equal(without.warmth, without.scores)
+    np.testing.assert_array_equal(without.confidence, without.scores)
 
 
-def test_without_answers_the_chance_of_a_missing_label_is_its_warmth():
+def test_without_answers_the_chance_of_a_missing_label_is_its_confidence():
     pairs = some_pairs(200)
     found = chances(pairs, Pairs.none(), NOTHING)
-    np.testing.assert_allclose(found[~pairs.named], pairs.warmth[~pairs.named].clip(0.001, 0.999), rtol=1e-5)
-    named = pairs.named
-    assert (np.argsort(-found[named]) == np.argsort(pairs.warmth[named])).all()
-    assert (found[named] < 1 - pairs.warmth[named]).all()
+    np.testing.assert_allclose(
+        found[~pairs.labelled], pairs.confidence[~pairs.labelled].clip(0.001, 0.999), rtol=1e-5
+    )
+    named = pairs.labelled
+    assert (np.argsort(-found[named]) == np.argsort(pairs.confidence[named])).all()
+    assert (found[named] < 1 - pairs.confidence[named]).all()
 
 
 def slow_shift(odds, corrects, start, trust):
@@ -66,8 +86,8 @@ def slow_shift(odds, corrects, start, trust):
 
 
 def log_odds(pairs):
-    likely = pairs.warmth.astype(float).clip(0.001, 0.999)
-    likely = np.where(pairs.named, 1 - likely, likely)
+    likely = pairs.confidence.astype(float).clip(0.001, 0.999)
+    likely = np.where(pairs.labelled, 1 - likely, likely)
     return np.log(likely / (1 - likely))
 
 
@@ -76,12 +96,12 @@ def test_answers_shift_the_chances_of_their_class_or_of_all_labels_most_likely(s
     pairs, told = some_pairs(50, seed), some_pairs(40, seed + 100)
     yes = np.random.default_rng(seed).random(40) < 0.6
     found = chances(pairs, told, yes)
-    labels = np.log(asking.WRONG_LABEL / (1 - asking.WRONG_LABEL))
-    groups = [(one.classes * 0 - 1) * one.named + one.classes * ~one.named for one in (pairs, told)]
+    labels = np.log(review.WRONG_LABEL / (1 - review.WRONG_LABEL))
+    groups = [(one.classes * 0 - 1) * one.labelled + one.classes * ~one.labelled for one in (pairs, told)]
     for group in range(-1, 4):
-        start, trust = (labels, asking.TRUST_LABELS) if group < 0 else (0.0, asking.TRUST)
+        start, trust = (labels, review.TRUST_LABELS) if group < 0 else (0.0, review.TRUST)
         own, asked = groups[1] == group, groups[0] == group
-        shift = slow_shift(log_odds(told)[own], (yes != told.named)[own], start, trust)
+        shift = slow_shift(log_odds(told)[own], (yes != told.labelled)[own], start, trust)
         expected = 1 / (1 + np.exp(-(log_odds(pairs)[asked] + shift)))
         np.testing.assert_allclose(found[asked], expected, rtol=1e-4)
 
@@ -93,8 +113,8 @@ def test_cold_labels_are_tried_and_their_answers_decide():
         ids=ids,
         classes=ids % 3,
         scores=warm,
-        warmth=warm,
-        named=np.ones(10, bool),
+        confidence=warm,
+        labelled=np.ones(10, bool),
         expected=np.zeros(10, bool),
     )
     before = chances(pairs, Pairs.none(), NOTHING)[0]
@@ -108,8 +128,8 @@ def test_a_class_whose_answers_disappoint_comes_later():
         ids=np.arange(4),
         classes=np.array([0, 0, 1, 1]),
         scores=warm,
-        warmth=warm,
-        named=np.zeros(4, bool),
+        confidence=warm,
+        labelled=np.zeros(4, bool),
         expected=np.zeros(4, bool),
     )
     told = Pairs.concatenate([pairs] * 5)
@@ -128,7 +148,7 @@ def slow_order(values, pairs, asked):
         )
         same = sum(pairs.classes[one] == pairs.classes[place] for one in before)
         same += (asked.classes == pairs.classes[place]).sum()
-        counted[place] = values[place] * asking.AGAIN**images * (asking.ENOUGH + same) ** -asking.SPREAD
+        counted[place] = values[place] * review.AGAIN**images * (review.ENOUGH + same) ** -review.SPREAD
     return sorted(by_value, key=lambda place: -counted[place])
 
 
@@ -147,7 +167,7 @@ def test_of_equal_chances_no_image_and_no_class_comes_twice_before_others_came_o
     values = np.full(6, 0.5)
     pairs = some_pairs(6)
     ids, classes = np.array([0, 0, 0, 1, 2, 3]), np.array([0, 1, 2, 0, 1, 2])
-    pairs = replace(pairs, ids=ids, classes=classes, named=np.zeros(6, bool))
+    pairs = replace(pairs, ids=ids, classes=classes, labelled=np.zeros(6, bool))
     assert set(ids[rank(values, pairs, Pairs.none())[:4]].tolist()) == {0, 1, 2, 3}
 
 
@@ -162,7 +182,7 @@ def test_a_shortlist_of_parts_keeps_the_best_of_each_class_and_kind(by, parts):
     expected = []
     for number in range(4):
         for named in (False, True):
-            own = np.flatnonzero((pairs.classes == number) & (pairs.named == named))
+            own = np.flatnonzero((pairs.classes == number) & (pairs.labelled == named))
             expected += sorted(own, key=lambda place: (-values[place], place))[:3]
     kept = sorted(expected)
     np.testing.assert_array_equal(shortlist.values, values[kept])
@@ -171,7 +191,7 @@ def test_a_shortlist_of_parts_keeps_the_best_of_each_class_and_kind(by, parts):
 
 def test_orders_to_compare_with():
     pairs = some_pairs(100)
-    missing = ~pairs.named
+    missing = ~pairs.labelled
     by_score, by_doubt = first_values(pairs, "score"), first_values(pairs, "uncertainty")
     assert pairs.scores[by_score.argmax()] == pairs.scores[missing].max()
     assert abs(pairs.scores[by_doubt.argmax()] - 0.5) == abs(pairs.scores[missing] - 0.5).min()
@@ -179,7 +199,7 @@ def test_orders_to_compare_with():
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
     for values in (by_score, by_doubt, one):
-        assert values[pairs.named].max() < values[missing].min()
+        assert values[pairs.labelled].max() < values[missing].min()
 
 
 def gradient(logit, state):
@@ -198,7 +218,7 @@ def test_worth_is_the_expected_change_of_the_gradient_of_en():
     for place, found in enumerate(worth(pairs, chance)):
         score = float(pairs.scores[place])
         logit = np.log(score / (1 - score))
-        named, expected = bool(pairs.named[place]), bool(pairs.expected[place])
+        named, expected = bool(pairs.labelled[place]), bool(pairs.expected[place])
         now = gradient(logit, "positive" if named else "left out" if expected else "negative")
         changes = {
             yes: abs(gradient(logit, "positive" if yes else "negative") - now) for yes in (True, False)
@@ -211,3 +231,84 @@ def test_without_expected_positives_worth_is_the_chance():
     pairs = replace(some_pairs(30), expected=np.zeros(30, bool))
     chance = np.random.default_rng(1).random(30)
     np.testing.assert_array_equal(worth(pairs, chance), chance)
+
+
+@pytest.mark.parametrize("by", get_args(By))
+def test_next_questions_follow_the_answers_or_keep_their_first_order(by):
+    pairs, told = some_pairs(60), some_pairs(20, 1)
+    yes = np.random.default_rng(0).random(20) < 0.5
+    first = first_values(pairs, by)
+    order, likely = next_questions(pairs, told, yes, most=9, by=by, first=first)
+    np.testing.assert_array_equal(likely, chances(pairs, told, yes))
+    if by in review.FOLLOWING:
+        values = worth(pairs, likely) if by == "queue" else likely
+        assert order.tolist() == rank(values, pairs, told, most=9).tolist()
+    else:
+        assert order.tolist() == np.argsort(-first, kind="stable")[:9].tolist()
+
+
+# Doubtful labels
+
+NUM_CLASSES, NUM_IMAGES, NUM_EPOCHS = 6, 40, 5
+
+
+@pytest.fixture
+def problem():
+    """Epochs of four classes and scores of each image, and annotations with one class each."""
+    random = np.random.default_rng(0)
+    named = [[int(random.integers(NUM_CLASSES - 1))] for _ in range(NUM_IMAGES)]
+    epochs = []
+    for _ in range(NUM_EPOCHS):
+        pairs = np.empty((NUM_IMAGES, 4), pair_type(NUM_CLASSES))
+        for n, (own,) in enumerate(named):
+            others = random.permutation([c for c in range(NUM_CLASSES) if c != own])[:3]
+            pairs["class"][n] = sorted([own, *others])
+        pairs["score"] = random.random(pairs.shape)
+        epochs.append(pairs)
+    return epochs, bigscl.Annotations.of(named, NUM_CLASSES, rows_per_shard=NUM_IMAGES), named
+
+
+@pytest.mark.parametrize("block", [7, 8192])
+def test_score_history_is_mean_spread_and_last_of_each_pair(problem, monkeypatch, block):
+    epochs, annotations, named = problem
+    monkeypatch.setattr(review, "BLOCK", block)
+    found = score_history(epochs, annotations, np.arange(NUM_IMAGES))
+    expected = {}
+    for n in range(NUM_IMAGES):
+        for number in range(NUM_CLASSES):
+            went = [
+                dict(zip(pairs[n]["class"].tolist(), pairs[n]["score"].tolist(), strict=True)).get(number)
+                for pairs in epochs
+            ]
+            if any(score is not None for score in went):
+                expected[n, number] = [score or 0.0 for score in went]
+    pairs = list(zip(found.ids.tolist(), found.classes.tolist(), strict=True))
+    assert pairs == sorted(expected)
+    for place, pair in enumerate(pairs):
+        assert found.mean[place] == pytest.approx(statistics.fmean(expected[pair]))
+        assert found.spread[place] == pytest.approx(statistics.pstdev(expected[pair]), abs=1e-7)
+        assert found.last[place] == expected[pair][-1]
+        assert found.labelled[place] == (pair[1] in named[pair[0]])
+
+
+def test_suspicion_is_what_the_score_of_a_named_class_lacks_or_the_score_of_another(problem):
+    epochs, annotations, _ = problem
+    found = score_history(epochs, annotations, np.arange(NUM_IMAGES))
+    for place, value in enumerate(suspicion(found)):
+        mean = found.mean[place]
+        assert value == pytest.approx(1 - mean if found.labelled[place] else mean)
+
+
+def test_an_image_without_any_heat_has_wrong_labels_only():
+    pairs = np.zeros((1, 2), pair_type(2))
+    pairs["class"] = [0, 1]
+    found = score_history([pairs], bigscl.Annotations.of([[1]], 2), np.arange(1))
+    assert suspicion(found).tolist() == [0.0, 1.0]
+
+
+def test_area_under_the_curve_equals_scikit_learn():
+    random = np.random.default_rng(1)
+    for digits in (1, 8):
+        values, truth = random.random(500).round(digits), random.random(500) < 0.1
+        assert area_under_curve(values, truth) == pytest.approx(roc_auc_score(truth, values))
+    assert math.isnan(area_under_curve(np.arange(3.0), np.zeros(3, bool)))
