@@ -69,7 +69,7 @@ KINDS = {
     "push_to_hub": "text",
     "who": "text",
     "answers": "file",
-    "import_file": "file",
+    "file": "file",
 }
 
 
@@ -195,7 +195,8 @@ class World:
             "config": lambda: self.config,
             "predictions": lambda: self.predictions,
             "dataset": lambda: self.dataset,
-            "choice": lambda: "labels",
+            "choice": lambda: "csv" if verb.words[0] == "review" else "labels",
+            "file": lambda: _written(self, b"key,class,yes\n", "answers.csv"),
         }
         return str(values[parameter.kind]())
 
@@ -204,7 +205,7 @@ def _output_name(verb: Verb, words: list[str]) -> str:
     exported = {"scores": "scores.npy", "heatmaps": "heatmaps.npz"}
     if verb.words == ("export",):
         return exported.get(words[0] if words else "", "labels.csv")
-    return {"render": "picture.png"}.get(verb.words[0], "new")
+    return {"render": "picture.png", "review": "questions.csv"}.get(verb.words[0], "new")
 
 
 # Paths that are not what they should be
