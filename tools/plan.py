@@ -106,7 +106,7 @@ def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
     from bigscl.training.run_folder import open_labels, open_val
 
     k = config.selection.K
-    if not config.objective.needs.k or (samples is not None and k == "auto"):
+    if not config.objective.needs_k or (samples is not None and k == "auto"):
         return None
     if samples is not None:
         # Of a dataset that does not exist yet: one label for each image.

@@ -21,10 +21,8 @@ from bigscl.common.user_error import UserError
 from bigscl.config.packaged import find_config
 from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
 from bigscl.data.transforms import shorter_side
-from bigscl.losses.losses import BASES, Base, Consistency, Norm
-from bigscl.losses.objective import Objective
+from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
 from bigscl.store import STORE_SCHEMES
-from bigscl.training.schedule import Ramp
 
 # Values of a config with all aliases expanded; the configs of this project have about a hundred.
 MOST_VALUES = 10_000
@@ -266,7 +264,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, problem) of settings that contradict each other or would have no effect."""
     objective, store = config.objective, config.store
     needs = objective.needs
-    if store.kind == "none" and needs.memory:
+    if store.kind == "none" and objective.needs_memory:
         yield "store.kind", f"none, but {objective.base} with consistency {objective.consistency} needs it"
     elif store.kind == "none":
         yield from _idle_store(store)
@@ -274,21 +272,21 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.url", "has no effect with store.kind memory"
     yield from _idle_settings(objective)
     yield from _late_starts(config)
-    if needs.k and config.selection.K == "auto" and config.data.val is None:
+    if objective.needs_k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
-    if needs.whole_batch and config.optimizer.accumulate > 1:
+    if objective.needs_whole_batch and config.optimizer.accumulate > 1:
         yield "optimizer.accumulate", f"{objective.base} needs the whole batch at once, so 1"
     if store.top is None and store.compact_after is not None:
         yield "store.compact_after", "has no effect without store.top"
     if store.top is not None and not (store.compact_after or config.schedule.warmup.epochs):
         yield "store.compact_after", "needed: without warm-up nothing says when to choose the top classes"
-    if store.top is None and store.warmup_heatmaps == "scores" and needs.heatmaps:
+    if store.top is None and store.warmup_heatmaps == "scores" and "maps" in needs:
         problem = f"scores without store.top keeps no heatmaps, and {objective.consistency} needs them"
         yield "store.warmup_heatmaps", problem
-    if needs.counts and store.warmup_heatmaps == "scores" and store.top is not None:
+    if "weight" in needs and store.warmup_heatmaps == "scores" and store.top is not None:
         problem = "dense: with scores, heatmaps start at scores whose looks nobody counted"
         yield "store.warmup_heatmaps", f"{objective.consistency} needs {problem}"
-    if needs.counts and store.ema == "debiased":
+    if "weight" in needs and store.ema == "debiased":
         yield "store.ema", f"{objective.consistency} takes the start out of a plain average; choose one"
     yield from _idle_selection(config)
     scheme = (store.url or "").partition("://")[0]
@@ -334,11 +332,11 @@ def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
 def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, problem) of settings of the selection that would have no effect."""
     selection, store = config.selection, config.store
-    if not config.objective.needs.expected:
+    if "expected" not in config.objective.needs:
         for name in ("by", "per_class"):
             if getattr(selection, name) != getattr(SelectionConfig(), name):
                 yield f"selection.{name}", f"has no effect with base {config.objective.base}"
-    if not config.objective.needs.asserted and selection.asserted != SelectionConfig().asserted:
+    if "asserted" not in config.objective.needs and selection.asserted != SelectionConfig().asserted:
         yield "selection.asserted", f"has no effect with base {config.objective.base}"
     if selection.by == "spatial" and store.top is None and store.warmup_heatmaps == "scores":
         yield "selection.by", "spatial needs heatmaps, and store.warmup_heatmaps: scores keeps none"
@@ -348,21 +346,21 @@ def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, problem) of settings of the objective that would have no effect."""
     if objective.consistency == "none" and objective.norm != "mse":
         yield "objective.norm", "has no effect without consistency"
-    default, used = Objective(), BASES[objective.base].settings
-    for name in sorted({name for term in BASES.values() for name in term.settings} - set(used)):
-        if getattr(objective, name) != getattr(default, name):
+    default, used = Objective(), BASES[objective.base].setting
+    for name in sorted({term.setting.name for term in BASES.values() if term.setting}):
+        if (used is None or name != used.name) and getattr(objective, name) != getattr(default, name):
             yield f"objective.{name}", f"has no effect with base {objective.base}"
 
 
 def _late_starts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of parts of a loss that would start after the end of the run."""
-    for name in BASES[config.objective.base].settings:
-        start = getattr(getattr(config.objective, name), "start_epoch", 0)
-        if start and start >= config.schedule.epochs:
-            yield (
-                f"objective.{name}.start_epoch",
-                f"{start}, counted from 0, but the run has {config.schedule.epochs} epochs",
-            )
+    """Yield (dotted path, problem) of a part of the loss that would start after the end of the run."""
+    term = BASES[config.objective.base]
+    start = getattr(term.settings(config.objective), "start_epoch", 0)
+    if term.setting is not None and start and start >= config.schedule.epochs:
+        yield (
+            f"objective.{term.setting.name}.start_epoch",
+            f"{start}, counted from 0, but the run has {config.schedule.epochs} epochs",
+        )
 
 
 def doubtful_settings(config: Config) -> Iterator[str]:

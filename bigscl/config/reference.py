@@ -83,9 +83,18 @@ def _settings(kind: type[Any], value: Any, prefix: str) -> Iterator[Setting]:
 
 
 def _sentences(kind: type[Any]) -> dict[str, str]:
+    """Return the sentence of each field: the text below it in the source, or the one in its metadata."""
+    sentences = {field.name: str(field.metadata["text"]) for field in fields(kind) if field.metadata}
+    for part in kind.__mro__[:-1]:
+        if vars(part).get("__annotations__", {}).keys() - sentences.keys():
+            sentences |= _sentences_below(part)
+    return sentences
+
+
+def _sentences_below(kind: type[Any]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    sentences = {}
     for node, after in itertools.pairwise(body.body):
         if (
             isinstance(node, ast.AnnAssign)
@@ -93,8 +102,8 @@ def _sentences(kind: type[Any]) -> dict[str, str]:
             and isinstance(after, ast.Expr)
         ):
             assert isinstance(after.value, ast.Constant)
-            found[node.target.id] = str(after.value.value)
-    return found
+            sentences[node.target.id] = str(after.value.value)
+    return sentences
 
 
 def _default(field: Any) -> Any:

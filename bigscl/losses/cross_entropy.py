@@ -1,13 +1,21 @@
-"""The weighted cross-entropy that most losses are made of. No torch import."""
+"""The weighted cross-entropy that most losses are made of, in at least float32. No torch import."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bigscl.losses.precision import at_least_float32
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor, as float32 if it has half precision."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """Return f, the sigmoid of the logits, computed in at least float32."""
+    return at_least_float32(logits).sigmoid()
 
 
 def weighted(logits: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

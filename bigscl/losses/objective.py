@@ -1,31 +1,67 @@
 """What a run minimises: a base loss plus gamma times a consistency. Importing it imports no torch."""
 
-from __future__ import annotations
+import importlib
+import pkgutil
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
-
-from bigscl.common.bounds import Share
-from bigscl.losses.inputs import LossInputs, Needs
-from bigscl.losses.losses import BASES, CONSISTENCIES, Base, Consistency, Norm
-from bigscl.losses.settings import Asl, Crisp, EmApl, Focal, GeneralizedRobust, Hill, LargeLoss, Splc
-from bigscl.training.schedule import Ramp
+from bigscl.common.bounds import NonNegative
+from bigscl.losses import registry
+from bigscl.losses.consistency import Norm
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.registry import LossTerm
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["BASES", "CONSISTENCIES", "Base", "Consistency", "Loss", "Norm", "Objective", "Ramp"]
+
+# Every file of this folder may add losses: the folder is the table.
+for _file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    importlib.import_module(f"bigscl.losses.{_file.name}")
+# By name: the order of imports depends on who imports a file first.
+BASES = dict(sorted(registry.BASES.items()))
+CONSISTENCIES = dict(sorted(registry.CONSISTENCIES.items()))
+
+if TYPE_CHECKING:
+    Base = str
+    Consistency = str
+else:
+    Base = Literal[tuple(BASES)]
+    Consistency = Literal[tuple(CONSISTENCIES)]
 
 
 class Loss(NamedTuple):
     """A loss and its parts, each [B], by the names they have in the logs."""
 
-    total: Tensor
-    base: Tensor
-    consistency: Tensor
+    total: "Tensor"
+    base: "Tensor"
+    consistency: "Tensor"
     """Before its weight gamma."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
+class Ramp:
+    """The consistency weight gamma: 0 before `start_epoch`, then a line up to `peak` over `epochs`."""
+
+    peak: NonNegative = 1.0
+    """Gamma after the ramp."""
+    epochs: NonNegative = 5.0
+    """Length of the ramp."""
+    start_epoch: NonNegative = 0.0
+    """Where the ramp starts; gamma is 0 before it."""
+
+    def at(self, progress: float) -> float:
+        """Return gamma after `progress` epochs."""
+        since = progress - self.start_epoch
+        if since < 0:
+            return 0.0
+        return self.peak * since / self.epochs if since < self.epochs else self.peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Objective:
     """What is minimised: base + gamma * consistency."""
 
     base: Base = "en"
@@ -35,34 +71,55 @@ class Objective:
     each cell weighted by its visits (scl_corrected)."""
     norm: Norm = "mse"
     """Reduction of the consistency: mse, rms, or the literal l2."""
-    gamma: Ramp = field(default_factory=Ramp)
+    gamma: Ramp = Ramp()
     """Weight of the consistency."""
-    smoothing: Share = 0.1
-    """Label smoothing of an_ls."""
-    focal: Focal = field(default_factory=Focal)
-    """Settings of focal."""
-    asl: Asl = field(default_factory=Asl)
-    """Settings of asl."""
-    hill: Hill = field(default_factory=Hill)
-    """Settings of hill."""
-    splc: Splc = field(default_factory=Splc)
-    """Settings of splc."""
-    gr: GeneralizedRobust = field(default_factory=GeneralizedRobust)
-    """Settings of gr."""
-    large_loss: LargeLoss = field(default_factory=LargeLoss)
-    """Settings of ll_r, ll_ct and ll_cp."""
-    em_apl: EmApl = field(default_factory=EmApl)
-    """Settings of em_apl."""
-    crisp: Crisp = field(default_factory=Crisp)
-    """Settings of crisp."""
 
     @property
-    def needs(self) -> Needs:
-        """What its two losses are computed from."""
-        return BASES[self.base].needs | CONSISTENCIES[self.consistency].needs
+    def terms(self) -> tuple[LossTerm, LossTerm]:
+        """Its two losses."""
+        return BASES[self.base], CONSISTENCIES[self.consistency]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of LossInputs that its losses are computed from, besides logits and labels."""
+        base, consistency = self.terms
+        return base.needs | consistency.needs
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it needs a store."""
+        return any(term.needs_memory for term in self.terms)
+
+    @property
+    def needs_k(self) -> bool:
+        """Whether K must be known: for a loss itself, or to select the expected positives."""
+        return any(term.needs_k for term in self.terms)
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether it compares samples of the global batch, so a step cannot be divided into smaller ones."""
+        return any(term.statistics is not None for term in self.terms)
 
     def __call__(self, inputs: LossInputs, *, gamma: float = 1.0) -> Loss:
         """Return the loss of each sample; UserError if something that it needs is missing."""
-        base = BASES[self.base].compute(inputs, self)
-        consistency = CONSISTENCIES[self.consistency].compute(inputs, self)
+        base, consistency = (term(inputs, self) for term in self.terms)
         return Loss(base + gamma * consistency, base, consistency)
+
+
+def _with_settings(kind: type[_Objective]) -> type[_Objective]:
+    """Return the class with a field for the settings of each loss, by their names."""
+    settings = {term.setting.name: term.setting for term in BASES.values() if term.setting is not None}
+    added = [
+        (each.name, each.type, field(default=each.default, metadata={"text": each.text}))
+        for each in settings.values()
+    ]
+    namespace = {"__module__": __name__, "__doc__": kind.__doc__}
+    return make_dataclass(
+        "Objective", added, bases=(kind,), namespace=namespace, frozen=True, slots=True, kw_only=True
+    )
+
+
+if TYPE_CHECKING:
+    Objective = _Objective
+else:
+    Objective = _with_settings(_Objective)

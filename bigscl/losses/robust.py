@@ -1,6 +1,5 @@
 """Losses that weigh each label by the current prediction of it: focal, ASL, Hill, SPLC, GR. No torch import.
 
-As in `bigscl.losses.losses`: one value per sample [B], labels int8 [B,L]: 1 positive, 0 negative, -1 unknown.
 All assume unknown labels to be negatives, more or less. What a loss doubts is the unknown labels only: in
 Hill and GR, known negatives have the plain cross-entropy; SPLC never corrects them.
 """
@@ -9,17 +8,38 @@ Hill and GR, known negatives have the plain cross-entropy; SPLC never corrects t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from bigscl.losses.cross_entropy import log_f, negatives, positives, power, weighted
-from bigscl.losses.precision import at_least_float32, probabilities
-from bigscl.losses.settings import Asl, Focal, GeneralizedRobust, Hill, Splc
+from pydantic import Field
+
+from bigscl.common.bounds import CountOrZero, NonNegative, Positive, Share
+from bigscl.losses.cross_entropy import (
+    at_least_float32,
+    log_f,
+    negatives,
+    positives,
+    power,
+    probabilities,
+    weighted,
+)
+from bigscl.losses.registry import base_loss, section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Exponent = Annotated[float, Field(gt=0, le=1)]
 
-def focal(logits: Tensor, labels: Tensor, settings: Focal = Focal()) -> Tensor:  # noqa: B008
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Focal:
+    """Focal loss (Lin et al. 2017)."""
+
+    gamma: NonNegative = 2.0
+    """Exponent of the weight: 1 - f of positives, f of negatives."""
+
+
+def focal(logits: Tensor, labels: Tensor, settings: Focal = Focal()) -> Tensor:
     """Focal loss (Lin et al. 2017): -(1 - f)^gamma log f of positives, -f^gamma log(1 - f) of all others.
 
     Without the class weight alpha, which papers on missing labels leave out, too.
@@ -27,7 +47,19 @@ def focal(logits: Tensor, labels: Tensor, settings: Focal = Focal()) -> Tensor: 
     return _focal(logits, labels == 1, settings.gamma)
 
 
-def asl(logits: Tensor, labels: Tensor, settings: Asl = Asl()) -> Tensor:  # noqa: B008
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asl:
+    """Asymmetric loss (Ridnik et al. 2021)."""
+
+    gamma_positive: NonNegative = 0.0
+    """Exponent of the weight of positives."""
+    gamma_negative: NonNegative = 4.0
+    """Exponent of the weight of negatives."""
+    margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """What is subtracted from the probability of negatives; below it they have no loss."""
+
+
+def asl(logits: Tensor, labels: Tensor, settings: Asl = Asl()) -> Tensor:
     """Asymmetric loss (Ridnik et al. 2021): two exponents, and negatives with f_m = max(f - margin, 0).
 
     -(1 - f)^gamma+ log f of positives, -f_m^gamma- log(1 - f_m) of all others. The weights carry a gradient,
@@ -46,7 +78,19 @@ def asl(logits: Tensor, labels: Tensor, settings: Asl = Asl()) -> Tensor:  # noq
     return loss - (shifted.pow(settings.gamma_negative) * kept.log()).mean(1)
 
 
-def hill(logits: Tensor, labels: Tensor, settings: Hill = Hill()) -> Tensor:  # noqa: B008
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hill:
+    """Hill loss (Zhang et al. 2021)."""
+
+    peak: Annotated[float, Field(ge=1)] = 1.5
+    """Lambda of (lambda - f) f^2, the loss of unknown labels, which is highest at f = 2/3 of lambda."""
+    margin: NonNegative = 1.0
+    """What is subtracted from the logits of positives."""
+    gamma: NonNegative = 2.0
+    """Exponent of the focal weight of positives."""
+
+
+def hill(logits: Tensor, labels: Tensor, settings: Hill = Hill()) -> Tensor:
     """Hill loss (Zhang et al. 2021): -(1 - p)^gamma log p, p = sigmoid(z - margin), and (lambda - f) f^2.
 
     The first is the loss of positives (a focal loss with a margin), the second of unknown labels: confident
@@ -59,7 +103,21 @@ def hill(logits: Tensor, labels: Tensor, settings: Hill = Hill()) -> Tensor:  # 
     return known + negatives(logits, labels == 0) + doubted.mean(1)
 
 
-def splc(logits: Tensor, labels: Tensor, epoch: int, settings: Splc = Splc()) -> Tensor:  # noqa: B008
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Splc:
+    """Self-paced loss correction (Zhang et al. 2021)."""
+
+    threshold: Share = 0.6
+    """Unknown labels whose probability is above it count as positives."""
+    start_epoch: CountOrZero = 1
+    """First epoch, from 0, with such labels."""
+    margin: NonNegative = 1.0
+    """What is subtracted from the logits of known positives."""
+    gamma: NonNegative = 2.0
+    """Exponent of the focal weight."""
+
+
+def splc(logits: Tensor, labels: Tensor, epoch: int, settings: Splc = Splc()) -> Tensor:
     """Self-paced loss correction (Zhang et al. 2021): unknown labels with f > threshold are positives.
 
     That is from `start_epoch` on. Positives and negatives have a focal loss; known positives have a margin,
@@ -74,11 +132,29 @@ def splc(logits: Tensor, labels: Tensor, epoch: int, settings: Splc = Splc()) ->
     return _focal(z, is_positive, settings.gamma)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneralizedRobust:
+    """Generalised robust loss (Chen et al. 2024); pairs are values at the start and at the end of the run."""
+
+    slope: tuple[float, float] = (0.0, 2.0)
+    """w of the soft pseudo-label sigmoid(w f + b)."""
+    intercept: tuple[float, float] = (-2.0, -2.0)
+    """b of the soft pseudo-label."""
+    center: tuple[float, float] = (0.5, 0.8)
+    """Probability of the unknown labels that weigh most: mu of the weight exp(-(f - mu)^2 / (2 sigma^2))."""
+    width: tuple[Positive, Positive] = (2.0, 0.5)
+    """Sigma of that weight."""
+    q_positive: Exponent = 0.01
+    """q of the loss (1 - f^q) / q of unknown labels as positives; near 0 it is -log f, at 1 it is 1 - f."""
+    q_negative: Exponent = 1.0
+    """q of the loss (1 - (1 - f)^q) / q of unknown labels as negatives."""
+
+
 def gr(
     logits: Tensor,
     labels: Tensor,
     progress: float,
-    settings: GeneralizedRobust = GeneralizedRobust(),  # noqa: B008
+    settings: GeneralizedRobust = GeneralizedRobust(),
 ) -> Tensor:
     """Generalised robust loss (Chen et al. 2024): v [k (1 - f^q2) / q2 + (1 - k) (1 - (1 - f)^q3) / q3].
 
@@ -107,3 +183,10 @@ def _focal(logits: Tensor, is_positive: Tensor, gamma: float) -> Tensor:
 def _gce(logits: Tensor, q: float) -> Tensor:
     """(1 - f^q) / q: the cross-entropy for q near 0, the absolute error for q = 1."""
     return -(q * log_f(logits)).expm1() / q
+
+
+base_loss("focal", focal, setting=section("focal", Focal))
+base_loss("asl", asl, setting=section("asl", Asl))
+base_loss("hill", hill, setting=section("hill", Hill))
+base_loss("splc", splc, setting=section("splc", Splc))
+base_loss("gr", gr, setting=section("gr", GeneralizedRobust))

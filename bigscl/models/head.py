@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bigscl.common.user_error import UserError
-from bigscl.losses.precision import at_least_float32
+from bigscl.losses.cross_entropy import at_least_float32
 
 Side = Literal["input", "output"]
 Layout = Literal["channels first", "channels last", "tokens"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bigscl.common.user_error import UserError
-from bigscl.losses.precision import at_least_float32
+from bigscl.losses.cross_entropy import at_least_float32
 from bigscl.models.families import create_network
 from bigscl.models.head import Head, Tap, find_head
 from bigscl.models.weights import is_file, load_state, read_state

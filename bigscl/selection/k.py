@@ -12,7 +12,7 @@ from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.evaluation.metrics import estimate_k
 from bigscl.evaluation.predictions import true_labels
-from bigscl.losses.losses import BASES
+from bigscl.losses.objective import BASES
 from bigscl.selection.class_ratios import labelled_ratios
 from bigscl.selection.selection import expected_counts
 
@@ -63,13 +63,13 @@ def positives_per_image(config: Config, val: Index | None) -> float | None:
 
     Where no validation image has two labels, K would be 1 and nothing be found: then it must be given.
     """
-    if not config.objective.needs.k:
+    if not config.objective.needs_k:
         return None
     if config.selection.K != "auto":
         return float(config.selection.K)
     if val is None or not has_full_labels(val):
         problem = "there is no data.val" if val is None else f"none of the {val.num_samples:,} has two labels"
-        without = ", ".join(name for name, term in BASES.items() if not term.needs.k)
+        without = ", ".join(name for name, term in BASES.items() if not term.needs_k)
         raise UserError(
             f"selection.K: auto is the mean number of labels of the validation images, but {problem}. "
             "Count the classes in 50 images and give their mean (--selection.K 1.5), or give data.val with "

@@ -11,9 +11,12 @@ from torch import nn
 
 from bigscl.config import Config
 from bigscl.distributed.ranks import Ranks
+from bigscl.losses.objective import BASES
+from bigscl.losses.state import LossState, RunFacts
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import SpatialClassifier, build_model
 from bigscl.models.sync_batchnorm import synchronize_batchnorm
+from bigscl.store import Annotations
 from bigscl.training.checkpoint.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
@@ -22,7 +25,6 @@ from bigscl.training.checkpoint.checkpoint_folder import (
     write_tensors,
 )
 from bigscl.training.checkpoint.validate import check_optimizer, check_tensors, misfit
-from bigscl.training.loss_state import make_loss_state
 from bigscl.training.run_folder import Data
 from bigscl.training.schedule import Schedule
 
@@ -46,7 +48,7 @@ class ModelState:
         """The network as Accelerate wraps it for the phase."""
         self.optimizer: Any = None
         self.average = make_average(config, self.network)
-        self.loss_state = make_loss_state(config, data, accelerator.device, ranks.rank)
+        self.loss_state = make_loss_state(config, data.annotations, accelerator.device, ranks.rank)
 
     @property
     def evaluated(self) -> SpatialClassifier:
@@ -204,6 +206,24 @@ def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.
             return torch.optim.AdamW(parameters, weight_decay=decay)
         case "sgd":
             return torch.optim.SGD(parameters, lr=1.0, momentum=settings.momentum, weight_decay=decay)
+
+
+def make_loss_state(
+    config: Config, annotations: Annotations, device: torch.device, rank: int
+) -> LossState | None:
+    """Return what the run's base loss keeps from step to step; None for most losses."""
+    term = BASES[config.objective.base]
+    if term.state is None:
+        return None
+    facts = RunFacts(
+        settings=term.settings(config.objective),
+        annotations=annotations,
+        seed=config.seed,
+        num_epochs=config.schedule.epochs,
+        device=device,
+        is_first=rank == 0,
+    )
+    return term.state(facts)
 
 
 def map_side(network: SpatialClassifier, size: int) -> int:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from bigscl.config import Config
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
+from bigscl.losses.state import LossState, TrainedBatch
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
-from bigscl.training.loss_state import LossState, TrainedBatch
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_folder import Data
 from bigscl.training.step import Step
@@ -250,7 +250,7 @@ class _Unchanged:
     def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
         return self._kept.inputs(ids, epoch, device)
 
-    def learn(self, trained: TrainedBatch) -> None:
+    def update(self, trained: TrainedBatch) -> None:
         pass
 
 

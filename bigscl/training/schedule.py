@@ -1,4 +1,4 @@
-"""Learning rate, consistency weight and phase of a run, and the steps of an epoch, as pure functions.
+"""Learning rate and phase of a run, and the steps of an epoch, as pure functions.
 
 Progress is counted in epochs from the start of the run, as a fraction: 2.5 is halfway through the third.
 """
@@ -31,25 +31,6 @@ def learning_rate(
     rate = final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
     # A rounding error must not lift the first rate above the peak.
     return min(max(rate, min(peak, final)), max(peak, final))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ramp:
-    """The consistency weight gamma: 0 before `start_epoch`, then a line up to `peak` over `epochs`."""
-
-    peak: NonNegative = 1.0
-    """Gamma after the ramp."""
-    epochs: NonNegative = 5.0
-    """Length of the ramp."""
-    start_epoch: NonNegative = 0.0
-    """Where the ramp starts; gamma is 0 before it."""
-
-    def at(self, progress: float) -> float:
-        """Return gamma after `progress` epochs."""
-        since = progress - self.start_epoch
-        if since < 0:
-            return 0.0
-        return self.peak * since / self.epochs if since < self.epochs else self.peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
-import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor
 from bigscl.config import Config
 from bigscl.data.loader import Batch, normalize
 from bigscl.distributed.ranks import Ranks
+from bigscl.losses.cross_entropy import probabilities
 from bigscl.losses.inputs import LossInputs
-from bigscl.losses.losses import predicted_count
 from bigscl.losses.objective import Loss
-from bigscl.losses.precision import probabilities
-from bigscl.losses.pseudo_labels import competing_logits, large_rate, num_large
+from bigscl.losses.registry import GlobalBatch
+from bigscl.losses.state import TrainedBatch
+from bigscl.memory.device import copy_to_host
 from bigscl.memory.lookup import MemoryBatch, updated_scores
-from bigscl.training.loss_state import TrainedBatch
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_folder import AnyMemory, Data
 from bigscl.training.run_progress import rng_state, set_rng_state
@@ -92,22 +92,28 @@ class Step:
             progress=self.epoch / self._config.schedule.epochs,
             **kept,
         )
-        inputs = self._with_statistics(inputs, count)
+        inputs = replace(inputs, **self._statistics(inputs, count))
         loss = self._objective(inputs, gamma=gamma)
         self._accelerator.backward(loss.total.sum() * scale)
         if state.loss_state is not None:
-            state.loss_state.learn(self._trained(batch, stored, inputs, rate))
+            state.loss_state.update(self._trained(batch, stored, inputs, rate))
         return loss, Predicted(logits=prediction.logits, maps=maps)
 
     def _trained(
         self, batch: Batch, stored: MemoryBatch | None, inputs: LossInputs, rate: float
     ) -> TrainedBatch:
-        needs, scores = self._objective.needs, None
-        if stored is not None and needs.cuts:
-            scores = updated_scores(stored, inputs.logits, self._config.store)
-        # The scaler of fp16 would make the host wait for its factor.
-        factor = self._gradient_factor if needs.estimates else 1.0
-        return TrainedBatch(ids=batch.ids, inputs=inputs, scores=scores, rate=rate, gradient_factor=factor)
+        def scores() -> Tensor:
+            assert stored is not None, "this loss needs a memory"
+            return updated_scores(stored, inputs.logits, self._config.store)
+
+        return TrainedBatch(
+            ids=batch.ids,
+            inputs=inputs,
+            rate=rate,
+            updated_scores=scores,
+            gradient_factor=self._gradient_factor,
+            copy_to_host=copy_to_host,
+        )
 
     def idle(self, count: int) -> None:
         """Join the other ranks' collectives with zero gradient, and without changing batch statistics.
@@ -122,7 +128,7 @@ class Step:
         side, device = self._config.data.size, self._accelerator.device
         self._state.model.train(training)
         prediction = self._state.model(torch.zeros(num_images, 3, side, side, device=device), maps=maps)
-        self._join_statistics(count)
+        self._statistics(None, count)
         used = prediction.logits if prediction.logit_map is None else prediction.logit_map
         self._accelerator.backward(used.sum() * 0.0)
         self._state.model.train()
@@ -139,69 +145,33 @@ class Step:
         if stored is None:
             return LossInputs(logits=logits, labels=labels)
         needs = self._objective.needs
-        return stored.inputs(logits, labels, maps if needs.heatmaps else None, corrected=needs.counts)
+        maps = maps if "maps" in needs else None
+        return stored.inputs(logits, labels, maps, corrected="weight" in needs)
 
-    # Statistics of the global batch
-
-    def _with_statistics(self, inputs: LossInputs, count: int) -> LossInputs:
-        """Add what the objective needs to know of the batches of all ranks, `count` samples."""
-        return replace(
-            inputs,
-            mean_counts=self._mean_counts(inputs.logits, inputs.estimates, count),
-            class_means=self._class_means(inputs.logits, count),
-            threshold=self._threshold(inputs, count),
+    def _statistics(self, inputs: LossInputs | None, count: int) -> dict[str, Any]:
+        """Return what the losses need of the batches of all ranks, `count` samples; None: none here."""
+        batch = GlobalBatch(
+            num_samples=count,
+            num_classes=self._num_classes,
+            # A batch may have one sample more than the others, see `batch_lengths`.
+            most_per_rank=self._config.data.batch_size + 1,
+            world_size=self._ranks.world_size,
+            epoch=self.epoch,
+            device=self._accelerator.device,
+            sum=partial(self._accelerator.reduce, reduction="sum"),
+            gather=self._accelerator.gather,
         )
+        statistics: dict[str, Any] = {}
+        for term in self._objective.terms:
+            if term.statistics is not None:
+                statistics |= term.statistics(inputs, batch, term.settings(self._objective))
+        return statistics
 
-    def _join_statistics(self, count: int) -> None:
-        """Exchange with the other ranks as `_with_statistics` does, for a batch of no samples."""
-        device = self._accelerator.device
-        if num_counts := self._objective.needs.num_mean_counts:
-            self._accelerator.reduce(torch.zeros(num_counts, device=device), reduction="sum")
-        self._class_means(torch.zeros(0, self._num_classes, device=device), count)
-        self._threshold(None, count)
-
-    def _mean_counts(self, logits: Tensor, estimates: Tensor | None, count: int) -> tuple[Tensor, ...]:
-        """Return mean numbers of predicted positives over the global batch, if the objective needs them."""
-        if not self._objective.needs.mean_counts:
-            return ()
-        counted = (logits,) if estimates is None else (logits, estimates)
-        sums = torch.stack([predicted_count(each.detach()).sum() for each in counted])
-        return tuple(self._accelerator.reduce(sums, reduction="sum") / count)
-
-    def _class_means(self, logits: Tensor, count: int) -> Tensor | None:
-        """Return the mean prediction of each class over the global batch [L], if the objective needs it."""
-        if not self._objective.needs.class_means:
-            return None
-        sums: Tensor = self._accelerator.reduce(probabilities(logits.detach()).sum(0), reduction="sum")
-        return sums / max(count, 1)
-
-    def _threshold(self, inputs: LossInputs | None, count: int) -> Tensor | None:
-        """Return the logit from which on losses are large in the global batch, if ranks must agree on it.
-
-        Each rank sends its largest logits, at most as many as there can be large ones: at the rates in use
-        a few per cent of a batch's logits.
-        """
-        if not self._objective.needs.threshold or self._ranks.world_size == 1:
-            return None
-        num = num_large(count * self._num_classes, large_rate(self._objective, self.epoch))
-        if num == 0:
-            return None
-        # A batch may have one sample more than the others, see `batch_lengths`.
-        size = min(num, (self._config.data.batch_size + 1) * self._num_classes)
-        largest = torch.full((size,), -math.inf, device=self._accelerator.device)
-        if inputs is not None:
-            found = competing_logits(inputs.logits, inputs.labels, inputs.corrections).flatten()
-            found = found.topk(min(size, len(found))).values
-            largest[: len(found)] = found
-        gathered: Tensor = self._accelerator.gather(largest)
-        return gathered.topk(num).values[-1]
-
-    @property
     def _gradient_factor(self) -> float:
-        """The factor in a gradient that DDP and the scaler divide out."""
+        """Return the factor in a gradient that DDP and the scaler divide out."""
         scaler = self._accelerator.scaler
         return self._ranks.world_size * (1.0 if scaler is None else scaler.get_scale())
 
     @property
     def _needs_maps(self) -> bool:
-        return self._memory.keeps_heatmaps or self._objective.needs.heatmaps
+        return self._memory.keeps_heatmaps or "maps" in self._objective.needs

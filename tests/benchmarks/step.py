@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from bigscl.config import StoreConfig
+from bigscl.losses.cross_entropy import probabilities
 from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Objective
-from bigscl.losses.precision import probabilities
 from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.memory.lookup import MemoryBatch, updated_averages

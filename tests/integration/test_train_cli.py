@@ -15,7 +15,7 @@ from bigscl.data.index import is_list_of
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
 from bigscl.data.training_labels import with_given_labels
-from bigscl.losses.losses import Base, Consistency
+from bigscl.losses.objective import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
 from tests.builders import index_of, make_shards, write_config, write_shards

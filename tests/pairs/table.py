@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bigscl.config import Config
-from bigscl.losses.losses import BASES, CONSISTENCIES
+from bigscl.losses.objective import BASES, CONSISTENCIES
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
@@ -47,9 +47,8 @@ def base_losses() -> dict[str, dict[str, Any]]:
     """Every base loss; parts that start late by default start within a short run."""
     found = choice("objective.base")
     for name, settings in found.items():
-        for own in BASES[name].settings:  # type: ignore[index]
-            if own in ("em_apl", "crisp", "splc"):
-                settings[f"objective.{own}.start_epoch"] = 1
+        if name in ("em_apl", "crisp", "splc"):
+            settings[f"objective.{name}.start_epoch"] = 1
     return found
 
 
@@ -142,27 +141,27 @@ class Refusal:
         return None not in values and self.applies(*values)
 
 
-def _needs(name: str) -> Callable[[str], bool]:
-    return lambda base: getattr(BASES[base].needs, name)  # type: ignore[index]
-
-
 def _is_not_there(name: str) -> Callable[[str, str], bool]:
     """Whether a setting of the store is given although there is none."""
     default = next(iter(DIMENSIONS[name]))
     return lambda value, store: store == "none" and value != default
 
 
-_heatmaps = {name for name, term in CONSISTENCIES.items() if term.needs.heatmaps}
-_expected, _memory, _whole_batch = _needs("expected"), _needs("memory"), _needs("whole_batch")
+_heatmaps = {name for name, term in CONSISTENCIES.items() if "maps" in term.needs}
+_corrected = {name for name, term in CONSISTENCIES.items() if "weight" in term.needs}
+_expected = {name for name, term in BASES.items() if "expected" in term.needs}
+_whole_batch = {name for name, term in BASES.items() if term.statistics is not None}
 
 REFUSALS = (
     Refusal(("precision",), lambda name: name == "fp16", r"hardware.precision: fp16 needs a GPU"),
     Refusal(
-        ("store", "base"), lambda store, base: store == "none" and _memory(base), r"store.kind: none, but"
+        ("store", "base"),
+        lambda store, base: store == "none" and BASES[base].needs_memory,
+        r"store.kind: none, but",
     ),
     Refusal(
         ("store", "consistency"),
-        lambda store, name: store == "none" and CONSISTENCIES[name].needs.memory,
+        lambda store, name: store == "none" and CONSISTENCIES[name].needs_memory,
         r"store.kind: none, but .* needs it",
     ),
     *(
@@ -178,7 +177,7 @@ REFUSALS = (
     ),
     Refusal(
         ("layout", "consistency"),
-        lambda layout, name: layout == "scores, then top" and CONSISTENCIES[name].needs.counts,
+        lambda layout, name: layout == "scores, then top" and name in _corrected,
         r"store.warmup_heatmaps: scl_corrected needs dense",
     ),
     Refusal(
@@ -188,12 +187,12 @@ REFUSALS = (
     ),
     Refusal(
         ("base", "rank by"),
-        lambda base, by: by == "spatial" and not _expected(base),
+        lambda base, by: by == "spatial" and base not in _expected,
         r"selection.by: has no effect with base",
     ),
     Refusal(
         ("base", "K per class"),
-        lambda base, how: how != "false" and not _expected(base),
+        lambda base, how: how != "false" and base not in _expected,
         r"selection.per_class: has no effect with base",
     ),
     Refusal(
@@ -208,12 +207,12 @@ REFUSALS = (
     ),
     Refusal(
         ("base", "accumulation"),
-        lambda base, count: count != "1" and _whole_batch(base),
+        lambda base, count: count != "1" and base in _whole_batch,
         r"optimizer.accumulate: \w+ needs the whole batch at once",
     ),
     Refusal(
         ("base", "K", "validation"),
-        lambda base, k, val: k == "auto" and val == "none" and BASES[base].needs.k,
+        lambda base, k, val: k == "auto" and val == "none" and BASES[base].needs_k,
         r"selection.K: auto needs data.val",
     ),
     Refusal(
@@ -223,7 +222,7 @@ REFUSALS = (
     ),
     Refusal(
         ("consistency", "average of the memory"),
-        lambda name, ema: CONSISTENCIES[name].needs.counts and ema == "debiased",
+        lambda name, ema: name in _corrected and ema == "debiased",
         r"store.ema: scl_corrected takes the start out of a plain average",
     ),
     Refusal(

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.losses import sample_rows
-from bigscl.losses.estimator import LabelEstimator
+from bigscl.losses import state
+from bigscl.losses.role import LabelEstimator
 from tests.test_store.conftest import make_annotations
 
 
@@ -47,6 +47,6 @@ def test_gradient_is_awaited_with_the_next_step_not_before():
 
 
 def test_a_dataset_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
-    monkeypatch.setattr(sample_rows, "MAX_BYTES", 1000)
+    monkeypatch.setattr(state, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"3 x 4 bytes for each of 20 images x 5 classes = .* GB"):
         LabelEstimator(make_annotations((20,), 5), seed=0)

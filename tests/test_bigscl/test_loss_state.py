@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from bigscl.config import make_config
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.losses import class_histograms, sample_rows
-from bigscl.losses.class_histograms import EDGES, NUM_BINS, ClassHistograms, class_priors, lowest_cuts
-from bigscl.losses.corrections import LabelCorrections, pack, unpack
+from bigscl.losses import state as loss_states
+from bigscl.losses.crisp import class_priors
+from bigscl.losses.em_apl import lowest_cuts
+from bigscl.losses.large_loss import LabelCorrections, pack, unpack
+from bigscl.losses.state import EDGES, NUM_BINS, UNKNOWN, ClassHistograms
 from bigscl.models.spatial import build_model
-from bigscl.training.loss_state import make_loss_state
+from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
 from tests.test_store.conftest import make_annotations
 
@@ -119,7 +121,7 @@ def test_corrections_last_and_add_up_and_are_awaited_one_call_later():
 
 
 def test_a_dataset_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
-    monkeypatch.setattr(sample_rows, "MAX_BYTES", 30)
+    monkeypatch.setattr(loss_states, "MAX_BYTES", 30)
     with pytest.raises(ValueError, match=r"ll_cp keeps a bit for each of 20 images x 9 classes"):
         LabelCorrections(20, 9)
 
@@ -167,7 +169,7 @@ def test_histograms_count_every_label_once_on_any_number_of_ranks():
 def test_below_a_cut_lies_the_share_but_for_one_bin(share):
     values, labels = values_and_labels(1)
     (complete,) = counted(values, labels)
-    for i, cut in enumerate(lowest_cuts(complete[class_histograms.UNKNOWN], share)):
+    for i, cut in enumerate(lowest_cuts(complete[UNKNOWN], share)):
         unknown = values[labels[:, i] == -1, i]
         below = (unknown < cut).sum()
         assert below <= share * len(unknown)
@@ -222,8 +224,8 @@ def test_histograms_within_an_epoch_go_on_after_a_resume_with_other_ranks():
     saved, group = before.state(), ThreadGroup(2)
 
     def work(rank):
-        ours = ClassHistograms(3, CPU)
-        ours.load(saved, is_first=rank == 0)
+        ours = ClassHistograms(3, CPU, is_first=rank == 0)
+        ours.load(saved)
         mine = slice(80 + rank, None, 2)
         ours.add(torch.from_numpy(values[mine]), torch.from_numpy(labels[mine]))
         ours.share(ThreadRank(group, rank), ends_epoch=True)
@@ -275,7 +277,7 @@ def gradient_and_state(base, parts):
 
     def work(rank):
         mine, me = copy.deepcopy(model), ThreadRank(group, rank)
-        kept = make_loss_state(config, data, CPU, rank)
+        kept = make_loss_state(config, annotations, CPU, rank)
         state = SimpleNamespace(model=mine, loss_state=kept, accelerator=me, optimizer=None)
         step = Step(config, data, state, SimpleNamespace(keeps_heatmaps=False), me)
         for epoch in (0, 3):
@@ -333,11 +335,10 @@ def test_the_cut_of_em_apl_rises_by_equal_steps_to_its_share():
             },
         }
     )
-    data = SimpleNamespace(annotations=make_annotations(SIZES, 1), positives_per_image=None)
-    kept = make_loss_state(config, data, CPU, 0)
-    kept.learn(
+    kept = make_loss_state(config, make_annotations(SIZES, 1), CPU, 0)
+    kept.update(
         SimpleNamespace(
-            scores=torch.linspace(0, 1, 1001).half()[:, None],
+            updated_scores=lambda: torch.linspace(0, 1, 1001).half()[:, None],
             inputs=SimpleNamespace(labels=torch.full((1001, 1), -1, dtype=torch.int8)),
         )
     )

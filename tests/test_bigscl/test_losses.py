@@ -1,7 +1,7 @@
 """Losses against the equations written naively in float64, one sample and one class at a time."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.losses import losses
-from bigscl.losses.inputs import LossInputs, Needs
-from bigscl.losses.losses import Base, Consistency
-from bigscl.losses.objective import Objective
-from bigscl.losses.precision import probabilities
+from bigscl.losses import consistency as consistencies
+from bigscl.losses import role as regularised
+from bigscl.losses import single_positive as losses
+from bigscl.losses.cross_entropy import probabilities
+from bigscl.losses.inputs import LossInputs
+from bigscl.losses.objective import Base, Consistency, Objective
 
 B, L, G, K = 4, 7, 3, 2.9
 BASES = get_args(Base)
@@ -40,8 +41,8 @@ def compute(base, logits, labels, expected, estimates):
         "wan": lambda: losses.wan(logits, labels),
         "en": lambda: losses.en(logits, labels, expected),
         "ep": lambda: losses.ep(logits, labels, expected),
-        "epr": lambda: losses.epr(logits, labels, K),
-        "role": lambda: losses.role(logits, estimates, labels, K),
+        "epr": lambda: regularised.epr(logits, labels, K),
+        "role": lambda: regularised.role(logits, estimates, labels, K),
     }[base]()
 
 
@@ -150,13 +151,13 @@ def test_known_labels_outrank_the_selection():
 def test_count_penalty_is_the_same_however_ranks_share_the_batch(base):
     logits, labels, _, estimates = random_case(3)
     whole = compute(base, logits, labels, None, estimates).mean()
-    counts = [losses.predicted_count(part).mean() for part in (logits, estimates)]
+    counts = [regularised.predicted_count(part).mean() for part in (logits, estimates)]
     parts = []
     for rows in (slice(0, 1), slice(1, 4)):
         if base == "epr":
-            parts.append(losses.epr(logits[rows], labels[rows], K, counts[0]))
+            parts.append(regularised.epr(logits[rows], labels[rows], K, (counts[0],)))
         else:
-            parts.append(losses.role(logits[rows], estimates[rows], labels[rows], K, tuple(counts)))
+            parts.append(regularised.role(logits[rows], estimates[rows], labels[rows], K, tuple(counts)))
     shared = torch.cat(parts).sum() / B
     torch.testing.assert_close(shared, whole, rtol=1e-12, atol=0)
     for part in [logits, estimates] if base == "role" else [logits]:
@@ -168,7 +169,7 @@ def test_count_penalty_is_the_same_however_ranks_share_the_batch(base):
 def test_role_teaches_neither_side_through_the_other():
     logits, labels, _, estimates = random_case(4)
     unknown = torch.full_like(labels, -1)
-    (slope,) = torch.autograd.grad(losses.role(logits, estimates, unknown, K).sum(), logits)
+    (slope,) = torch.autograd.grad(regularised.role(logits, estimates, unknown, K).sum(), logits)
     count = logits.detach().sigmoid().sum(1).mean()
     f, y = logits.detach().sigmoid(), estimates.detach().sigmoid()
     # d/dlogit of the cross-entropy is f - y; of the penalty 2 (m - K) f (1 - f) / L^2; each side counts half.
@@ -191,8 +192,8 @@ def test_consistency_losses_equal_the_norms_written_out(norm):
     generator = torch.Generator().manual_seed(5)
     logit_map = 2 * torch.randn(B, L, G, G, generator=generator, dtype=torch.float64)
     target = torch.rand(B, L, G, G, generator=generator, dtype=torch.float64)
-    spatial = losses.scl_dense(logit_map.sigmoid(), target, norm=norm)
-    pooled = losses.cl(logit_map[:, :, 0, 0], target[:, :, 0, 0], norm=norm)
+    spatial = consistencies.scl_dense(logit_map.sigmoid(), target, norm=norm)
+    pooled = consistencies.cl(logit_map[:, :, 0, 0], target[:, :, 0, 0], norm=norm)
     for n in range(B):
         differences = (logit_map[n].sigmoid() - target[n]).flatten().tolist()
         assert spatial[n].item() == pytest.approx(norm_reference(differences, norm), rel=1e-12)
@@ -213,8 +214,8 @@ def test_topk_consistency_equals_dense_consistency_with_zeros_elsewhere(norm, se
     for n in range(B):
         for j in range(k):
             dense[n, classes[n, j]] = target[n, j]
-    ours = losses.scl_topk(logit_map.sigmoid(), classes.to(torch.uint16), target, norm=norm)
-    theirs = losses.scl_dense(logit_map.sigmoid(), dense, norm=norm)
+    ours = consistencies.scl_topk(logit_map.sigmoid(), classes.to(torch.uint16), target, norm=norm)
+    theirs = consistencies.scl_dense(logit_map.sigmoid(), dense, norm=norm)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     weights = torch.rand(B, generator=generator, dtype=torch.float64)
     slopes = [torch.autograd.grad((weights * loss).sum(), logit_map)[0] for loss in (ours, theirs)]
@@ -227,17 +228,19 @@ def test_gradcheck_of_consistency_losses(norm):
     maps = torch.randn(2, 4, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
     target = torch.rand(2, 4, 2, 2, generator=generator, dtype=torch.float64)
     classes = torch.tensor([[2, 0], [1, 3]])
-    assert torch.autograd.gradcheck(lambda x: losses.scl_dense(x.sigmoid(), target, norm=norm), [maps])
+    assert torch.autograd.gradcheck(lambda x: consistencies.scl_dense(x.sigmoid(), target, norm=norm), [maps])
     assert torch.autograd.gradcheck(
-        lambda x: losses.scl_topk(x.sigmoid(), classes, target[:, :2], norm=norm), [maps]
+        lambda x: consistencies.scl_topk(x.sigmoid(), classes, target[:, :2], norm=norm), [maps]
     )
-    assert torch.autograd.gradcheck(lambda x: losses.cl(x[:, :, 0, 0], target[:, :, 0, 0], norm=norm), [maps])
+    assert torch.autograd.gradcheck(
+        lambda x: consistencies.cl(x[:, :, 0, 0], target[:, :, 0, 0], norm=norm), [maps]
+    )
 
 
 @pytest.mark.parametrize("norm", ["mse", "rms", "l2"])
 def test_a_perfect_match_has_value_and_gradient_zero(norm):
     logits = torch.zeros(2, 3, requires_grad=True)
-    loss = losses.cl(logits, torch.full((2, 3), 0.5), norm=norm)
+    loss = consistencies.cl(logits, torch.full((2, 3), 0.5), norm=norm)
     (slope,) = torch.autograd.grad(loss.sum(), logits)
     assert not loss.any()
     assert not slope.any()
@@ -247,8 +250,10 @@ def test_targets_carry_no_gradient():
     target = torch.rand(2, 3, 2, 2, requires_grad=True)
     maps = torch.randn(2, 3, 2, 2, requires_grad=True)
     classes = torch.tensor([[0, 1, 2], [2, 0, 1]])
-    total = losses.scl_dense(maps.sigmoid(), target) + losses.scl_topk(maps.sigmoid(), classes, target)
-    total += losses.cl(maps[:, :, 0, 0], target[:, :, 0, 0])
+    total = consistencies.scl_dense(maps.sigmoid(), target) + consistencies.scl_topk(
+        maps.sigmoid(), classes, target
+    )
+    total += consistencies.cl(maps[:, :, 0, 0], target[:, :, 0, 0])
     total.sum().backward()
     assert target.grad is None
     assert maps.grad is not None
@@ -286,8 +291,8 @@ def test_consistency_is_computed_in_float32_for_large_logits(dtype):
     logit_map = logit_map.contiguous().requires_grad_()
     classes, target = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2, 2, 2), 0.3)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = losses.scl_topk(probabilities(logit_map), classes, target)
-    exact = losses.scl_topk(logit_map.detach().double().sigmoid(), classes, target.double())
+        loss = consistencies.scl_topk(probabilities(logit_map), classes, target)
+    exact = consistencies.scl_topk(logit_map.detach().double().sigmoid(), classes, target.double())
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     assert torch.autograd.grad(loss.sum(), logit_map)[0].isfinite().all()
@@ -310,7 +315,7 @@ def objective_inputs(seed=8):
         corrections=torch.rand(B, L, generator=generator) < 0.2,
         cuts=torch.rand(L, generator=generator, dtype=torch.float64),
         priors=torch.rand(L, generator=generator, dtype=torch.float64),
-        observed_share=torch.rand(L, generator=generator, dtype=torch.float64),
+        given_share=torch.rand(L, generator=generator, dtype=torch.float64),
         epoch=2,
         progress=0.4,
     )
@@ -335,8 +340,8 @@ def test_objective_is_base_plus_gamma_times_consistency(base, consistency):
     expected_base = compute(base, inputs.logits, inputs.labels, inputs.expected, inputs.estimates)
     expected_consistency = {
         "none": torch.zeros(B, dtype=torch.float64),
-        "cl": losses.cl(inputs.logits, inputs.scores, norm="rms"),
-        "scl": losses.scl_dense(inputs.maps, inputs.target, norm="rms"),
+        "cl": consistencies.cl(inputs.logits, inputs.scores, norm="rms"),
+        "scl": consistencies.scl_dense(inputs.maps, inputs.target, norm="rms"),
         "scl_corrected": weighted_rms(inputs),
     }[consistency]
     torch.testing.assert_close(loss.base, expected_base)
@@ -348,7 +353,7 @@ def test_objective_takes_topk_targets_with_their_classes():
     inputs = objective_inputs()
     classes, target = torch.tensor([[0, 2]] * B), inputs.target[:, :2]
     loss = Objective(base="an")(replace(inputs, classes=classes, target=target))
-    torch.testing.assert_close(loss.consistency, losses.scl_topk(inputs.maps, classes, target))
+    torch.testing.assert_close(loss.consistency, consistencies.scl_topk(inputs.maps, classes, target))
 
 
 def test_corrected_topk_targets_equal_dense_ones_with_zeros_elsewhere():
@@ -365,7 +370,7 @@ def test_corrected_topk_targets_equal_dense_ones_with_zeros_elsewhere():
 def test_objective_passes_on_the_mean_counts_of_the_global_batch(base):
     inputs, zero = objective_inputs(), torch.zeros((), dtype=torch.float64)
     objective = Objective(base=base, consistency="none")
-    counts = (zero,) * objective.needs.num_mean_counts
+    counts = (zero,) * (2 if base == "role" else 1)
     with_counts = objective(replace(inputs, mean_counts=counts)).base
     assert not torch.allclose(with_counts, objective(inputs).base)
     torch.testing.assert_close(
@@ -374,28 +379,15 @@ def test_objective_passes_on_the_mean_counts_of_the_global_batch(base):
     )
 
 
-def test_every_name_of_a_loss_has_its_row_in_the_tables():
-    assert tuple(losses.BASES) == get_args(Base)
-    assert tuple(losses.CONSISTENCIES) == get_args(Consistency)
-
-
-INPUTS_OF = {
-    "heatmaps": ("maps", "target"),
-    "counts": ("weight",),
-    "priors": ("priors", "observed_share"),
-    "mean_counts": (),
-    "class_means": (),
-    "threshold": (),
-}
-"""Fields of LossInputs that stand for a need of another name, or of none."""
+OPTIONAL = {"mean_counts", "class_means", "threshold", "classes"}
+"""Fields that a loss uses and computes itself if they are missing, or that stand for all classes."""
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("consistency", get_args(Consistency))
 def test_a_loss_is_computed_from_what_it_needs_and_names_what_is_missing(base, consistency):
     everything, objective = objective_inputs(), Objective(base=base, consistency=consistency)
-    declared = [need.name for need in fields(Needs) if getattr(objective.needs, need.name)]
-    names = [name for need in declared for name in INPUTS_OF.get(need, (need,))]
+    names = objective.needs - OPTIONAL
     given = {name: getattr(everything, name) for name in ("logits", "labels", *names)}
     assert objective(LossInputs(**given)).total.isfinite().all()
     for missing in names:
@@ -417,8 +409,8 @@ def test_a_loss_is_computed_from_what_it_needs_and_names_what_is_missing(base, c
     ],
 )
 def test_needs_say_which_objectives_need_a_memory_and_k(base, consistency, memory, k):
-    needs = Objective(base=base, consistency=consistency).needs
-    assert (needs.memory, needs.k) == (memory, k)
+    objective = Objective(base=base, consistency=consistency)
+    assert (objective.needs_memory, objective.needs_k) == (memory, k)
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,17 +19,16 @@ from bigscl.config import make_config
 from bigscl.data import loader as batches
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.losses.estimator import LabelEstimator
-from bigscl.losses.losses import BASES
-from bigscl.losses.sample_rows import SampleRows
+from bigscl.losses.objective import BASES
+from bigscl.losses.role import LabelEstimator
+from bigscl.losses.state import SampleRows
 from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.lookup import CheckedViews, to_device, updated_averages
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
 from bigscl.selection.selection import Selection
 from bigscl.store import Rows
-from bigscl.training import loss_state
-from bigscl.training.loss_state import make_loss_state
+from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
 from tests.test_store.conftest import make_annotations
 
@@ -185,7 +184,7 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         move_to_fake_gpu(model)
         accelerator = FakeAccelerator(dtype)
-        kept = loss_state.Estimates(estimator) if base == "role" else make_loss_state(config, data, CUDA, 0)
+        kept = estimator or make_loss_state(config, annotations, CUDA, 0)
         state = SimpleNamespace(model=model, loss_state=kept, accelerator=accelerator, optimizer=None)
         none = Selection.none(NUM_CLASSES)
         selection = replace(none, surest=none).to(CUDA)

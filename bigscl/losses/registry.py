@@ -1,0 +1,140 @@
+"""The table of all losses: what each is computed from, its settings, and what it keeps. No torch import.
+
+A file of this folder adds its losses with `base_loss` and `consistency`; `objective` imports every file.
+A loss is a function that returns one value per sample, [B]; the caller sums them and divides by the number of
+samples of the global batch. Its parameters have the names of fields of `LossInputs`: these are what it needs.
+One with a default may be missing. The others are settings: `settings` are those of the loss itself, other
+names are fields of the objective. Labels are int8 [B,L]: 1 positive, 0 negative, -1 unknown. A known label
+outranks what is expected of it. Arithmetic is in float32 (float64 for float64 logits), also under autocast.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from bigscl.common.user_error import UserError
+from bigscl.losses.inputs import EXPECTED, FROM_MEMORY, LossInputs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bigscl.losses.objective import Objective
+    from bigscl.losses.state import LossState, RunFacts
+
+INPUTS = frozenset(field.name for field in fields(LossInputs))
+ALWAYS_GIVEN = frozenset({"logits", "labels"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A field of the objective that one loss uses, or few."""
+
+    name: str
+    type: Any
+    """A dataclass of settings, or a number with its bounds."""
+    default: Any
+    text: str
+    """The sentence about it in the reference of all settings."""
+
+
+def section(name: str, kind: Callable[[], Any], losses: str = "") -> Setting:
+    """Return settings of a dataclass that has a default for each; `losses` are those that use them."""
+    return Setting(name=name, type=kind, default=kind(), text=f"Settings of {losses or name}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The batch of a step over all ranks. All ranks call `sum` and `gather` together, idle ones too."""
+
+    num_samples: int
+    num_classes: int
+    most_per_rank: int
+    """The largest number of samples of a rank."""
+    world_size: int
+    epoch: int
+    device: torch.device
+    sum: Callable[[Tensor], Tensor]
+    """Returns a tensor summed over the ranks."""
+    gather: Callable[[Tensor], Tensor]
+    """Returns the tensors of all ranks, of one shape, one after the other."""
+
+
+Statistics = Callable[[LossInputs | None, GlobalBatch, Any], dict[str, Any]]
+"""Returns fields of LossInputs, from the inputs of this rank (None: it has no samples) and the settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """A loss as the objective uses it."""
+
+    function: Callable[..., Tensor]
+    parameters: Mapping[str, inspect.Parameter]
+    """Those of the function, by their names."""
+    setting: Setting | None = None
+    statistics: Statistics | None = None
+    """Compares samples of the global batch, so a step cannot be divided into smaller ones."""
+    state: Callable[[RunFacts], LossState] | None = None
+    """Makes what the loss keeps from step to step."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of LossInputs that it is computed from, in addition to the logits and the labels."""
+        return (INPUTS & self.parameters.keys()) - ALWAYS_GIVEN
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it needs a store."""
+        return bool(self.needs & FROM_MEMORY)
+
+    @property
+    def needs_k(self) -> bool:
+        """Whether K must be known: for the loss itself, or to select the expected positives."""
+        return bool(self.needs & (EXPECTED | {"positives_per_image"}))
+
+    def settings(self, objective: Objective) -> Any:
+        """Return the settings of this loss; None if it has none."""
+        return None if self.setting is None else getattr(objective, self.setting.name)
+
+    def __call__(self, inputs: LossInputs, objective: Objective) -> Tensor:
+        """Return the loss of each sample [B]; UserError if something that it needs is missing."""
+        values = {}
+        for name, parameter in self.parameters.items():
+            if name == "settings":
+                values[name] = self.settings(objective)
+            elif name not in INPUTS:
+                values[name] = getattr(objective, name)
+            else:
+                values[name] = getattr(inputs, name)
+                if values[name] is None and parameter.default is parameter.empty:
+                    raise UserError(f"{name}: missing, and this objective needs it")
+        return self.function(**values)
+
+
+BASES: dict[str, LossTerm] = {}
+CONSISTENCIES: dict[str, LossTerm] = {}
+
+
+def base_loss(
+    name: str,
+    function: Callable[..., Tensor],
+    *,
+    setting: Setting | None = None,
+    statistics: Statistics | None = None,
+    state: Callable[[RunFacts], LossState] | None = None,
+) -> None:
+    """Add a loss of the pooled prediction with the labels, for `objective.base`."""
+    assert name not in BASES, f"{name} is defined twice"
+    parameters = inspect.signature(function).parameters
+    BASES[name] = LossTerm(
+        function=function, parameters=parameters, setting=setting, statistics=statistics, state=state
+    )
+
+
+def consistency(name: str, function: Callable[..., Tensor]) -> None:
+    """Add an agreement with the memory, for `objective.consistency`."""
+    assert name not in CONSISTENCIES, f"{name} is defined twice"
+    CONSISTENCIES[name] = LossTerm(function=function, parameters=inspect.signature(function).parameters)

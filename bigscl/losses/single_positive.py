@@ -1,0 +1,69 @@
+"""Losses that treat unknown labels alike, or by the expected positives. No torch import."""
+
+# Shapes: B batch, L classes.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bigscl.common.bounds import Share
+from bigscl.losses.cross_entropy import negatives, positives
+from bigscl.losses.registry import Setting, base_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def bce(logits: Tensor, labels: Tensor) -> Tensor:
+    """Binary cross-entropy of the known labels; unknown labels have no loss."""
+    return positives(logits, labels == 1) + negatives(logits, labels == 0)
+
+
+def an(logits: Tensor, labels: Tensor) -> Tensor:
+    """Assume negative: every label that is not positive is a negative."""
+    return positives(logits, labels == 1) + negatives(logits, labels != 1)
+
+
+def an_ls(logits: Tensor, labels: Tensor, *, smoothing: float = 0.1) -> Tensor:
+    """Assume negative with label smoothing: the targets are `1 - smoothing` and `smoothing`."""
+    swapped = positives(logits, labels != 1) + negatives(logits, labels == 1)
+    return (1 - smoothing) * an(logits, labels) + smoothing * swapped
+
+
+def wan(logits: Tensor, labels: Tensor) -> Tensor:
+    """Weak assume negative: as `an`, each negative weighted 1/(L-1), so that all weigh as one positive."""
+    return positives(logits, labels == 1) + negatives(logits, labels != 1) / max(labels.shape[1] - 1, 1)
+
+
+def en(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
+    """Expected negative: as `an`, but unknown labels that are expected positives have no loss."""
+    return positives(logits, labels == 1) + negatives(logits, (labels == 0) | ((labels == -1) & ~expected))
+
+
+def ep(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
+    """Expected positive: as `an`, but unknown labels that are expected positives count as positives."""
+    positive = (labels == 1) | ((labels == -1) & expected)
+    return positives(logits, positive) + negatives(logits, ~positive)
+
+
+def enp(logits: Tensor, labels: Tensor, expected: Tensor, asserted: Tensor) -> Tensor:
+    """Expected negative and positive: as `en`, but the surest expected positives count as positives.
+
+    `asserted` are those: none of the unknown labels gives `en`, all of the expected ones `ep`.
+    """
+    unknown = labels == -1
+    positive = (labels == 1) | (unknown & asserted)
+    return positives(logits, positive) + negatives(logits, (labels == 0) | (unknown & ~expected & ~asserted))
+
+
+base_loss("bce", bce)
+base_loss("an", an)
+base_loss(
+    "an_ls",
+    an_ls,
+    setting=Setting(name="smoothing", type=Share, default=0.1, text="Label smoothing of an_ls."),
+)
+base_loss("wan", wan)
+base_loss("en", en)
+base_loss("ep", ep)
+base_loss("enp", enp)
