@@ -161,7 +161,7 @@ def test_hostile_argument(world, verb, parameter, thing):
 
 def check_store_call(world, make, verb, one, words, user=False):
     run = make(world)
-    if user:  # Modules and fonts are loaded late, from folders that an ordinary user may not be allowed to read.
+    if user:  # Modules and fonts are loaded late, from folders that such a user may not be allowed to read.
         call(world, verb, {one.name: str(shutil.copytree(world.run, run.with_name("warm")))}, words)
         shutil.rmtree(run.with_name("warm"))
     called, answer = call(world, verb, {one.name: str(run)}, words, user)
