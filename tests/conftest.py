@@ -1,6 +1,7 @@
 """What all tests share: one thread for each process, and the fork server."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 # Set before torch is imported. The work of a test is small, and as many tests run at a time as there are
@@ -44,3 +45,12 @@ def trainer_server() -> forks.ForkServer:
 
 def pytest_unconfigure() -> None:
     forks.close_servers()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line which tests were skipped, and why."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        told = "; ".join(f"{count} ({reason})" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {told}")
