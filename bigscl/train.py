@@ -36,6 +36,7 @@ from bigscl.evaluation.validation import best_metric, validate
 from bigscl.memory.disabled import NoMemory
 from bigscl.memory.lookup import MemoryBatch
 from bigscl.plots.epochs import draw_epoch
+from bigscl.preflight.startup_summary import summary
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging
@@ -46,7 +47,6 @@ from bigscl.training.run_progress import EpochProgress
 from bigscl.training.schedule import EpochPlan, plan_epoch
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
-from bigscl.training.summary import summary
 
 logger = logging.getLogger(__name__)
 

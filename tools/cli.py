@@ -19,8 +19,7 @@ GROUPS = {
     "Train": {
         "quickstart": "Run the whole system in minutes, offline.",
         "plan": "Estimate disk space, RAM and I/O of a run.",
-        "doctor": "Check this machine, or every node of a launcher.",
-        "preflight": "Rehearse a run: speed, memory, precision, hours.",
+        "preflight": "Rehearse a run, or check this machine or cluster.",
         "train": "Train a classifier from a config, or resume it.",
         "stop": "Ask a run to save and exit.",
         "study": "Train and compare configs over several seeds.",

@@ -14,8 +14,8 @@ from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
+    from bigscl.preflight.forecast import Forecast, MemoryPhase
     from bigscl.store import StoreSpec
-    from bigscl.training.forecast import Forecast, MemoryPhase
 
 
 def command(
@@ -131,7 +131,7 @@ def _heatmap_size(config: "Config", num_classes: int) -> int:
 
 
 def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
-    from bigscl.training.forecast import forecast
+    from bigscl.preflight.forecast import forecast
     from bigscl.training.schedule import plan_epoch
 
     sizes = np.asarray(spec.shard_sizes)
@@ -144,7 +144,7 @@ def _facts(
 ) -> dict[str, Any]:
     from bigscl.config import doubtful_settings
     from bigscl.distributed.hardware import machine_ram_bytes
-    from bigscl.training.forecast import warnings
+    from bigscl.preflight.forecast import warnings
 
     needs = _forecast(config, spec, processes)
     free = free_bytes(config.store_url) if config.store.kind == "disk" else None
@@ -200,7 +200,7 @@ def _phase(phase: "MemoryPhase", rate: float) -> dict[str, Any]:
 
 def _probe(config: "Config", spec: "StoreSpec", facts: dict[str, Any], place: str) -> dict[str, Any]:
     """Measure whether a place reads and writes the bytes of the largest phase fast enough."""
-    from bigscl.tools.probe import measure
+    from bigscl.preflight.storage_speed import measure
 
     phases = _forecast(config, spec, 1).phases
     if not phases:

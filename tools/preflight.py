@@ -1,4 +1,4 @@
-"""`bigscl preflight`: rehearse a run on its own hardware, data and storage before it starts."""
+"""Rehearse a run, or check this machine or cluster."""
 
 import json
 import math
@@ -12,14 +12,16 @@ import typer
 from bigscl.common.command_line import INTERRUPTED, AsJson, Settings, first_on_this_machine, start_is_over
 from bigscl.common.failures import report_to_launcher
 from bigscl.common.files import free_bytes
+from bigscl.common.user_error import UserError
+from bigscl.tools.opening import StorageFlags
 from bigscl.tools.text import counted, size, table, tell
 
 if TYPE_CHECKING:
     from bigscl.config import Config
+    from bigscl.preflight.forecast import Forecast
+    from bigscl.preflight.rehearsal import RehearsalTrainer
+    from bigscl.preflight.rehearsal_plan import ScratchFolders
     from bigscl.store import StoreSpec
-    from bigscl.training.forecast import Forecast
-    from bigscl.training.preflight import RehearsalTrainer
-    from bigscl.training.preflight_site import Site
 
 Facts = dict[str, Any]
 
@@ -38,23 +40,40 @@ MOSTLY = 0.5
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="YAML file of the run. Default: check the environment only."),
+    ] = None,
     settings: Settings = None,
-    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Timed steps of each kind of epoch.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, max=100_000, help="Timed steps of each type of epoch.")] = 40,
+    place: Annotated[
+        str | None,
+        typer.Option(help="Without a CONFIG: where the store will be, a path or s3://bucket/prefix."),
+    ] = None,
+    *,
+    storage: StorageFlags,
     as_json: AsJson = False,
 ) -> None:
     """Rehearse a run: train a few dozen steps on this hardware, the run's own data and its storage.
+
+    Without a config: check versions, devices, backends and free disk; under a launcher, that all processes
+    share the place of the store.
 
     Prints images/s and what bounds them, peak memory, differences of this device from a CPU reference in each
     precision, and hours and bytes of the whole run. All of it happens in a folder beside the run's, which is
     removed; the run itself is not touched. Exit code 1 if there are problems.
 
-    Start it as you will start the training:
+    Start both as you will start the training:
 
     accelerate launch --config_file configs/accelerate/8gpu.yaml -m bigscl preflight CONFIG
 
     Example: bigscl preflight configs/quickstart_scl.yaml --steps 20
     """
+    if config is None:
+        _check_environment(place, storage, as_json)
+        return
+    if place is not None or storage != StorageFlags():
+        raise UserError("--place, --endpoint, --region, --anonymous: only without a CONFIG, which has them")
     from bigscl.config import load_config
 
     run = load_config(config, settings or [], to_train=True)
@@ -68,12 +87,22 @@ def command(
         raise typer.Exit(1)
 
 
+def _check_environment(place: str | None, storage: StorageFlags, as_json: bool) -> None:
+    from bigscl.preflight.environment import check_environment, environment_text
+
+    facts = check_environment(place, storage.options)
+    if facts is not None:
+        tell(facts, environment_text(facts), as_json)
+        if facts["problems"]:
+            raise typer.Exit(1)
+
+
 def _rehearse(config: "Config", steps: int) -> Facts | None:
     """Return what was measured on rank 0, None on other ranks."""
     from bigscl.distributed.signals import Interrupts, Wording
+    from bigscl.preflight.rehearsal import rehearsal
+    from bigscl.preflight.rehearsal_plan import epoch_types
     from bigscl.train import Stopped
-    from bigscl.training.preflight import rehearsal
-    from bigscl.training.preflight_plan import kinds_of_epochs
 
     wording = Wording(
         program="bigscl preflight",
@@ -85,12 +114,12 @@ def _rehearse(config: "Config", steps: int) -> Facts | None:
     try:
         with (
             Interrupts(prints=first_on_this_machine(), wording=wording) as interrupts,
-            rehearsal(config, steps, interrupts.clean_up_with) as (trainer, site),
+            rehearsal(config, steps, interrupts.clean_up_with) as (trainer, folders),
         ):
             start_is_over()
             interrupts.stop_with(trainer.stop_soon)
-            mine: Facts = asdict(trainer.measure(kinds_of_epochs(config)))
-            mine["storage"] = _storage_speed(config, trainer, site)
+            mine: Facts = asdict(trainer.measure(epoch_types(config)))
+            mine["storage"] = _storage_speed(config, trainer, folders)
             gathered = trainer.ranks.gather(json.dumps(mine).encode())
             if gathered is None:
                 return None
@@ -99,10 +128,10 @@ def _rehearse(config: "Config", steps: int) -> Facts | None:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _storage_speed(config: "Config", trainer: "RehearsalTrainer", site: "Site") -> list[Facts]:
+def _storage_speed(config: "Config", trainer: "RehearsalTrainer", folders: "ScratchFolders") -> list[Facts]:
     """Return bytes/s of the store's place for each layout, while all ranks measure at once."""
-    from bigscl.tools.probe import measure
-    from bigscl.training.disk_forecast import layouts
+    from bigscl.preflight.forecast import layouts
+    from bigscl.preflight.storage_speed import measure
 
     if config.store.kind != "disk":
         return []
@@ -110,7 +139,7 @@ def _storage_speed(config: "Config", trainer: "RehearsalTrainer", site: "Site") 
     for group in layouts(config, spec):
         trainer.ranks.sum([0])  # all ranks start together
         with trainer.metrics.working(f"measuring the storage ({group.layout})"):
-            speed = measure(site.place, spec, group, config.store.io_threads, config.store.options())
+            speed = measure(folders.place, spec, group, config.store.io_threads, config.store.options())
         found.append({"layout": group.layout, "read": speed.read, "write": speed.write})
     return found
 
@@ -126,7 +155,7 @@ def _spec(trainer: "RehearsalTrainer") -> "StoreSpec":
 
 def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts]) -> Facts:
     from bigscl.distributed.hardware import machine_ram_bytes
-    from bigscl.training.forecast import forecast, warnings
+    from bigscl.preflight.forecast import forecast, warnings
     from bigscl.training.schedule import plan_epoch
 
     index, first = trainer.data.train, ranks[0]
@@ -202,7 +231,7 @@ def _kind(config: "Config", needs: "Forecast", ranks: list[Facts], place: int, l
 
 def _differences(ranks: list[Facts]) -> list[Facts]:
     """Return the largest differences of all ranks and kinds of epochs."""
-    from bigscl.training.reference_check import Difference, worst
+    from bigscl.preflight.device_check import Difference, worst
 
     found = [Difference(**one) for rank in ranks for one in rank["differences"]]
     return [

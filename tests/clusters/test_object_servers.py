@@ -181,7 +181,7 @@ def test_store_on_a_server_that_ignores_conditions_is_refused(rclone, tmp_path, 
     config = write_config(tmp_path / "run.yaml", shards, store=place)
     assert_refused(config, IGNORES, rclone.environment)
     assert [file for file in rclone.bucket.rglob("*") if file.is_file()] == []
-    words = ("doctor", place["url"], "--endpoint", rclone.endpoint)
+    words = ("preflight", "--place", place["url"], "--endpoint", rclone.endpoint)
     examined = bigscl(*words, environment=rclone.environment)
     assert examined.returncode == 1, examined.stdout + examined.stderr
     assert IGNORES in examined.stdout

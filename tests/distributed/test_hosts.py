@@ -97,10 +97,10 @@ def test_nodes_whose_host_name_is_the_loopback_evaluate_together(tmp_path, shard
 
 @pytest.mark.slow
 @pytest.mark.parametrize("called", ["name", "address"])
-def test_doctor_finds_nodes_that_have_no_launcher_but_its_variables(tmp_path, called):
+def test_preflight_finds_nodes_that_have_no_launcher_but_its_variables(tmp_path, called):
     """The first rank then keeps the store through which they meet, which is the launcher's otherwise."""
     need_hosts()
-    words = [sys.executable, "-m", "bigscl", "doctor", str(tmp_path / "store"), "--json"]
+    words = [sys.executable, "-m", "bigscl", "preflight", "--place", str(tmp_path / "store"), "--json"]
     with hosts(2) as machines:
         shared = {"MASTER_ADDR": getattr(machines[0], called), "MASTER_PORT": str(PORT), "WORLD_SIZE": "2"}
         nodes = [

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from bigscl.distributed import signals
+from bigscl.preflight import device_check as reference_check
+from bigscl.preflight import rehearsal as preflight
 from bigscl.store import HeatmapStore
 from bigscl.tools.cli import main
-from bigscl.training import preflight, reference_check
 
 STEPS_BEFORE = 4
 

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from bigscl.config import make_config
 from bigscl.data.plan import training_plan
 from bigscl.models.spatial import build_model
-from bigscl.training.preflight_plan import first_batches, kinds_of_epochs, rehearsal_config
-from bigscl.training.preflight_site import Site
-from bigscl.training.reference_check import (
+from bigscl.preflight.device_check import (
     TOLERANCES,
     Difference,
     Outcome,
@@ -26,6 +24,7 @@ from bigscl.training.reference_check import (
     without_randomness,
     worst,
 )
+from bigscl.preflight.rehearsal_plan import ScratchFolders, epoch_types, first_batches, rehearsal_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -63,7 +62,7 @@ def config(warmup=2, main=3, run="runs/mine", **sections):
 )
 def test_epochs_that_cost_the_same_are_one_kind_and_are_rehearsed_once(settings, expected):
     whole = config(**settings)
-    kinds = kinds_of_epochs(whole)
+    kinds = epoch_types(whole)
     found = [(kind.epochs[0], kind.epochs[-1], kind.is_warmup, kind.is_compacted) for kind in kinds]
     assert found == expected
     short = rehearsal_config(whole, Path("short"), None)
@@ -76,14 +75,14 @@ def test_epochs_that_cost_the_same_are_one_kind_and_are_rehearsed_once(settings,
 
 def test_rehearsal_has_no_trackers_and_writes_beside_the_run_and_its_store():
     whole = config(store={"url": "s3://bucket/store/"})
-    site = Site(whole, "abc")
-    assert site.folder == Path("runs/mine.preflight-abc")
-    assert site.store_place == "s3://bucket/store.preflight-abc"
-    short = rehearsal_config(whole, site.folder, site.store_place)
+    folders = ScratchFolders(whole, "abc")
+    assert folders.folder == Path("runs/mine.preflight-abc")
+    assert folders.store_place == "s3://bucket/store.preflight-abc"
+    short = rehearsal_config(whole, folders.folder, folders.store_place)
     assert short.store_url == "s3://bucket/store.preflight-abc/store"
     assert short.log.trackers == ()
     assert short.checkpoint.every_minutes is None
-    plain = Site(config(), "abc")
+    plain = ScratchFolders(config(), "abc")
     assert plain.store_place is None
     assert rehearsal_config(config(), plain.folder, None).store_url == "runs/mine.preflight-abc/store"
 

@@ -7,11 +7,11 @@ import pytest
 
 from bigscl.data.shards import expand
 from bigscl.data.sources import open_shard
+from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import SCHEMES, STORE_SCHEMES, HeatmapStore, SingleProcess, StorageOptions, StoreError
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import AlreadyExists, StorageFailed
 from bigscl.store.object_storage import Location
-from bigscl.tools.reachable import probe_place
 from tests.fake_buckets import fake_buckets
 from tests.test_store.conftest import assert_same_rows, make_annotations
 from tests.test_store.test_bad_connections import epochs

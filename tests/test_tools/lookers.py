@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import StorageOptions, Transport
-from bigscl.tools.reachable import probe_place
 
 
 def look(ranks: Transport, folder: Path, same: bool) -> None:

@@ -44,7 +44,7 @@ def test_every_verb_has_help(verb):
 
 
 @pytest.mark.parametrize(
-    "verb", ["plan", "doctor", "show", "render", "export", "diff", "verify", "compact", "unlock"]
+    "verb", ["plan", "preflight", "show", "render", "export", "diff", "verify", "compact", "unlock"]
 )
 def test_help_shows_an_example(verb):
     text = " ".join(CliRunner().invoke(app, [verb, "--help"]).output.split())

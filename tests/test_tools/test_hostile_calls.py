@@ -75,7 +75,7 @@ def no_commands(monkeypatch):
 
     monkeypatch.setattr("bigscl.tools.running.Runner.run", refuse)
     # Trying bf16 in another process takes seconds, and is tested with the code that does it.
-    monkeypatch.setattr("bigscl.tools.doctor._bf16", lambda: True)
+    monkeypatch.setattr("bigscl.preflight.environment._bf16", lambda: True)
     # The lease of a damaged run is that of another host.
     monkeypatch.setitem(Lease.acquire.__func__.__kwdefaults__, "patience_seconds", 0.05)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -145,8 +145,8 @@ def test_hostile_argument(world, verb, parameter, thing):
     value = str(hostile.hostile(parameter)[thing](world))
     short = SHORT.get(verb.words, [])
     extra = [] if parameter.name == "what" or parameter.flag in short else short
-    # doctor tries bf16 in another interpreter, which an ordinary user may not be allowed to start.
-    user = "read" in thing and verb.words != ("doctor",)
+    # preflight tries bf16 in another interpreter, which an ordinary user may not be allowed to start.
+    user = "read" in thing and verb.words != ("preflight",)
     words, answer = call(world, verb, {parameter.name: value}, extra, user)
     names = [value or "expected", printable(value), parameter.flag or parameter.name]
     names += [f"'{parameter.name.upper()}", str(Path(value).parent), value.partition("=")[0] or "expected"]

@@ -11,13 +11,13 @@ from bigscl.config import load_config, make_config
 from bigscl.data.answers import Answer, append_answers
 from bigscl.data.plan import training_plan
 from bigscl.data.scan import scan
+from bigscl.preflight import forecast
+from bigscl.preflight.startup_summary import summary
+from bigscl.preflight.storage_speed import measure
 from bigscl.selection.k import Expectation
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
-from bigscl.tools.probe import measure
-from bigscl.training import forecast
 from bigscl.training.run_folder import open_data
 from bigscl.training.schedule import plan_epoch
-from bigscl.training.summary import summary
 from tests.builders import jpeg, make_store, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
 

@@ -1,4 +1,4 @@
-"""`bigscl doctor`: check that this environment, and every node of a launcher, can train."""
+"""Check that this environment, and every node of a launcher, can train."""
 
 import importlib.util
 import json
@@ -6,21 +6,19 @@ import os
 import platform
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from bigscl.common.command_line import AsJson
+from bigscl.common.failures import exit_now
 from bigscl.common.files import free_bytes
-from bigscl.store import Transport
-from bigscl.tools.opening import StorageFlags
-from bigscl.tools.reachable import probe_place
-from bigscl.tools.text import size, tell
+from bigscl.common.text import size
+from bigscl.preflight.shared_storage import probe_place
+from bigscl.store import StorageOptions, Transport
 
 NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
 OPTIONAL = {
@@ -31,40 +29,30 @@ OPTIONAL = {
 }
 TIMEOUT_MINUTES = 1.0
 """How long a process waits for the others; a run waits for `hardware.timeout_minutes`."""
+CONNECT_SECONDS = 90.0
+"""How long a process tries to connect to all others, which have started before that."""
 # Loader workers send their batches through it.
 LITTLE_SHARED_MEMORY = 2**30
 
 
-def command(
-    place: Annotated[
-        str | None, typer.Argument(help="Where the store will be: a path or s3://bucket/prefix.")
-    ] = None,
-    *,
-    storage: StorageFlags,
-    as_json: AsJson = False,
-) -> None:
-    """Check versions, devices, backends and free disk; under a launcher, that all processes share a place.
+def check_environment(place: str | None, options: StorageOptions) -> dict[str, Any] | None:
+    """Return versions, devices and problems of all processes of the launcher, on rank 0 (None elsewhere).
 
-    Exit code 1 if anything is wrong.
-
-    Example: accelerate launch --config_file 2x8gpu.yaml -m bigscl doctor /shared/store
+    They also check that all of them share `place`.
     """
     with _launched_ranks() as ranks:
         mine = _environment(place)
         payloads = ranks.gather(json.dumps(mine).encode())
-        sharing = None if place is None else probe_place(place, storage.options, ranks)
+        sharing = None if place is None else probe_place(place, options, ranks)
         if payloads is None:
-            return
+            return None
         processes = [json.loads(payload) for payload in payloads]
-        facts = {
+        return {
             "processes": processes,
             "place": place,
             "sharing": sharing,
             "problems": [*_problems(processes), *(sharing or ())],
         }
-    tell(facts, _text(facts), as_json)
-    if facts["problems"]:
-        raise typer.Exit(1)
 
 
 @contextmanager
@@ -79,13 +67,29 @@ def _launched_ranks() -> Iterator[Transport]:
         yield process_group()
         return
     choose_interface(TIMEOUT_MINUTES)  # as the trainer does
+    # Without a connection between two hosts, gloo itself tries for minutes.
+    watch = threading.Timer(CONNECT_SECONDS, _not_connected)
+    watch.daemon = True
+    watch.start()
     dist.init_process_group("gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
         ranks = process_group()
         ranks.sum([1.0])  # through connections between all of them, not only to the first
+        watch.cancel()
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _not_connected() -> None:
+    print(
+        f"bigscl preflight: rank {os.environ['RANK']} on {socket.gethostname()}: no connection to all other "
+        f"ranks within {CONNECT_SECONDS:.0f} s. Check that no firewall is between the nodes, and that "
+        f"GLOO_SOCKET_IFNAME, if set, is the interface that they share.",
+        file=sys.stderr,
+        flush=True,
+    )
+    exit_now(1)
 
 
 def _environment(place: str | None) -> dict[str, Any]:
@@ -207,7 +211,7 @@ def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
             break
 
 
-def _text(facts: dict[str, Any]) -> str:
+def environment_text(facts: dict[str, Any]) -> str:
     processes = facts["processes"]
     hosts: dict[str, list[dict[str, Any]]] = {}
     for one in processes:

@@ -63,7 +63,7 @@ def _wait_for_all(ranks: Transport) -> None:
 
 
 def _key(token: str, rank: int) -> str:
-    return f"bigscl-doctor-{token}-{rank}"
+    return f"bigscl-preflight-{token}-{rank}"
 
 
 def _able(failures: list[str | None]) -> list[int]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from bigscl.preflight import environment
+from bigscl.preflight.environment import NEEDED
+from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import LocalBackend, SingleProcess, StorageOptions
 from bigscl.store.testing import run_ranks
-from bigscl.tools import doctor
-from bigscl.tools.reachable import probe_place
 from tests.forks import free_port
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.lookers import look
@@ -20,14 +21,14 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Trying bf16 in another process takes seconds, and is tested with the code that does it."""
-    monkeypatch.setattr(doctor, "_bf16", lambda: True)
+    monkeypatch.setattr(environment, "_bf16", lambda: True)
     for name in [*os.environ]:
         if name.startswith("ACCELERATE_") or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
 
 
 def test_a_good_environment_is_well(tmp_path):
-    answer = bigscl("doctor", tmp_path / "store")
+    answer = bigscl("preflight", "--place", tmp_path / "store")
     assert answer.code == 0, answer.out
     assert f"torch {version('torch')}" in answer.out
     assert "world size 1 (not under a launcher)" in answer.out
@@ -37,7 +38,7 @@ def test_a_good_environment_is_well(tmp_path):
 
 
 def test_json_tells_versions_backends_and_space(tmp_path):
-    (process,) = bigscl("doctor", tmp_path, "--json").json()["processes"]
+    (process,) = bigscl("preflight", "--place", tmp_path, "--json").json()["processes"]
     assert process["versions"]["zarr"] == version("zarr")
     assert process["backends"]["gloo"]
     assert process["free_bytes"] > 0
@@ -46,28 +47,34 @@ def test_json_tells_versions_backends_and_space(tmp_path):
 
 def test_a_place_that_cannot_be_written_to_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    answer = bigscl("doctor", tmp_path / "file" / "store")
+    answer = bigscl("preflight", "--place", tmp_path / "file" / "store")
     assert answer.code == 1
     assert "rank 0 cannot write to" in answer.out
 
 
 def test_a_launcher_that_started_one_process_only_is_a_problem(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    answer = bigscl("doctor")
+    answer = bigscl("preflight")
     assert answer.code == 1
     assert "accelerate started one process only" in answer.out
 
 
 def process(**differing):
-    facts = doctor._environment(None)
+    facts = environment._environment(None)
     return {**facts, "launched": True, **differing}
 
 
 @pytest.mark.parametrize(
     ("differing", "problem"),
     [
-        ({"versions": {**dict.fromkeys(doctor.NEEDED, "1.0"), "zarr": "2.0"}}, "zarr has several versions"),
-        ({"versions": {**dict.fromkeys(doctor.NEEDED, "1.0"), "zarr": None}}, "zarr is not installed on far"),
+        (
+            {"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": "2.0"}},
+            "zarr has several versions",
+        ),
+        (
+            {"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": None}},
+            "zarr is not installed on far",
+        ),
         ({"python": "3.10.0"}, "several versions of Python"),
         ({"backends": {"gloo": False, "nccl": False}}, "far: torch has no gloo"),
         (
@@ -80,11 +87,11 @@ def process(**differing):
     ],
 )
 def test_processes_that_do_not_fit_together_are_a_problem(differing, problem):
-    versions = dict.fromkeys(doctor.NEEDED, "1.0")
+    versions = dict.fromkeys(NEEDED, "1.0")
     near = process(host="near", versions=versions, shared_memory_bytes=None)
     far = process(**{"host": "far", "versions": versions, "shared_memory_bytes": None, **differing})
-    assert list(doctor._problems([near, near])) == []
-    (found,) = doctor._problems([near, far])
+    assert list(environment._problems([near, near])) == []
+    (found,) = environment._problems([near, far])
     assert problem in found
 
 
@@ -113,7 +120,7 @@ def test_a_file_system_without_hard_links_is_a_problem(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    answer = bigscl("doctor", tmp_path)
+    answer = bigscl("preflight", "--place", tmp_path)
     assert answer.code == 1
     assert "this file system has no hard links" in answer.out
 
@@ -127,11 +134,11 @@ def test_a_bucket_is_probed_like_a_folder(s3_options):
 def test_processes_of_the_real_launcher_report_together(tmp_path, trainer_server):
     launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
     launcher += ["--dynamo_backend", "no", "--main_process_port", free_port()]
-    job = ["-m", "bigscl.tools.cli", "doctor", tmp_path / "store", "--json"]
+    job = ["-m", "bigscl.tools.cli", "preflight", "--place", tmp_path / "store", "--json"]
     done = trainer_server.run_module("accelerate.commands.launch", *launcher, *job)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(facts["processes"]) == 2
     assert facts["problems"] == []
-    assert [one["timeout_minutes"] for one in facts["processes"]] == [doctor.TIMEOUT_MINUTES] * 2
+    assert [one["timeout_minutes"] for one in facts["processes"]] == [environment.TIMEOUT_MINUTES] * 2
     assert list(tmp_path.iterdir()) == []

@@ -25,12 +25,11 @@ from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import Ranks, process_group
 from bigscl.memory.device import to_host
 from bigscl.memory.lookup import MemoryBatch, updated_averages
+from bigscl.preflight.device_check import Difference, ReferenceCheck, precisions_to_check, worst
+from bigscl.preflight.rehearsal_plan import EpochType, ScratchFolders, first_batches, rehearsal_config
 from bigscl.train import Stopped, Trainer, Window
 from bigscl.training.metrics_log import Meter
 from bigscl.training.model_state import map_side
-from bigscl.training.preflight_plan import Kind, first_batches, rehearsal_config
-from bigscl.training.preflight_site import Site
-from bigscl.training.reference_check import Difference, ReferenceCheck, precisions_to_check, worst
 from bigscl.training.schedule import EpochPlan
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ REPETITION_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindMeasured:
+class EpochTypeMeasurement:
     """What one rank measured of a kind of epochs."""
 
     first_epoch: int
@@ -81,7 +80,7 @@ class Measured:
     host: str
     device: str
     precision: str
-    kinds: list[KindMeasured]
+    kinds: list[EpochTypeMeasurement]
     differences: list[Difference]
     """From the reference, by precision and quantity."""
     loader_images_per_second: float
@@ -131,7 +130,7 @@ class RehearsalTrainer(Trainer):
         rows = self.data.train.rows_per_shard
         return replace(plan, remaining=first_batches(plan.whole, count, rows))
 
-    def measure(self, kinds: list[Kind]) -> Measured:
+    def measure(self, kinds: list[EpochType]) -> Measured:
         """Rehearse each kind of epochs, then the loader alone."""
         started = time.perf_counter()
         measured = []
@@ -179,7 +178,7 @@ class RehearsalTrainer(Trainer):
 
     # A kind of epochs
 
-    def _measure_kind(self, epoch: int, kind: Kind) -> KindMeasured:
+    def _measure_kind(self, epoch: int, kind: EpochType) -> EpochTypeMeasurement:
         plan = self.plan(epoch)
         self.state.enter_phase(epoch)
         self.step.prepare_buckets()
@@ -198,7 +197,7 @@ class RehearsalTrainer(Trainer):
         self.saver.finish()
         end = _seconds(lambda: self.finish_epoch(epoch))
         self.saver.finish()
-        return KindMeasured(
+        return EpochTypeMeasurement(
             first_epoch=kind.epochs.start,
             last_epoch=kind.epochs.stop - 1,
             is_warmup=kind.is_warmup,
@@ -370,7 +369,7 @@ def _checkpoint_bytes(run: Path) -> int:
 @contextmanager
 def rehearsal(
     config: Config, num_steps: int, clean_up_with: Callable[[Callable[[], None]], None]
-) -> Iterator[tuple[RehearsalTrainer, Site]]:
+) -> Iterator[tuple[RehearsalTrainer, ScratchFolders]]:
     """Yield a trainer of short epochs and where it writes; nothing of that is left after the block.
 
     After an error every rank removes it: others may have written meanwhile. `clean_up_with` gets the removal,
@@ -378,14 +377,14 @@ def rehearsal(
     """
     start_accelerator(replace(config, log=replace(config.log, trackers=())))  # joins the ranks
     ranks = process_group(config.hardware.timeout_minutes)
-    site = Site(config, _shared_token(ranks))
-    clean_up_with(site.remove)
-    short = rehearsal_config(config, site.folder, site.store_place)
+    folders = ScratchFolders(config, _shared_token(ranks))
+    clean_up_with(folders.remove)
+    short = rehearsal_config(config, folders.folder, folders.store_place)
     try:
-        with RehearsalTrainer(short, num_steps, site.remove) as trainer:
-            yield trainer, site
+        with RehearsalTrainer(short, num_steps, folders.remove) as trainer:
+            yield trainer, folders
     except BaseException:
-        site.remove()
+        folders.remove()
         raise
 
 
