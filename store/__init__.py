@@ -27,7 +27,7 @@ from bigscl.store.passes import PASS_THREADS, in_order
 from bigscl.store.prefetch import Prefetcher
 from bigscl.store.shard_cache import ShardCache, update
 from bigscl.store.snapshots import Snapshot, SnapshotLog
-from bigscl.store.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec, Update
+from bigscl.store.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec
 from bigscl.store.streams import ObjectReader, list_objects
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 from bigscl.store.verification import Problem, verify
@@ -70,7 +70,6 @@ __all__ = [
     "StoreError",
     "StoreSpec",
     "Transport",
-    "Update",
     "Version",
     "Writeback",
     "answered_shard",

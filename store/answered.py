@@ -153,16 +153,16 @@ def answered_shard(rows: Rows, shard: int, answered: Answered, annotations: Anno
 
 
 def _answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
-    arrays = {name: array.copy() for name, array in rows.arrays()}
-    changed = Rows(**arrays)
+    changed = Rows(**{name: array.copy() for name, array in rows.items()})
+    spatial = changed.get("spatial_score")
     for row, number, present in zip(positions, answered.classes, _present(answered), strict=True):
         place = int(number)
         if changed.classes is not None:
             place = _place(changed, int(row), int(number), present, annotated[row])
         changed.scores[row, number] = 1 if present else 0
         if place >= 0:
-            if changed.ranking is not None:
-                changed.ranking[row, place] = 1 if present else 0
+            if spatial is not None:
+                spatial[row, place] = 1 if present else 0
             if changed.heatmaps is not None and not present:
                 changed.heatmaps[row, place] = 0
     if changed.classes is not None:
@@ -196,7 +196,7 @@ def _sort_classes(rows: Rows, positions: Array) -> None:
     """Bring the kept classes of some rows into ascending order, with what belongs to them."""
     assert rows.classes is not None
     order = np.argsort(rows.classes[positions], axis=1, kind="stable")
-    for array in (rows.classes, rows.heatmaps, rows.ranking):
+    for array in (rows.classes, rows.heatmaps, rows.get("spatial_score")):
         if array is not None:
             places = order.reshape(order.shape + (1,) * (array.ndim - 2))
             array[positions] = np.take_along_axis(array[positions], places, 1)

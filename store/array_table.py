@@ -1,7 +1,8 @@
 """The arrays of a store, each defined once: where it exists, its shape, its values, how compaction keeps it.
 
-A new array is a class here, an entry in `ARRAYS`, and a field of `Rows` (and of `Update`, if training changes
-it). Its axes on the storage are slot, shard, position in the shard, and then those of `shape`.
+A new array is a class here and an entry in `ARRAYS`: rows carry it by its name from the storage to the
+training device and back. Its axes on the storage are slot, shard, position in the shard, and then those of
+`shape`.
 """
 
 # Shapes: R rows of a shard, L classes, k kept classes, W side of a heatmap.
@@ -91,8 +92,7 @@ class StoredArray(ABC):
 
     def compacted(self, compaction: Compaction) -> Array:
         """The array after a compaction."""
-        values: Array = getattr(compaction.rows, self.name)
-        return values
+        return compaction.rows[self.name]
 
 
 class _Fractions(StoredArray):
@@ -158,13 +158,13 @@ class Heatmaps(_Fractions):
         return np.ascontiguousarray(np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size)))
 
 
-class Ranking(_Fractions):
+class SpatialScore(_Fractions):
     """What expected positives of each class with a heatmap are ranked by, in place of the score."""
 
-    name = "ranking"
+    name = "spatial_score"
 
     def exists(self, group: GroupSpec) -> bool:
-        return group.ranking and group.layout != "scores"
+        return group.spatial_score and group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         return (spec.num_classes if group.top is None else group.top,)
@@ -193,10 +193,10 @@ class _Counters(StoredArray):
         return f"counts up to {MAX_COUNT}"
 
 
-class Counts(_Counters):
+class CellVisits(_Counters):
     """Visits of each heatmap cell since its initial value."""
 
-    name = "counts"
+    name = "cell_visits"
 
     def exists(self, group: GroupSpec) -> bool:
         return group.layout != "scores"
@@ -206,19 +206,18 @@ class Counts(_Counters):
 
     def compacted(self, compaction: Compaction) -> Array:
         rows, size = compaction.rows, compaction.heatmap_size
-        if rows.counts is not None:
-            return rows.counts
+        if "cell_visits" in rows:
+            return rows["cell_visits"]
         # Without heatmaps so far, cells of the plain average have not been visited since their start. In the
         # debiased one a visit of the image counts as one of all its cells.
-        assert rows.visits is not None
-        visits = rows.visits if compaction.debiased else np.zeros_like(rows.visits)
+        visits = rows["sample_visits"] if compaction.debiased else np.zeros_like(rows["sample_visits"])
         return np.ascontiguousarray(np.broadcast_to(visits[:, None, None], (len(rows), size, size)))
 
 
-class Visits(_Counters):
+class SampleVisits(_Counters):
     """Visits of each sample."""
 
-    name = "visits"
+    name = "sample_visits"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         return ()
@@ -253,10 +252,10 @@ class Classes(StoredArray):
         return compaction.classes.astype(class_dtype(compaction.rows.scores.shape[1]))
 
 
-class Visited(StoredArray):
+class LastEpoch(StoredArray):
     """The last epoch that updated each row."""
 
-    name = "visited"
+    name = "last_epoch"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
         return ()
@@ -276,7 +275,16 @@ class Visited(StoredArray):
 
 # In the order in which they are written.
 ARRAYS: dict[str, StoredArray] = {
-    array.name: array for array in (Scores(), Heatmaps(), Ranking(), Counts(), Classes(), Visits(), Visited())
+    array.name: array
+    for array in (
+        Scores(),
+        Heatmaps(),
+        SpatialScore(),
+        CellVisits(),
+        Classes(),
+        SampleVisits(),
+        LastEpoch(),
+    )
 }
 
 

@@ -301,7 +301,7 @@ class ArrayGroup:
         return digests
 
     def _write_one(self, plan: ArrayPlan, shard: int, slot: int, rows: Rows) -> None:
-        values = getattr(rows, plan.name)
+        values = rows[plan.name]
         try:
             self._arrays[plan.name][slot, shard] = to_bytes(values) if plan.rounded else values
         except OSError as error:

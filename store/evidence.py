@@ -6,7 +6,7 @@ what was seen wherever crops rarely look. Classes that are not annotated start a
 
 # Shapes: N rows, L classes, W side of a heatmap.
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +32,16 @@ class StartValues:
     def evidence_of(self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array) -> Array:
         """`rows.heatmaps_of(places, classes)` without initial values; `ids` are the samples of the rows."""
         maps = rows.heatmaps_of(places, classes)
-        assert rows.counts is not None
         places, classes = np.broadcast_arrays(places, classes)
         named = self.annotations.includes(ids[places], classes)
-        left = maps[named].astype(np.float32) - self.remaining(rows.counts[places[named]])
+        left = maps[named].astype(np.float32) - self.remaining(rows["cell_visits"][places[named]])
         maps[named] = np.maximum(left, 0)
         return maps
 
     def evidence(self, rows: Rows, ids: NDArray[np.int64]) -> Rows:
         """The rows with heatmaps without initial values; `ids` are their samples."""
-        if rows.heatmaps is None or rows.counts is None:
+        if rows.heatmaps is None or "cell_visits" not in rows:
             return rows
         kept = rows.kept_classes().astype(np.int64)
         seen = self.evidence_of(rows, ids, np.arange(len(rows))[:, None], kept)
-        return replace(rows, heatmaps=seen)
+        return rows.replace(heatmaps=seen)

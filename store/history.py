@@ -28,7 +28,7 @@ FOLDER = "history"
 # Arrays are sparse: room for epochs that never come costs nothing, and nothing is ever resized.
 MAX_EPOCHS = 100_000
 TOP = 10
-RECORDED = ("scores", "classes", "heatmaps", "counts")
+RECORDED = ("scores", "classes", "heatmaps", "cell_visits")
 
 
 def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated:
         classes = choose_classes(rows.scores, annotated, TOP)
         places = np.arange(len(rows))[:, None]
         values |= {"classes": classes, "heatmaps": rows.heatmaps_of(places, classes)}
-        if rows.counts is not None:
-            values["counts"] = rows.counts
+        if "cell_visits" in rows:
+            values["cell_visits"] = rows["cell_visits"]
     with storage_errors(f"{backend.url}/{FOLDER}"):
         arrays = _open(backend, spec, read_only=False)
         for name, value in values.items():
@@ -170,7 +170,7 @@ def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Ro
             continue
         if np.isnan(values["heatmaps"]).all():
             values = {"scores": values["scores"]}
-        elif (values["counts"] > MAX_COUNT).any():
-            del values["counts"]  # this epoch was recorded without
-        history[epoch] = Rows(visited=np.full(1, epoch, np.int32), **values)
+        elif (values["cell_visits"] > MAX_COUNT).any():
+            del values["cell_visits"]  # this epoch was recorded without
+        history[epoch] = Rows(last_epoch=np.full(1, epoch, np.int32), **values)
     return history

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bigscl.store.annotations import Annotations
 from bigscl.store.array_table import ARRAYS, ONE_BITS, Domain, Start, StoredArray, fill_value
 from bigscl.store.errors import BadValues, NoFreeSlot
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, Update
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +127,20 @@ def initial_shard(spec: StoreSpec, group: GroupSpec, annotations: Annotations, s
     return Rows(**values)
 
 
-def check_update(spec: StoreSpec, group: GroupSpec, ids: NDArray[np.int64], update: Update) -> None:
+def check_update(spec: StoreSpec, group: GroupSpec, ids: NDArray[np.int64], update: Rows) -> None:
     """Refuse values of wrong arrays, types or shapes, or outside their domain; names the first bad sample."""
-    found = dict(update.arrays())
     wanted = {plan.name: plan for plan in array_plans(spec, group) if ARRAYS[plan.name].updated}
-    if found.keys() != wanted.keys():
-        raise BadValues(f"update of a {group.layout} store: expected {sorted(wanted)}, found {sorted(found)}")
+    if update.keys() != wanted.keys():
+        raise BadValues(
+            f"update of a {group.layout} store: expected {sorted(wanted)}, found {sorted(update)}"
+        )
     for name, plan in wanted.items():
         expected = (len(ids), *plan.shape[3:])
-        if found[name].dtype != plan.dtype or found[name].shape != expected:
+        if update[name].dtype != plan.dtype or update[name].shape != expected:
             raise BadValues(
-                f"{name}: got {found[name].dtype} {found[name].shape}, expected {plan.dtype} {expected}"
+                f"{name}: got {update[name].dtype} {update[name].shape}, expected {plan.dtype} {expected}"
             )
-        _check_domain(ids, ARRAYS[name], found[name], Domain(num_classes=spec.num_classes, last_epoch=-1))
+        _check_domain(ids, ARRAYS[name], update[name], Domain(num_classes=spec.num_classes, last_epoch=-1))
 
 
 def _check_domain(ids: NDArray[np.int64], array: StoredArray, values: Array, domain: Domain) -> None:

@@ -17,7 +17,7 @@ from bigscl.store.errors import BadFile, StoreError
 from bigscl.store.evidence import StartValues
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec, ranked_by
+from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
 from bigscl.store.waiting import Check
 
 
@@ -107,7 +107,7 @@ class StoreReader:
                 f"annotations. Pass the index of the shards this store was made from."
             )
         initial = initial_shard(self.spec, arrays.spec, self.annotations, shard)
-        return {name: array for name, array in initial.arrays() if names is None or name in names}
+        return {name: array for name, array in initial.items() if names is None or name in names}
 
     def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
         """The rows of these samples, in their order. For looking around: reads whole shards each time."""
@@ -149,7 +149,7 @@ class StoreReader:
 
     def _initial(self, ids: NDArray[np.int64]) -> dict[str, Array]:
         """The arrays of samples whose shards were never saved."""
-        return dict(self.read(ids).arrays()) if len(ids) else {}
+        return dict(self.read(ids)) if len(ids) else {}
 
     def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
         """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
@@ -164,20 +164,20 @@ class StoreReader:
 
         `note` is called with the ids and scores of each shard before that.
         """
-        names = ("scores", "ranking", "classes") if self.group.ranking else ("scores",)
+        names = ("scores", "spatial_score", "classes") if self.group.spatial_score else ("scores",)
         for shard in shards:
             ids = self.spec.sample_ids(shard)
             found = self._load(shard, names)
             if note is not None:
                 note(ids, found["scores"][: len(ids)])
-            yield ids, ranked_by(found["scores"], found.get("ranking"), found.get("classes"))[: len(ids)]
+            yield ids, Rows(**found).ranked_by()[: len(ids)]
 
-    def visited(self) -> NDArray[np.int32]:
+    def last_epochs(self) -> NDArray[np.int32]:
         """For every row the last epoch that updated it, -1 for none."""
         stamps = np.full((self.spec.num_shards, self.spec.rows_per_shard), -1, np.int32)
         for shard in range(self.spec.num_shards):
             if self._version(shard).slot >= 0:
-                stamps[shard] = self._load(shard, ("visited",))["visited"]
+                stamps[shard] = self._load(shard, ("last_epoch",))["last_epoch"]
         self._check_still_retained()
         return stamps.reshape(-1)
 

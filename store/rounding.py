@@ -9,13 +9,10 @@ The chance is a function of sample, epoch and place in the row, so it is the sam
 of processes and after a resume. Rows are rounded once, when they enter the store; a value on a level stays.
 """
 
-from dataclasses import replace
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import Array, GroupSpec, Rows, Update
+from bigscl.store.spec import Array, GroupSpec, Rows
 
 # In 257 steps of the angle the squared sine has 255 different float16: all that a byte has room for.
 LEVELS: NDArray[np.float16] = np.unique((np.sin(np.arange(258) * np.pi / 514) ** 2).astype(np.float16))
@@ -23,8 +20,6 @@ MISSING = 255
 """The byte that is no level: it fills chunks that are missing."""
 BLOCK = 2**18
 """Cells that are looked up at a time."""
-
-Stored = TypeVar("Stored", Rows, Update)
 
 
 def _places() -> NDArray[np.uint16]:
@@ -66,11 +61,11 @@ def _looked_up(table: Array, places: Array) -> Array:
     return found.reshape(places.shape)
 
 
-def as_stored(rows: Stored, group: GroupSpec, ids: NDArray[np.int64], epoch: int) -> Stored:
+def as_stored(rows: Rows, group: GroupSpec, ids: NDArray[np.int64], epoch: int) -> Rows:
     """The rows of these samples as a group of this codec holds them, after an update in this epoch."""
     if group.codec != "compact" or rows.heatmaps is None:
         return rows
-    return replace(rows, heatmaps=rounded(rows.heatmaps, ids, epoch))
+    return rows.replace(heatmaps=rounded(rows.heatmaps, ids, epoch))
 
 
 def rounded(values: Array, ids: NDArray[np.int64], epoch: int) -> NDArray[np.float16]:

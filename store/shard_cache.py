@@ -14,7 +14,7 @@ from bigscl.store.closing import Closing
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.layout import array_plans, check_update, shard_bytes, split_by_shard
 from bigscl.store.rounding import as_stored
-from bigscl.store.spec import Array, Rows, Update
+from bigscl.store.spec import Array, Rows
 from bigscl.store.waiting import POLL_SECONDS, join, result_of
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
@@ -86,7 +86,7 @@ class ShardCache(Closing):
         for (_, positions, places), future in zip(parts, loading, strict=True):
             cached = result_of(future, self.check)
             with cached.lock:
-                for name, array in cached.rows.arrays():
+                for name, array in cached.rows.items():
                     out[name][places] = array[positions]
         self._make_room()
         return Rows(**out)
@@ -104,22 +104,22 @@ class ShardCache(Closing):
     def _load(self, shard: int) -> CachedShard:
         rows = self.store.load_shard(shard, self._check_open)
         size = self.store.spec.shard_sizes[shard]
-        return CachedShard(rows, int((rows.visited[:size] != self.epoch).sum()))
+        return CachedShard(rows, int((rows["last_epoch"][:size] != self.epoch).sum()))
 
     # Rows in
 
-    def scatter(self, ids: NDArray[np.int64], update: Update) -> None:
+    def scatter(self, ids: NDArray[np.int64], update: Rows) -> None:
         """Put new values in and stamp them with the epoch; a shard whose last sample it was is written."""
         check_update(self.store.spec, self.store.group, ids, update)
-        values = dict(as_stored(update, self.store.group, ids, self.epoch).arrays())
+        values = as_stored(update, self.store.group, ids, self.epoch)
         for shard, positions, places in split_by_shard(ids, self.store.spec.rows_per_shard):
             with self._pinned(shard) as cached:
                 with cached.lock:
-                    for name, array in cached.rows.arrays():
+                    for name, array in cached.rows.items():
                         if name in values:
                             array[positions] = values[name][places]
-                    cached.remaining -= int((cached.rows.visited[positions] != self.epoch).sum())
-                    cached.rows.visited[positions] = self.epoch
+                    cached.remaining -= int((cached.rows["last_epoch"][positions] != self.epoch).sum())
+                    cached.rows["last_epoch"][positions] = self.epoch
                     cached.dirty = True
                 with self._lock:
                     self._in_flight[shard] = max(0, self._in_flight[shard] - len(places))
@@ -205,7 +205,7 @@ class ShardCache(Closing):
         self._shards.clear()
 
 
-def update(store: HeatmapStore, epoch: int, ids: NDArray[np.int64], values: Update) -> None:
+def update(store: HeatmapStore, epoch: int, ids: NDArray[np.int64], values: Rows) -> None:
     """Update samples at once, without the threads of prefetch and writeback; a commit makes it last."""
     with ShardCache(store, epoch) as cache:
         cache.scatter(ids, values)

@@ -1,7 +1,7 @@
 """What a store is made of: values that are written once and never change."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import ItemsView, Iterator, KeysView
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
@@ -88,8 +88,8 @@ class GroupSpec:
     checksum: bool = True
     debiased: bool = False
     """Whether the first visit replaces the initial values."""
-    ranking: bool = False
-    """Whether expected positives are ranked by values of their own, not by the scores."""
+    spatial_score: bool = False
+    """Whether expected positives are ranked by spatial scores, not by the scores."""
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -133,61 +133,75 @@ class GroupSpec:
                 codec=cast(Codec, codec),
                 checksum=fields.flag("checksum"),
                 debiased=fields.flag("debiased"),
-                ranking=fields.flag("ranking"),
+                spatial_score=fields.flag("spatial_score"),
             )
         except ValueError as error:
             raise fields.bad(str(error)) from None
 
 
-class _Arrays:
-    """Arrays of some samples, in the same order; those that a layout lacks are None."""
+class Rows:
+    """Arrays of some samples by their names, with the same rows in the same order.
 
-    __slots__ = ()
-    scores: Array
-    heatmaps: Array | None
+    Like a data frame: `rows["last_epoch"]` is an array, `len(rows)` is the number of samples. The rows of a
+    store have every array of its layout, an update those that training changes.
+    """
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, **arrays: Array) -> None:
+        self._arrays = arrays
 
     def __len__(self) -> int:
         return len(self.scores)
 
-    def arrays(self) -> Iterator[tuple[str, Array]]:
-        """(name, array) of what is present."""
-        for field in fields(self):  # type: ignore[arg-type]
-            if (array := getattr(self, field.name)) is not None:
-                yield field.name, array
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
 
-    def take(self, positions: Array | slice) -> Self:
-        """Copies of the rows at these positions."""
-        return type(self)(**{name: np.ascontiguousarray(array[positions]) for name, array in self.arrays()})
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def get(self, name: str) -> Array | None:
+        """Return an array; None if the layout does not have it."""
+        return self._arrays.get(name)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the arrays."""
+        return self._arrays.keys()
+
+    def items(self) -> ItemsView[str, Array]:
+        """Return (name, array) of every array."""
+        return self._arrays.items()
+
+    def replace(self, **arrays: Array) -> "Rows":
+        """Return the same rows with other values in some arrays."""
+        return Rows(**{**self._arrays, **arrays})
+
+    def take(self, positions: Array | slice) -> "Rows":
+        """Return copies of the rows at these positions."""
+        return Rows(**{name: np.ascontiguousarray(array[positions]) for name, array in self.items()})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays together."""
-        return sum(array.nbytes for _, array in self.arrays())
+        return sum(array.nbytes for array in self._arrays.values())
 
+    @property
+    def scores(self) -> Array:
+        """[N, L]"""
+        return self._arrays["scores"]
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Update(_Arrays):
-    """New values of some samples: the arrays that training changes."""
+    @property
+    def heatmaps(self) -> Array | None:
+        """[N, L or k, W, W]; None where only scores are kept."""
+        return self.get("heatmaps")
 
-    scores: Array
-    visits: Array
-    heatmaps: Array | None = None
-    counts: Array | None = None
-    ranking: Array | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows(_Arrays):
-    """The memory of some samples."""
-
-    scores: Array
-    visited: Array
-    visits: Array | None = None
-    """None in the history alone."""
-    heatmaps: Array | None = None
-    classes: Array | None = None
-    counts: Array | None = None
-    ranking: Array | None = None
+    @property
+    def classes(self) -> Array | None:
+        """[N, k]: the classes that have heatmaps; None where all have, or none."""
+        return self.get("classes")
 
     def kept_classes(self) -> Array:
         """The classes of each row that have a heatmap: [N, L or k], ascending."""
@@ -198,8 +212,13 @@ class Rows(_Arrays):
         return self.classes
 
     def ranked_by(self) -> Array:
-        """What expected positives are ranked by, [N,L]: `ranking` where a class has it, else the score."""
-        return ranked_by(self.scores, self.ranking, self.classes)
+        """Return what expected positives are ranked by, [N,L]: the spatial score if a class has it."""
+        spatial = self.get("spatial_score")
+        if spatial is None or self.classes is None:
+            return self.scores if spatial is None else spatial
+        values = self.scores.copy()
+        np.put_along_axis(values, self.classes.astype(np.int64), spatial, 1)
+        return values
 
     def heatmaps_of(self, places: Array, classes: Array) -> Array:
         """The heatmaps [..., W, W] of these classes of the rows at these places; zeros where none is kept.
@@ -214,14 +233,3 @@ class Rows(_Arrays):
         found: Array = self.heatmaps[places, equal.argmax(axis=-1)]
         found[~equal.any(axis=-1)] = 0
         return found
-
-
-def ranked_by(scores: Array, ranking: Array | None, classes: Array | None) -> Array:
-    """What expected positives are ranked by, [N,L]: `ranking` of all classes or of `classes`, else scores."""
-    if ranking is None:
-        return scores
-    if classes is None:
-        return ranking
-    values = scores.copy()
-    np.put_along_axis(values, classes.astype(np.int64), ranking, 1)
-    return values

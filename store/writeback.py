@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bigscl.store.closing import Closing
 from bigscl.store.shard_cache import ShardCache
-from bigscl.store.spec import Update
+from bigscl.store.spec import Rows
 from bigscl.store.waiting import BoundedQueue, OnStart, join, nothing, take
 
 
@@ -32,7 +32,7 @@ class Writeback(Closing):
         self._thread = threading.Thread(target=self._run, name="store-writeback", daemon=True)
         self._thread.start()
 
-    def put(self, ids: NDArray[np.int64], update: Update, *, ready: Callable[[], object] = nothing) -> None:
+    def put(self, ids: NDArray[np.int64], update: Rows, *, ready: Callable[[], object] = nothing) -> None:
         """Hand new values back. `ready` blocks until they are valid, like the synchronize of a CUDA event."""
 
         def scatter() -> None:

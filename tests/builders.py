@@ -21,7 +21,7 @@ from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.selection.selection import expected_counts, select
-from bigscl.store import GroupSpec, HeatmapStore, SingleProcess, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, Rows, SingleProcess, update
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 VOC = DATA / "voc2012"
@@ -212,16 +212,14 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
     annotated, present = index.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
     belief = np.where(annotated, 0.7 + 0.25 * skill, np.where(present, 0.1 + 0.6 * skill, 0.05))
     scores = (belief * random.uniform(0.8, 1.0, belief.shape)).astype(np.float16)
-    heatmaps = None
+    values = {"scores": scores, "sample_visits": np.full(len(ids), epoch + 1, np.uint8)}
     if store.group.layout != "scores":
         heatmaps = blobs(scores, centres(index))
         if (classes := store.read(ids).classes) is not None:
             heatmaps = np.take_along_axis(heatmaps, classes[:, :, None, None], 1)
-    values = {"scores": scores, "heatmaps": heatmaps}
-    values["visits"] = np.full(len(ids), epoch + 1, np.uint8)
-    if heatmaps is not None:
-        values["counts"] = np.full((len(ids), SIDE, SIDE), epoch + 1, np.uint8)
-    update(store, epoch, ids, Update(**values))
+        values["heatmaps"] = heatmaps
+        values["cell_visits"] = np.full((len(ids), SIDE, SIDE), epoch + 1, np.uint8)
+    update(store, epoch, ids, Rows(**values))
     chosen = select(
         store.scores_by_shard(range(store.spec.num_shards)),
         expected_counts(index.annotations().counts(), K),

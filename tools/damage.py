@@ -18,7 +18,7 @@ from bigscl.store import (
     initial_shard,
 )
 
-STAMPS = "visited"
+STAMPS = "last_epoch"
 INITIAL = "their initial values"
 
 
@@ -64,7 +64,7 @@ def repaired_shard(
     """
     spec = store.spec
     assert store.annotations is not None
-    initial = dict(initial_shard(spec, store.group, store.annotations, shard).arrays())
+    initial = dict(initial_shard(spec, store.group, store.annotations, shard))
     values = [problem for problem in problems if problem.array != STAMPS]
     lost = damaged_rows(spec, shard, values)
     origins = {INITIAL: lost.copy()}
@@ -80,7 +80,7 @@ def repaired_shard(
         )
         answered = replace(answered, late=np.where(is_about, since.late, answered.late))
         older = answered_shard(older, shard, since.take(changes), store.annotations)
-        _copy(dict(older.arrays()), replacement, origins[name])
+        _copy(dict(older), replacement, origins[name])
     # Initial values have the answers from their start.
     is_about = _is_about(answered, spec, shard, origins[INITIAL])
     answered = replace(answered, late=answered.late & ~is_about)

@@ -119,12 +119,15 @@ def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard
 
 
 def _first_rows(rows: Rows, count: int) -> Rows:
-    return Rows(**{name: values[:count] for name, values in rows.arrays()})
+    return Rows(**{name: values[:count] for name, values in rows.items()})
 
 
 def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
     """Return which rows differ, by array; heatmaps of classes that only one side keeps are left out."""
-    found = {"scores": _unequal(mine.scores, its.scores), "visited": mine.visited != its.visited}
+    found = {
+        "scores": _unequal(mine.scores, its.scores),
+        "last_epoch": mine["last_epoch"] != its["last_epoch"],
+    }
     if mine.heatmaps is not None and its.heatmaps is not None:
         if mine.classes is not None and its.classes is not None and mine.classes.shape == its.classes.shape:
             found["classes"] = _unequal(mine.classes, its.classes)

@@ -252,7 +252,7 @@ def _heatmaps(store: HeatmapStore, data: Data, output: Path, wanted: list[str]) 
 
 def _npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:
     rows = store.read(ids)
-    arrays: dict[str, Any] = dict(rows.arrays())
+    arrays: dict[str, Any] = dict(rows)
     arrays["classes"] = rows.kept_classes()
     arrays["ids"] = ids
     arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])

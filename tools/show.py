@@ -163,7 +163,7 @@ def _visits(store: HeatmapStore) -> dict[str, int]:
     """Return how many samples were last visited in each epoch, or `never`."""
     sizes = np.asarray(store.spec.shard_sizes)
     real = np.arange(store.spec.rows_per_shard) < sizes[:, None]
-    epochs, counts = np.unique(store.visited().reshape(real.shape)[real], return_counts=True)
+    epochs, counts = np.unique(store.last_epochs().reshape(real.shape)[real], return_counts=True)
     return {
         "never" if epoch < 0 else str(epoch): int(count) for epoch, count in zip(epochs, counts, strict=True)
     }
@@ -244,7 +244,7 @@ def _sample(
         "name": name_of(sample, index),
         "shard": sample // store.spec.rows_per_shard,
         "snapshot": store.snapshot.id,
-        "visited": int(rows.visited[0]),
+        "visited": int(rows["last_epoch"][0]),
         "tracked": sample in store.spec.tracked,
         "classes": [
             {
@@ -310,7 +310,7 @@ def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
 
 def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[np.int64]]:
     rows = store.load_shard(shard)
-    seen = rows.visited >= 0
+    seen = rows["last_epoch"] >= 0
     seen[store.spec.shard_sizes[shard] :] = False
     arrays = {"scores": rows.scores, "heatmaps": rows.heatmaps}
     return {

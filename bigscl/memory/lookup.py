@@ -30,6 +30,8 @@ from bigscl.store import MAX_COUNT, Rows
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
+HOST_ARRAYS = ("last_epoch",)
+"""Arrays that no computation on the device uses."""
 
 
 class SampleViews(NamedTuple):
@@ -65,18 +67,8 @@ class MemoryBatch:
     erased: Tensor | None
     """float32 [B,4]; None if nothing can be erased."""
     selection: Selection
-    scores: Tensor
-    """float16 [B,L]"""
-    visits: Tensor
-    """uint8 [B]: visits of each image."""
-    heatmaps: Tensor | None
-    """float16 [B,L,W,W], or [B,k,W,W] with `classes`."""
-    classes: Tensor | None
-    """int64 [B,k]"""
-    counts: Tensor | None
-    """uint8 [B,W,W]: visits of each cell; None without heatmaps."""
-    ranking: Tensor | None
-    """float16 [B,L], or [B,k] of `classes`: what expected positives are ranked by; None: by the scores."""
+    arrays: Mapping[str, Tensor]
+    """The store's arrays by name, with the shapes of one row of the store behind B; those of its layout."""
     annotations: AnnotatedClasses
     momentum: float
     """Momentum mu of the running averages."""
@@ -85,6 +77,21 @@ class MemoryBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def scores(self) -> Tensor:
+        """float16 [B,L]"""
+        return self.arrays["scores"]
+
+    @property
+    def heatmaps(self) -> Tensor | None:
+        """float16 [B,L,W,W], or [B,k,W,W] with `classes`; None where only scores are kept."""
+        return self.arrays.get("heatmaps")
+
+    @property
+    def classes(self) -> Tensor | None:
+        """int64 [B,k]; None where all classes have heatmaps, or none has."""
+        return self.arrays.get("classes")
 
     @property
     def expected(self) -> Tensor:
@@ -105,9 +112,10 @@ class MemoryBatch:
     @property
     def ranked_by(self) -> Tensor:
         """What expected positives are ranked by, float16 [B,L]: the spatial evidence if it is kept."""
-        if self.ranking is None or self.classes is None:
-            return self.scores if self.ranking is None else self.ranking
-        return self.scores.scatter(1, self.classes, self.ranking)
+        spatial = self.arrays.get("spatial_score")
+        if spatial is None or self.classes is None:
+            return self.scores if spatial is None else spatial
+        return self.scores.scatter(1, self.classes, spatial)
 
     def target(self, side: int) -> Tensor:
         """Return what score maps of this side should agree with: the heatmaps as the views see them.
@@ -125,13 +133,14 @@ class MemoryBatch:
         After n visits of a cell it is the mean of what was seen, `(H - mu^n h0) / (1 - mu^n)`, and its weight
         is `1 - mu^n`: nothing for a cell that was never seen.
         """
-        if self.heatmaps is None or self.counts is None:
+        if self.heatmaps is None:
             raise UserError(
                 "scl_corrected: this store keeps scores only so far, and counts no visits of heatmap cells. "
                 "Use consistency scl, or store.warmup_heatmaps: dense."
             )
-        seen = 1 - remaining_start(self.counts, self.momentum)[:, None]
-        target = self._evidence(self.heatmaps, self.counts) / seen.clamp(min=1e-6)
+        visits = self.arrays["cell_visits"]
+        seen = 1 - remaining_start(visits, self.momentum)[:, None]
+        target = self._evidence(self.heatmaps, visits) / seen.clamp(min=1e-6)
         return to_view(target.clamp(max=1), self.views, side), to_view(seen, self.views, side)
 
     def _evidence(self, heatmaps: Tensor, counts: Tensor, *, debiased: bool = False) -> Tensor:
@@ -187,19 +196,18 @@ def to_device(
     def move(array: NDArray[Any] | Tensor) -> Tensor:
         return torch.as_tensor(array).to(device, non_blocking=True)
 
-    assert rows.visits is not None
+    def as_used(array: NDArray[Any]) -> Tensor:
+        # torch indexes by int64, and has few operations on wider unsigned integers.
+        wide = array.dtype.kind == "u" and array.dtype.itemsize > 1
+        return _as_int64(move(_signed(array)), array.dtype) if wide else move(array)
+
     return MemoryBatch(
         rows=sample_views.rows,
         ids=move(sample_views.rows),
         views=move(sample_views.views),
         erased=None if sample_views.erased is None else move(sample_views.erased),
         selection=selection,
-        scores=move(rows.scores),
-        visits=move(rows.visits),
-        heatmaps=None if rows.heatmaps is None else move(rows.heatmaps),
-        classes=None if rows.classes is None else _as_int64(move(_signed(rows.classes)), rows.classes.dtype),
-        counts=None if rows.counts is None else move(rows.counts),
-        ranking=None if rows.ranking is None else move(rows.ranking),
+        arrays={name: as_used(array) for name, array in rows.items() if name not in HOST_ARRAYS},
         annotations=annotations,
         momentum=momentum,
         source=source,
@@ -218,7 +226,7 @@ def _as_int64(bits: Tensor, dtype: np.dtype[Any]) -> Tensor:
 @torch.no_grad()
 def updated_scores(stored: MemoryBatch, logits: Tensor, settings: StoreConfig) -> Tensor:
     """Return the scores of a batch after its prediction, float16 [B,L]."""
-    visits = stored.visits if settings.ema == "debiased" else None
+    visits = stored.arrays["sample_visits"] if settings.ema == "debiased" else None
     return blend_scores(stored.scores, logits.float().sigmoid(), settings.momentum, visits)
 
 
@@ -232,7 +240,8 @@ def updated_averages(
     """
     debiased = settings.ema == "debiased"
     scores = updated_scores(stored, logits, settings)
-    updated = {"scores": scores, "visits": stored.visits + (stored.visits < MAX_COUNT)}
+    visits = stored.arrays["sample_visits"]
+    updated = {"scores": scores, "sample_visits": visits + (visits < MAX_COUNT)}
     if stored.heatmaps is None:
         return updated
     assert maps is not None
@@ -244,14 +253,14 @@ def updated_averages(
         stored.views,
         settings.momentum,
         erased=stored.erased,
-        counts=stored.counts,
+        counts=stored.arrays["cell_visits"],
         debiased=debiased,
     )
     if counts is None:
         return updated
-    updated["counts"] = counts
-    if stored.ranking is not None:
-        updated["ranking"] = stored.ranking_of(scores, updated["heatmaps"], counts, debiased=debiased)
+    updated["cell_visits"] = counts
+    if "spatial_score" in stored.arrays:
+        updated["spatial_score"] = stored.ranking_of(scores, updated["heatmaps"], counts, debiased=debiased)
     return updated
 
 

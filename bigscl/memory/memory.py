@@ -46,7 +46,6 @@ from bigscl.store import (
     Rows,
     StoreError,
     Transport,
-    Update,
     label_counts,
     on_rank_zero,
     with_answers,
@@ -271,7 +270,7 @@ class Memory(Closing):
         self._visits.check_new(stored.rows)
         self._check_prediction(stored, logits, maps)
         arrays, ready = to_host(updated_averages(stored, logits, maps, self._settings))
-        self._threads.writeback.put(stored.rows, Update(**arrays), ready=ready)
+        self._threads.writeback.put(stored.rows, Rows(**arrays), ready=ready)
         self._visits.note(stored.rows)
         self._is_dirty = True
 

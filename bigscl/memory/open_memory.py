@@ -57,7 +57,7 @@ def first_group(settings: StoreConfig, *, ranking: bool) -> GroupSpec:
         codec=settings.codec,
         checksum=settings.checksum,
         debiased=settings.ema == "debiased",
-        ranking=ranking,
+        spatial_score=ranking,
     )
 
 
@@ -117,8 +117,8 @@ def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None
             f"{store.backend.url}: has heatmaps of side {store.spec.heatmap_size}, found "
             f"heatmap_size {heatmap_size}. Use another store.url, or the size that it was created with."
         )
-    if store.group.ranking != (rank_by == "spatial"):
-        kept = "spatial" if store.group.ranking else "score"
+    if store.group.spatial_score != (rank_by == "spatial"):
+        kept = "spatial" if store.group.spatial_score else "score"
         raise StoreError(
             f"{store.backend.url}: was created to rank by {kept}, found {rank_by}. Use "
             f"selection.by: {kept}, or another store.url."

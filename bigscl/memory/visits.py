@@ -64,7 +64,7 @@ def _read_rows(store: HeatmapStore, epoch: int, ranks: Transport) -> NDArray[np.
     """Return the rows stamped with this epoch; rank 0 reads them, as the stamps are a file per shard."""
 
     def read() -> bytes:
-        return np.packbits(store.visited() == epoch).tobytes()
+        return np.packbits(store.last_epochs() == epoch).tobytes()
 
     packed = np.frombuffer(on_rank_zero(ranks, read), np.uint8)
     return np.unpackbits(packed, count=store.spec.num_rows).astype(bool)

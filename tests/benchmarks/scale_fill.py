@@ -46,7 +46,7 @@ def fill(config_path: Path) -> str:
 
 
 def _stamps(store: HeatmapStore) -> np.ndarray:
-    return store.visited().reshape(store.spec.num_shards, -1)
+    return store.last_epochs().reshape(store.spec.num_shards, -1)
 
 
 def _real(store: HeatmapStore) -> np.ndarray:
@@ -57,14 +57,14 @@ def _real(store: HeatmapStore) -> np.ndarray:
 def _visit(store: HeatmapStore, shard: int, epoch: int, random: np.random.Generator) -> int:
     """Give the rows of a shard that the epoch has not had values of their own."""
     rows: Rows = store.load_shard(shard)
-    todo = rows.visited != epoch
+    todo = rows["last_epoch"] != epoch
     todo[store.spec.shard_sizes[shard] :] = False
     for array in (rows.scores, rows.heatmaps):
         if array is not None:
             each = random.random((int(todo.sum()), *[1] * (array.ndim - 1)), dtype=np.float32)
             noise = each * random.random(array.shape[1:], dtype=np.float32)
             array[todo] = 0.8 * array[todo] + 0.2 * noise
-    rows.visited[todo] = epoch
+    rows["last_epoch"][todo] = epoch
     store.save_shard(shard, rows)
     return int(todo.sum())
 

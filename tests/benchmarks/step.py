@@ -76,6 +76,8 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
     shared = {
         "ids": torch.arange(batch).to(device),
         "views": torch.cat([(1 - extent) * torch.rand(batch, 2), extent, flips], 1).to(device),
+    }
+    arrays = {
         "scores": scores.to(device),
         "classes": scores.float().topk(options.top, 1).indices.to(device),
         "heatmaps": torch.rand(batch, options.top, 2 * side, 2 * side).half().to(device),
@@ -85,9 +87,12 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         rows=np.arange(batch),
         erased=None,
         selection=replace(cuts, surest=cuts),
-        visits=torch.full((batch,), 5, dtype=torch.uint8).to(device),
-        counts=torch.randint(6, (batch, 2 * side, 2 * side), dtype=torch.uint8).to(device),
-        ranking=torch.rand(batch, options.top).half().to(device),
+        arrays={
+            **arrays,
+            "sample_visits": torch.full((batch,), 5, dtype=torch.uint8).to(device),
+            "cell_visits": torch.randint(6, (batch, 2 * side, 2 * side), dtype=torch.uint8).to(device),
+            "spatial_score": torch.rand(batch, options.top).half().to(device),
+        },
         annotations=AnnotatedClasses(annotations, device),
         momentum=MOMENTUM,
     )
@@ -99,6 +104,7 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         selection=cuts,
         stored=stored,
         **shared,
+        **arrays,
     )
 
 

@@ -28,11 +28,11 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
-SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "visited": ()}
-DTYPES = {"scores": "f2", "heatmaps": "f2", "classes": "u2", "visited": "i4"}
+SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "last_epoch": ()}
+DTYPES = {"scores": "f2", "heatmaps": "f2", "classes": "u2", "last_epoch": "i4"}
 ROW_BYTES = sum(int(np.prod(SHAPES[n])) * np.dtype(DTYPES[n]).itemsize for n in SHAPES)
 BATCH = 250
 MOMENTUM = np.float32(0.8)
@@ -53,7 +53,7 @@ def blend(values: dict[str, Any]) -> dict[str, Any]:
 
 def unchanged(rows: Rows) -> dict[str, Any]:
     """All arrays of rows that an update has."""
-    return {name: array for name, array in rows.arrays() if name not in ("classes", "visited")}
+    return {name: array for name, array in rows.items() if name not in ("classes", "last_epoch")}
 
 
 def shard_values() -> dict[str, Any]:
@@ -63,7 +63,7 @@ def shard_values() -> dict[str, Any]:
         "scores": rng.random((ROWS, CLASSES), np.float32).astype(np.float16),
         "heatmaps": rng.random((ROWS, TOP, SIZE, SIZE), np.float32).astype(np.float16),
         "classes": np.sort(rng.choice(CLASSES, (ROWS, TOP)), axis=1).astype(np.uint16),
-        "visited": np.zeros(ROWS, np.int32),
+        "last_epoch": np.zeros(ROWS, np.int32),
     }
 
 
@@ -206,7 +206,7 @@ def epoch_of_store(store: HeatmapStore, epoch: int, shards: int) -> None:
     ):
         for ids, rows in prefetcher.pair(batches(), lambda ids: ids):
             after = blend({"scores": rows.scores, "heatmaps": rows.heatmaps})
-            writeback.put(ids, Update(**unchanged(rows) | after))
+            writeback.put(ids, Rows(**unchanged(rows) | after))
         writeback.drain()
 
 
@@ -263,7 +263,7 @@ def bench_store(shards: int, folder: Path | None, **settings: Any) -> dict[str, 
             store.commit(epoch=2)
             result["commit_seconds"] += time.perf_counter()
             arrays = dict(store.backend.sizes(store.group.name))
-            versions = sum("/visited/c." in key for key in arrays)
+            versions = sum("/last_epoch/c." in key for key in arrays)
             result["ratio"] = versions * ROWS * ROW_BYTES / sum(arrays.values())
     return result
 
@@ -316,7 +316,7 @@ def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, fl
                             if stop.is_set():
                                 return
                             begun = time.perf_counter()
-                            writeback.put(batch, Update(**unchanged(rows)))
+                            writeback.put(batch, Rows(**unchanged(rows)))
                             done += len(batch)
                             time.sleep(max(0.0, BATCH / rate - (time.perf_counter() - begun)))
                         writeback.drain()

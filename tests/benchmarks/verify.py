@@ -47,7 +47,7 @@ def make(url: Path, num_shards: int, written: int) -> None:
             rows = store.load_shard(shard)
             rows.scores[:] = random.random(rows.scores.shape, dtype=np.float32)
             rows.heatmaps[:] = random.random(rows.heatmaps.shape, dtype=np.float32)
-            rows.visited[:] = 0
+            rows["last_epoch"][:] = 0
             store.save_shard(shard, rows)
         store.commit(epoch=0)
 

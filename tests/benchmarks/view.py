@@ -139,7 +139,7 @@ def _learnt(store: HeatmapStore, shard: int, epoch: int, random: np.random.Gener
     rows = store.load_shard(shard)
     rows.scores[:] = 0.8 * random.random(rows.scores.shape, np.float32) ** 8
     rows.heatmaps[:] = random.random(rows.heatmaps.shape, np.float32) ** 2
-    rows.visited[:], rows.visits[:], rows.counts[:] = epoch, epoch + 1, epoch + 1
+    rows["last_epoch"][:], rows["sample_visits"][:], rows["cell_visits"][:] = epoch, epoch + 1, epoch + 1
     return rows
 
 

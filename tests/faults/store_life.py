@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import GroupSpec, HeatmapStore, StorageOptions, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update
 from bigscl.store.backends import open_backend
 from bigscl.store.errors import NotAStore
 from bigscl.store.lease import break_lease, read_holder
@@ -80,7 +80,7 @@ def open_for_life(url, ledger, endpoint, codec):
             heatmap_size=SIZE,
             tracked=2,
             options=options,
-            group=GroupSpec(codec=codec, ranking=True),
+            group=GroupSpec(codec=codec, spatial_score=True),
         )
     return HeatmapStore.open(
         url,
@@ -104,7 +104,7 @@ def live(url, ledger_path, endpoint="", codec="none"):
 
 
 def live_epoch(store, ledger, epoch):
-    left = IDS[store.visited()[IDS] != epoch]
+    left = IDS[store.last_epochs()[IDS] != epoch]
     half = left[: len(left) // 2] if len(left) == len(IDS) else left[:0]
     if epoch == 1 and store.group.layout == "dense":
         store.compact(TOP)
@@ -123,16 +123,16 @@ def learn(store, ids, epoch):
     classes = store.read(ids).classes
     scores, heatmaps = values_of(ids, epoch, classes)
     others = {
-        "counts": np.full((len(ids), SIZE, SIZE), epoch, np.uint8),
-        "visits": np.full(len(ids), epoch, np.uint8),
-        "ranking": heatmaps[:, :, 0, 0],
+        "cell_visits": np.full((len(ids), SIZE, SIZE), epoch, np.uint8),
+        "sample_visits": np.full(len(ids), epoch, np.uint8),
+        "spatial_score": heatmaps[:, :, 0, 0],
     }
-    update(store, epoch, ids, Update(scores=scores, heatmaps=heatmaps, **others))
+    update(store, epoch, ids, Rows(scores=scores, heatmaps=heatmaps, **others))
 
 
 def commit(store, ledger, epoch, next_epoch):
     snapshot = store.commit(epoch=epoch, attributes={"next": next_epoch})
-    ledger.add(snapshot, next_epoch, int((store.visited()[IDS] == epoch).sum()))
+    ledger.add(snapshot, next_epoch, int((store.last_epochs()[IDS] == epoch).sum()))
     store.drop_snapshots(keep=ledger.snapshots)
 
 
@@ -174,8 +174,8 @@ def check_snapshot(url, number, endpoint=""):
     problems = [problem for _, found in verify(store) for problem in found]
     assert not problems, f"snapshot {number}: {problems[0].reason}"
     rows = store.read(IDS)
-    for epoch in set(rows.visited.tolist()) - {-1}:
-        here = rows.visited == epoch
+    for epoch in set(rows["last_epoch"].tolist()) - {-1}:
+        here = rows["last_epoch"] == epoch
         classes = None if rows.classes is None else rows.classes[here]
         scores, heatmaps = values_of(IDS[here], epoch, classes)
         if store.group.codec == "compact":
@@ -203,7 +203,7 @@ def check_committed(url, ledger, endpoint=""):
     retained = check_snapshots(url, endpoint)
     for entry in ledger.entries:
         assert entry["snapshot"] in retained, f"snapshot {entry['snapshot']} of the ledger is gone"
-        seen = int((retained[entry["snapshot"]].visited == entry["epoch"]).sum())
+        seen = int((retained[entry["snapshot"]]["last_epoch"] == entry["epoch"]).sum())
         assert seen == entry["visited"], f"snapshot {entry['snapshot']} has {seen} rows of its epoch"
 
 
@@ -212,7 +212,7 @@ def check_end(url, ledger, endpoint=""):
     assert ledger.done
     check_committed(url, ledger, endpoint)
     store = HeatmapStore.open(url, annotations=ANNOTATIONS, options=storage(endpoint))
-    assert (store.read(IDS).visited == EPOCHS - 1).all()
+    assert (store.read(IDS)["last_epoch"] == EPOCHS - 1).all()
     assert store.group.layout == "topk"
     assert set(store.history(store.spec.tracked[0])) >= {EPOCHS - 1}
     names = [key for key, _ in store.backend.sizes("")]

@@ -63,10 +63,8 @@ def assert_same_snapshots(before, after):
     """Bit for bit."""
     assert after.keys() == before.keys(), f"B had snapshots {sorted(before)}, now there are {sorted(after)}"
     for number, rows in before.items():
-        for name, array in rows.arrays():
-            np.testing.assert_array_equal(
-                getattr(after[number], name), array, err_msg=f"snapshot {number}: {name}"
-            )
+        for name, array in rows.items():
+            np.testing.assert_array_equal(after[number][name], array, err_msg=f"snapshot {number}: {name}")
 
 
 def freeze_at_all(server, folder, operations):

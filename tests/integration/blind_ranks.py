@@ -20,5 +20,5 @@ if __name__ == "__main__":
     if os.environ["RANK"] != "0":
         SnapshotLog.ids = refuse  # type: ignore[assignment, method-assign]
         Checkpoints.paths = refuse  # type: ignore[assignment, method-assign]
-        StoreReader.visited = refuse  # type: ignore[assignment, method-assign]
+        StoreReader.last_epochs = refuse  # type: ignore[assignment, method-assign]
     sys.exit(main(sys.argv[1:]))

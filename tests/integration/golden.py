@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "en_scl": {},
     "role": {"objective": {"base": "role", "consistency": "none"}, "store": {"kind": "none"}},
 }
-ARRAYS = ("heatmaps", "scores", "visited")
+ARRAYS = ("heatmaps", "scores", "last_epoch")
 """Of near ties in the scores another CPU may keep another class: its choice is not recorded."""
 PORTABLE = ("en_scl", "role")
 """Runs that are also recorded with a network that every version of torch trains alike."""
@@ -71,7 +71,7 @@ def figures(folder: Path, shards: Path) -> dict[str, Any]:
     found = {"losses": [loss for _, loss in losses_of(folder)], "weights": _sums(weights)}
     if (folder / "store").exists():
         rows = memory_of(folder, shards)
-        found["store"] = _sums({name: getattr(rows, name) for name in ARRAYS})
+        found["store"] = _sums({name: rows[name] for name in ARRAYS})
     return found
 
 
@@ -81,7 +81,7 @@ def digest(folder: Path, shards: Path) -> str:
     arrays = {name: weight.numpy() for name, weight in weights_of(folder).items()}
     if (folder / "store").exists():
         rows = memory_of(folder, shards)
-        arrays |= {name: getattr(rows, name) for name in (*ARRAYS, "classes")}
+        arrays |= {name: rows[name] for name in (*ARRAYS, "classes") if name in rows}
     for name in sorted(arrays):
         state.update(name.encode() + np.ascontiguousarray(arrays[name]).tobytes())
     return state.hexdigest()

@@ -17,7 +17,7 @@ def main(path: str, arguments: list[str]) -> None:
     with Trainer(config, "auto", sys.argv) as trainer:
         trainer.train()
         rows = trainer.memory.store.read(trainer.data.train.ids())
-        np.savez(path, **dict(rows.arrays()))
+        np.savez(path, **dict(rows))
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def memory_of(folder: Path, shards: Path, snapshot: int | None = None) -> Rows:
 
 def assert_same_rows(one: Rows, other: Rows) -> None:
     """Bit for bit."""
-    arrays, others = dict(one.arrays()), dict(other.arrays())
+    arrays, others = dict(one), dict(other)
     assert arrays.keys() == others.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, others[name], err_msg=name)

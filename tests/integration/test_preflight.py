@@ -66,7 +66,7 @@ def test_rehearsal_measures_every_kind_of_epochs_and_touches_no_run(tmp_path, sh
         assert kind["bound"] == slowest
         assert set(kind["waits"]) == {"data", "heatmaps", "writeback"}
     found = {(one["precision"], one["quantity"]): one for one in facts["differences"]}
-    compared = ("logits", "loss", "gradient", "scores", "heatmaps", "counts", "visits")
+    compared = ("logits", "loss", "gradient", "scores", "heatmaps", "cell_visits", "sample_visits")
     assert set(found) == {("fp32", name) for name in compared}
     assert all(one["found"] <= one["tolerance"] for one in found.values())
     # In single precision something differs: the reference is not the device itself.

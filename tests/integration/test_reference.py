@@ -52,7 +52,7 @@ def assert_equals_reference(folder, shards, world_size):
     for epoch, (checkpoint, wanted) in enumerate(zip(checkpoints, reference.epochs, strict=True)):
         store = store_of(folder, shards, checkpoint.progress.snapshot)
         rows = store.read(index.ids())
-        assert (rows.visited == epoch).all()
+        assert (rows["last_epoch"] == epoch).all()
         assert_same_halves(rows.scores, wanted["scores"])
         kept = spread(np.ones_like(rows.classes, bool), rows.classes, index.num_classes)
         np.testing.assert_array_equal(kept, wanted["kept"])
@@ -143,7 +143,7 @@ def test_scl_plus_equals_its_equations(tmp_path, shards, processes):
     rows = store.read(index.ids())
     assert_same_halves(rows.scores, reference.scores)
     assert_same_halves(spread(rows.heatmaps, rows.classes, index.num_classes), reference.heatmaps)
-    np.testing.assert_array_equal(rows.counts, reference.looks)
+    np.testing.assert_array_equal(rows["cell_visits"], reference.looks)
     ranked_by = np.array([reference.ranked_by(row) for row in range(len(rows))])
     found = rows.ranked_by().copy()
     found[reference.annotated] = 1

@@ -141,7 +141,7 @@ def kill_launcher(running):
 def visited_by_checkpoint(folder, shards):
     """(epoch, ids that it has had) according to the newest checkpoint."""
     latest = Checkpoints(folder / "checkpoints", 1).latest()
-    stamps = store_of(folder, shards, latest.progress.snapshot).visited()
+    stamps = store_of(folder, shards, latest.progress.snapshot).last_epochs()
     return latest.progress.epoch, set(np.flatnonzero(stamps == latest.progress.epoch).tolist())
 
 
@@ -151,7 +151,7 @@ def assert_each_sample_once(folder, shards, epoch, had, epochs=3):
     wanted = {(epoch, n): 1 for n in everything - had}
     wanted |= {(later, n): 1 for later in range(epoch + 1, epochs) for n in everything}
     assert ids_of(folder) == wanted
-    assert (memory_of(folder, shards).visited == epochs - 1).all()
+    assert (memory_of(folder, shards)["last_epoch"] == epochs - 1).all()
 
 
 def test_run_that_is_killed_and_stopped_ends_as_if_it_never_was(tmp_path, noisy, shards):

@@ -150,7 +150,7 @@ def test_objectives_and_options_train(base, ended, small, name):
     assert (folder / "best" / "model.safetensors").exists()
     assert (folder / "scores").exists() == (name not in ("no store", "no kept scores"))
     if name != "no store":
-        assert (memory_of_variant(folder, small).visited == 1).all()
+        assert (memory_of_variant(folder, small)["last_epoch"] == 1).all()
 
 
 def memory_of_variant(folder, shards):
@@ -320,7 +320,7 @@ def test_a_start_that_is_refused_leaves_no_folder(mistakes, base):
 def test_mistakes_leave_a_finished_run_alone(mistakes, base, small):
     assert mistakes["finished"]["code"] == 0
     assert "en+scl: already finished, all 2 epochs are trained" in mistakes["finished"]["errors"]
-    assert (memory_of_variant(base.parent / "en+scl", small).visited == 1).all()
+    assert (memory_of_variant(base.parent / "en+scl", small)["last_epoch"] == 1).all()
     assert len(losses_of(base.parent / "en+scl")) == 8
 
 
@@ -389,7 +389,7 @@ def test_damaged_pictures_are_skipped_until_they_are_too_many(base, damaged, ski
     assert skipping["few"]["code"] == 0, skipping["few"]["errors"]
     assert all(skipping["few"]["errors"].count(f"skipped {name}") == 2 for name in names)
     rows, skipped = memory_of_variant(base.parent / "few", folder), np.isin(index_of(folder).ids(), bad)
-    np.testing.assert_array_equal(rows.visited, np.where(skipped, -1, 1))
+    np.testing.assert_array_equal(rows["last_epoch"], np.where(skipped, -1, 1))
     assert set(rows.scores[skipped].flatten().tolist()) == {0.0, 1.0}
     assert skipping["many"]["code"] == 2, skipping["many"]["errors"]
     complaint = skipping["many"]["errors"].split("bigscl.train: ")[1]

@@ -1,7 +1,6 @@
 """Pointing games over stored heatmaps and network maps equal a slow count, cell by cell."""
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -60,7 +59,7 @@ def make_store(path, index, top=None):
             scores = random.random(rows.scores.shape)
             store.save_shard(
                 shard,
-                replace(rows, heatmaps=heat.astype(np.float16), scores=scores.astype(np.float16)),
+                rows.replace(heatmaps=heat.astype(np.float16), scores=scores.astype(np.float16)),
             )
         store.commit(epoch=0)
         if top is not None:

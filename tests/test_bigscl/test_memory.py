@@ -91,8 +91,8 @@ def test_an_epoch_recalls_what_the_epoch_before_has_learnt(memory):
     for before, after in zip(first, found, strict=True):
         np.testing.assert_allclose(after.scores, 0.8 * before.scores.float() + 0.1, atol=1e-3)
         np.testing.assert_allclose(after.heatmaps, 0.8 * before.heatmaps.float() + 0.1, atol=1e-3)
-        assert (before.visits == 0).all()
-        assert (after.visits == 1).all()
+        assert (before.arrays["sample_visits"] == 0).all()
+        assert (after.arrays["sample_visits"] == 1).all()
 
 
 def test_reading_ahead_changes_no_bit(tmp_path):
@@ -208,7 +208,7 @@ def test_samples_that_are_not_learnt_keep_their_rows(memory, tmp_path):
     learn(memory, memory.lookup(IDS[7:8]))
     memory.end_epoch()
     after = rows_at(tmp_path / "store")
-    assert after.visited.tolist() == [0] * 7 + [1] + [0] * (len(IDS) - 8)
+    assert after["last_epoch"].tolist() == [0] * 7 + [1] + [0] * (len(IDS) - 8)
     kept = np.arange(len(IDS)) != 7
     assert_same_rows(after.take(kept), before.take(kept))
     assert (after.scores[7] != before.scores[7]).any()
@@ -218,7 +218,7 @@ def test_samples_of_a_failed_step_may_be_recalled_again(memory):
     memory.lookup(IDS[:4])
     learn(memory, memory.lookup(IDS[:4]))
     memory.end_epoch()
-    assert memory.store.visited()[IDS[:4]].tolist() == [0] * 4
+    assert memory.store.last_epochs()[IDS[:4]].tolist() == [0] * 4
 
 
 def test_what_was_recalled_in_one_epoch_is_not_learnt_in_the_next(memory):
@@ -247,7 +247,7 @@ def test_an_error_of_the_loader_reaches_the_loop_and_costs_nothing_that_was_lear
         next(pairs)
     learn(memory, memory.lookup(IDS[4:8]))
     memory.end_epoch()
-    assert memory.store.visited()[IDS].tolist() == [0] * 8 + [-1] * 4
+    assert memory.store.last_epochs()[IDS].tolist() == [0] * 8 + [-1] * 4
 
 
 def test_a_plan_has_what_is_left_of_the_epoch_exactly_once(memory):
@@ -378,7 +378,7 @@ def test_an_epoch_may_have_more_commits_than_there_are_slots(memory):
         if number % 2:
             memory.state_dict()
     memory.end_epoch()
-    assert memory.store.visited()[IDS[:6]].tolist() == [0] * 5 + [-1]
+    assert memory.store.last_epochs()[IDS[:6]].tolist() == [0] * 5 + [-1]
 
 
 def test_skipped_samples_are_not_new_after_a_resume(tmp_path):

@@ -51,7 +51,7 @@ def evidence_ranking(rows, momentum=0.8):
     classes = None if rows.classes is None else rows.classes.astype(np.int64)
     annotated = ANNOTATED[IDS]
     kept = annotated if classes is None else np.take_along_axis(annotated, classes, 1)
-    start = kept[:, :, None, None] * momentum ** rows.counts[:, None].astype(np.float64)
+    start = kept[:, :, None, None] * momentum ** rows["cell_visits"][:, None].astype(np.float64)
     heat = np.maximum(rows.heatmaps.astype(np.float64) - start, 0)
     found = spatial_ranking(
         torch.from_numpy(rows.scores),
@@ -182,7 +182,7 @@ def test_visits_are_those_of_the_sample_also_after_an_epoch_that_left_it_out(tmp
         for left_out in ([], [0, 7], [0]):
             train_epoch(memory, np.setdiff1d(IDS, left_out))
             memory.end_epoch()
-        visits = np.concatenate([memory.lookup(ids).visits for ids in batches_of(IDS)])
+        visits = np.concatenate([memory.lookup(ids).arrays["sample_visits"] for ids in batches_of(IDS)])
     assert dict(zip(IDS.tolist(), visits.tolist(), strict=True)) == {
         **dict.fromkeys(IDS.tolist(), 3),
         0: 1,
@@ -202,7 +202,7 @@ def test_counts_are_the_looks_that_each_cell_has_had(tmp_path):
                 looks[n] += y[:, None] & x[None, :]
             memory.end_epoch()
         assert memory.store.snapshot.attributes["momentum"] == 0.5
-    np.testing.assert_array_equal(rows_at(tmp_path / "store").counts, looks)
+    np.testing.assert_array_equal(rows_at(tmp_path / "store")["cell_visits"], looks)
 
 
 def test_corrected_targets_are_the_mean_of_what_was_seen(tmp_path):

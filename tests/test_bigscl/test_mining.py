@@ -5,7 +5,7 @@ import pytest
 from bigscl.data.answered import with_answered
 
 from bigscl.evaluation.mining import mined_positives
-from bigscl.store import Answered, GroupSpec, HeatmapStore, Update, update
+from bigscl.store import Answered, GroupSpec, HeatmapStore, Rows, update
 from tests.builders import scene_index
 
 
@@ -20,7 +20,7 @@ def remember(folder, index, scores):
     HeatmapStore.create(folder, index.annotations(), heatmap_size=4, group=GroupSpec(layout="scores"))
     with HeatmapStore.open(folder, annotations=index.annotations(), mode="w") as store:
         visits = np.ones(len(scores), np.uint8)
-        update(store, 0, index.ids(), Update(scores=scores.astype(np.float16), visits=visits))
+        update(store, 0, index.ids(), Rows(scores=scores.astype(np.float16), sample_visits=visits))
         store.commit(epoch=0)
     return HeatmapStore.open(folder, annotations=index.annotations())
 

@@ -12,7 +12,7 @@ from tests.builders import make_store, scene_index
 
 
 def held(scores, annotated):
-    rows = Rows(scores=np.array([scores], np.float16), visited=np.zeros(1, np.int32))
+    rows = Rows(scores=np.array([scores], np.float16), last_epoch=np.zeros(1, np.int32))
     return StoredSample(rows=rows, annotated=np.array(annotated, bool))
 
 

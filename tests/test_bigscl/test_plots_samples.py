@@ -25,12 +25,12 @@ NAMES = ["ant", "bee", "cow", "dog", "elk"]
 
 def rows(scores, classes=None, heatmaps=True):
     maps = len(scores) if classes is None else len(classes)
-    return Rows(
-        scores=np.array([scores], np.float16),
-        visited=np.zeros(1, np.int32),
-        heatmaps=np.random.default_rng(0).random((1, maps, 4, 4)).astype(np.float16) if heatmaps else None,
-        classes=None if classes is None else np.array([classes], np.uint16),
-    )
+    arrays = {"scores": np.array([scores], np.float16), "last_epoch": np.zeros(1, np.int32)}
+    if heatmaps:
+        arrays["heatmaps"] = np.random.default_rng(0).random((1, maps, 4, 4)).astype(np.float16)
+    if classes is not None:
+        arrays["classes"] = np.array([classes], np.uint16)
+    return Rows(**arrays)
 
 
 def mask(*classes):

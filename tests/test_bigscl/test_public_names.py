@@ -96,7 +96,7 @@ def test_the_loop_of_the_readme_runs(tmp_path, monkeypatch):
         index.annotations(), bigscl.StoreConfig(url=str(tmp_path / "store")), heatmap_size=4
     ) as memory:
         memory.load_state_dict(saved[-1]["memory"])
-        assert (memory.store.visited()[index.ids()] == 1).all()
+        assert (memory.store.last_epochs()[index.ids()] == 1).all()
         assert memory.store.group.layout == "topk"
 
 

@@ -136,4 +136,4 @@ def test_a_resampled_pipeline_is_refused_at_its_first_repeated_sample(shards, tm
         with pytest.raises(RepeatedSample, match="comes a second time in epoch 0"):
             learn_all(memory)
         memory.end_epoch()
-        assert set(np.flatnonzero(memory.store.visited() == 0)) == learnt
+        assert set(np.flatnonzero(memory.store.last_epochs() == 0)) == learnt

@@ -144,15 +144,18 @@ def move_to_fake_gpu(model):
 
 def make_rows(layout):
     heatmaps = {"scores": None, "dense": NUM_CLASSES, "topk": TOP}[layout]
-    return Rows(
-        scores=np.zeros((BATCH, NUM_CLASSES), np.float16),
-        visited=np.zeros(BATCH, np.int32),
-        heatmaps=None if heatmaps is None else np.zeros((BATCH, heatmaps, SIDE, SIDE), np.float16),
-        classes=np.tile(np.arange(TOP, dtype=np.uint16), (BATCH, 1)) if layout == "topk" else None,
-        counts=None if heatmaps is None else np.zeros((BATCH, SIDE, SIDE), np.uint8),
-        visits=np.zeros(BATCH, np.uint8),
-        ranking=None if heatmaps is None else np.zeros((BATCH, heatmaps), np.float16),
-    )
+    arrays = {
+        "scores": np.zeros((BATCH, NUM_CLASSES), np.float16),
+        "last_epoch": np.zeros(BATCH, np.int32),
+        "sample_visits": np.zeros(BATCH, np.uint8),
+    }
+    if heatmaps is not None:
+        arrays["heatmaps"] = np.zeros((BATCH, heatmaps, SIDE, SIDE), np.float16)
+        arrays["cell_visits"] = np.zeros((BATCH, SIDE, SIDE), np.uint8)
+        arrays["spatial_score"] = np.zeros((BATCH, heatmaps), np.float16)
+    if layout == "topk":
+        arrays["classes"] = np.tile(np.arange(TOP, dtype=np.uint16), (BATCH, 1))
+    return Rows(**arrays)
 
 
 def make_batch():

@@ -11,7 +11,7 @@ from bigscl.data.loader import normalize
 from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.lookup import SampleViews, check_sample_views, to_device
 from bigscl.selection.selection import Selection
-from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Update, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from tests.test_store.conftest import make_annotations
 
 
@@ -21,10 +21,10 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
     classes = np.array([[0, 1, largest], [7, largest // 2 + 1, 3]], dtype)
     rows = Rows(
         scores=np.zeros((2, 4), np.float16),
-        visited=np.array([-1, 4], np.int32),
+        last_epoch=np.array([-1, 4], np.int32),
         heatmaps=np.zeros((2, 3, 2, 2), np.float16),
         classes=classes,
-        visits=np.array([0, 5], np.uint8),
+        sample_visits=np.array([0, 5], np.uint8),
     )
     sample_views = check_sample_views(SampleViews([3, 8]))
     device = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
     stored = to_device(rows, sample_views, Selection.none(4), annotated, device=device, momentum=0.8)
     assert stored.classes.dtype == torch.int64
     np.testing.assert_array_equal(stored.classes.numpy(), classes.astype(np.int64))
-    assert stored.visits.tolist() == [0, 5]
+    assert stored.arrays["sample_visits"].tolist() == [0, 5]
 
 
 def test_constants_of_the_normalisation_are_made_once():
@@ -63,8 +63,11 @@ def test_threads_of_the_store_call_what_chooses_their_device_before_they_work(tm
             Prefetcher(cache, allocate=allocate, on_start=on_start) as prefetcher,
         ):
             for _, rows in prefetcher.pair([ids], lambda batch: batch):
-                update = Update(
-                    scores=rows.scores, heatmaps=rows.heatmaps, visits=rows.visits, counts=rows.counts
+                update = Rows(
+                    scores=rows.scores,
+                    heatmaps=rows.heatmaps,
+                    sample_visits=rows["sample_visits"],
+                    cell_visits=rows["cell_visits"],
                 )
                 writeback.put(ids, update, ready=lambda: called.append("ready"))
             writeback.drain()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore, StorageOptions, Update
+from bigscl.store import Annotations, HeatmapStore, Rows, StorageOptions
 from bigscl.store.backends import forget_memory
 
 
@@ -46,18 +46,18 @@ def random_update(store, count, seed):
     if group.layout != "scores":
         maps = store.spec.num_classes if group.layout == "dense" else group.top
         update["heatmaps"] = rng.random((count, maps, size, size)).astype(np.float16)
-        update["counts"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
-        if group.ranking:
-            update["ranking"] = rng.random((count, maps)).astype(np.float16)
-    update["visits"] = rng.integers(0, 255, count).astype(np.uint8)
-    return Update(**update)
+        update["cell_visits"] = rng.integers(0, 255, (count, size, size)).astype(np.uint8)
+        if group.spatial_score:
+            update["spatial_score"] = rng.random((count, maps)).astype(np.float16)
+    update["sample_visits"] = rng.integers(0, 255, count).astype(np.uint8)
+    return Rows(**update)
 
 
 def assert_same_rows(found, expected):
     """Bit for bit, array by array."""
-    assert dict(found.arrays()).keys() == dict(expected.arrays()).keys()
-    for name, array in expected.arrays():
-        np.testing.assert_array_equal(getattr(found, name), array, err_msg=name)
+    assert dict(found).keys() == dict(expected).keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 @pytest.fixture(scope="session")

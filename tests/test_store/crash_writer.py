@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import HeatmapStore, Prefetcher, ShardCache, Update, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from bigscl.store.errors import NotAStore
 from tests.test_store.conftest import all_ids, make_annotations
 
@@ -45,7 +45,7 @@ def main(path, acknowledged):
 
 
 def train(store, epoch, acknowledged):
-    left = all_ids(ANNOTATIONS)[store.visited()[all_ids(ANNOTATIONS)] != epoch]
+    left = all_ids(ANNOTATIONS)[store.last_epochs()[all_ids(ANNOTATIONS)] != epoch]
     order = np.random.default_rng(epoch).permutation(left)
     batches = np.array_split(order, max(1, len(order) // 8))
     with (
@@ -55,8 +55,8 @@ def train(store, epoch, acknowledged):
     ):
         for step, (ids, rows) in enumerate(prefetcher.pair(batches, lambda ids: ids)):
             scores, heatmaps = values_of(ids, epoch, rows.classes)
-            others = {"visits": rows.visits, "counts": rows.counts}
-            writeback.put(ids, Update(scores=scores, heatmaps=heatmaps, **others))
+            others = {"sample_visits": rows["sample_visits"], "cell_visits": rows["cell_visits"]}
+            writeback.put(ids, Rows(scores=scores, heatmaps=heatmaps, **others))
             if step % 5 == 4:
                 commit(store, writeback, acknowledged, epoch, next_epoch=epoch)
         commit(store, writeback, acknowledged, epoch, next_epoch=epoch + 1)
@@ -65,7 +65,7 @@ def train(store, epoch, acknowledged):
 def commit(store, writeback, acknowledged, epoch, next_epoch):
     writeback.drain()
     snapshot = store.commit(epoch=epoch, attributes={"next": next_epoch})
-    acknowledged.write_text(f"{snapshot.id} {int((store.visited() == epoch).sum())} {epoch}")
+    acknowledged.write_text(f"{snapshot.id} {int((store.last_epochs() == epoch).sum())} {epoch}")
     store.drop_snapshots(keep=[snapshot.parent])
 
 

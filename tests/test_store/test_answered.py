@@ -42,7 +42,7 @@ def create(path, layout, top=5, ranking=True):
         path,
         ANNOTATIONS,
         heatmap_size=4,
-        group=GroupSpec(layout=layout, top=top if layout == "topk" else None, ranking=ranking),
+        group=GroupSpec(layout=layout, top=top if layout == "topk" else None, spatial_score=ranking),
     )
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="test") as store:
         update(store, 0, STORED, random_update(store, len(STORED), 0))
@@ -76,13 +76,13 @@ def slow_answer(before, row, known, new):
             found["heatmaps"][place] = found["scores"][number]
         found["scores"][number] = now
         if number in kept and "heatmaps" in found:
-            found["ranking"][kept.index(number)] = now
+            found["spatial_score"][kept.index(number)] = now
             if now == 0:
                 found["heatmaps"][kept.index(number)] = 0
     if "classes" in found:
         order = np.argsort(kept)
         found["classes"] = np.array(kept, found["classes"].dtype)[order]
-        found["heatmaps"], found["ranking"] = found["heatmaps"][order], found["ranking"][order]
+        found["heatmaps"], found["spatial_score"] = found["heatmaps"][order], found["spatial_score"][order]
     return found
 
 
@@ -107,9 +107,9 @@ def test_rows_follow_the_rule_and_others_keep_their_bits(tmp_path, layout, seed)
             assert (store.snapshot.epoch, store.snapshot.step) == (0, 3)
         after = opened(tmp_path / "store", "r").read(STORED)
         for place, row in enumerate(STORED.tolist()):
-            own = {name: array[place] for name, array in before.arrays()}
+            own = {name: array[place] for name, array in before.items()}
             expected = slow_answer(own, row, by_row(known).get(row, {}), by_row(new).get(row, {}))
-            for name, array in after.arrays():
+            for name, array in after.items():
                 np.testing.assert_array_equal(array[place], expected[name], err_msg=f"{name} of {row}")
         known = new
 

@@ -156,7 +156,7 @@ def epochs(place, annotations, options=None):
         store.commit(epoch=3)
         seen.append(store.read(ids))
     reader = HeatmapStore.open(place, options=options)
-    return [*seen, reader.read(ids)], reader.visited()
+    return [*seen, reader.read(ids)], reader.last_epochs()
 
 
 @pytest.mark.parametrize(

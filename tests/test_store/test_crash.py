@@ -33,8 +33,8 @@ def check(path, acknowledged):
     assert all(not problems for _, problems in verify(store))
     ids = all_ids(ANNOTATIONS)
     rows = store.read(ids)
-    for epoch in set(rows.visited.tolist()) - {-1}:
-        here = rows.visited == epoch
+    for epoch in set(rows["last_epoch"].tolist()) - {-1}:
+        here = rows["last_epoch"] == epoch
         classes = None if rows.classes is None else rows.classes[here]
         scores, heatmaps = values_of(ids[here], epoch, classes)
         np.testing.assert_array_equal(rows.scores[here], scores)
@@ -42,7 +42,7 @@ def check(path, acknowledged):
     if acknowledged.exists() and acknowledged.read_text():
         number, visited, epoch = map(int, acknowledged.read_text().split())
         assert store.snapshot.id >= number
-        assert (rows.visited >= epoch).sum() >= visited
+        assert (rows["last_epoch"] >= epoch).sum() >= visited
     return store.snapshot
 
 

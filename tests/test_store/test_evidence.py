@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bigscl.memory import heatmaps as method
-from bigscl.store import GroupSpec, HeatmapStore, Update, update
+from bigscl.store import GroupSpec, HeatmapStore, Rows, update
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()
@@ -35,16 +35,16 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
         group=GroupSpec(layout=layout, top=4 if layout == "topk" else None, debiased=debiased),
     )
     with HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS, mode="w", run="test") as store:
-        values = dict(random_update(store, len(IDS), 0).arrays())
-        values["counts"] %= 5
-        update(store, 0, IDS, Update(**values))
+        values = dict(random_update(store, len(IDS), 0))
+        values["cell_visits"] %= 5
+        update(store, 0, IDS, Rows(**values))
         store.commit(epoch=0, attributes={"momentum": 0.7})
         store.record_history(0)
     store = HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS)
     raw, seen = store.read(IDS), store.read_evidence(IDS)
     kept = raw.kept_classes().astype(np.int64)
     annotated = ANNOTATIONS.includes(np.repeat(IDS[:, None], kept.shape[1], 1), kept)
-    remaining = method.remaining_start(torch.from_numpy(raw.counts), 0.7, debiased=debiased)
+    remaining = method.remaining_start(torch.from_numpy(raw["cell_visits"]), 0.7, debiased=debiased)
     expected = method.evidence(torch.from_numpy(raw.heatmaps), torch.from_numpy(annotated), remaining)
     np.testing.assert_allclose(seen.heatmaps, expected.numpy(), atol=1e-3)
     assert (seen.heatmaps[annotated] != raw.heatmaps[annotated]).any()

@@ -31,7 +31,7 @@ def chunk(store, array, shard):
     return Path(store.backend.url, keys[0])
 
 
-@pytest.mark.parametrize("array", ["scores", "heatmaps", "visited"])
+@pytest.mark.parametrize("array", ["scores", "heatmaps", "last_epoch"])
 def test_a_flipped_bit_is_found_and_its_samples_named(committed, array):
     store, _ = committed
     path = chunk(store, array, 1)
@@ -75,11 +75,11 @@ def test_verify_finds_values_that_cannot_be(committed):
     store, _ = committed
     rows = store.load_shard(0)
     rows.scores[2, 1] = 1.5
-    rows.visited[3] = 9
+    rows["last_epoch"][3] = 9
     store.save_shard(0, rows)
     store.commit(epoch=1)
     ((_, found), *_) = verify(store)
-    assert [(p.array, p.samples) for p in found] == [("scores", (2,)), ("visited", (3,))]
+    assert [(p.array, p.samples) for p in found] == [("scores", (2,)), ("last_epoch", (3,))]
     assert "expected values in [0, 1]" in found[0].reason
 
 

@@ -28,7 +28,7 @@ from tests.test_store.conftest import all_ids, assert_same_rows, make_annotation
 
 LAYOUTS = [
     {"layout": "dense"},
-    {"layout": "dense", "ranking": True},
+    {"layout": "dense", "spatial_score": True},
     {"layout": "topk", "top": 3},
     {"layout": "topk", "top": 3, "codec": "blosc"},
     {"layout": "scores", "codec": "zstd"},
@@ -66,11 +66,11 @@ def test_updates_come_back_bit_for_bit_after_a_commit(place, annotations, settin
     store = HeatmapStore.open(url, annotations=annotations, options=options)
     assert (store.snapshot.epoch, store.snapshot.step, store.snapshot.attributes) == (0, 7, {"cut": [1, 2]})
     after = store.read(ids)
-    for name, array in values.arrays():
-        np.testing.assert_array_equal(getattr(after, name)[::2], array[::2])
-        np.testing.assert_array_equal(getattr(after, name)[1::2], getattr(before, name)[1::2])
-    assert after.visited.tolist() == [0, -1] * (len(ids) // 2)
-    np.testing.assert_array_equal(store.visited()[ids], after.visited)
+    for name, array in values.items():
+        np.testing.assert_array_equal(after[name][::2], array[::2])
+        np.testing.assert_array_equal(after[name][1::2], before[name][1::2])
+    assert after["last_epoch"].tolist() == [0, -1] * (len(ids) // 2)
+    np.testing.assert_array_equal(store.last_epochs()[ids], after["last_epoch"])
 
 
 def test_rows_never_visited_start_at_the_annotations_and_cost_no_disk(place, annotations):
@@ -206,7 +206,7 @@ def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotation
         compacted = store.read(ids)
         assert not any(name.startswith("arrays-000") for name in store.sizes())
     np.testing.assert_array_equal(compacted.scores, dense.scores)
-    np.testing.assert_array_equal(compacted.visited, dense.visited)
+    np.testing.assert_array_equal(compacted["last_epoch"], dense["last_epoch"])
     for place_in_batch, n in enumerate(ids):
         positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
         scores = dense.scores[place_in_batch]
@@ -216,7 +216,7 @@ def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotation
         maps = compacted.heatmaps[place_in_batch]
         if layout == "dense":
             np.testing.assert_array_equal(maps, dense.heatmaps[place_in_batch][kept])
-            np.testing.assert_array_equal(compacted.counts, dense.counts)
+            np.testing.assert_array_equal(compacted["cell_visits"], dense["cell_visits"])
         else:
             start = [1 if c in positives else scores[c] for c in kept]
             np.testing.assert_array_equal(maps, np.broadcast_to(np.array(start)[:, None, None], maps.shape))

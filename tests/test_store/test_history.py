@@ -37,7 +37,10 @@ def damage(backend, key, place):
     backend.replace(key, bytes(data))
 
 
-NAMES = ["history/zarr.json", *(f"history/{name}/zarr.json" for name in ("scores", "heatmaps", "counts"))]
+NAMES = [
+    "history/zarr.json",
+    *(f"history/{name}/zarr.json" for name in ("scores", "heatmaps", "cell_visits")),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +62,7 @@ def test_damaged_metadata_is_found_and_written_again(recorded, annotations, capl
     ]
 
 
-@pytest.mark.parametrize("name", ["scores/c.1.0.0", "heatmaps/c.1.0.0.0.0", "counts/c.1.0.0.0"])
+@pytest.mark.parametrize("name", ["scores/c.1.0.0", "heatmaps/c.1.0.0.0.0", "cell_visits/c.1.0.0.0"])
 def test_a_damaged_epoch_is_left_out_and_found(recorded, annotations, caplog, name):
     backend, writer = recorded
     damage(backend, f"history/{name}", 3)

@@ -1,13 +1,12 @@
 """Pure parts of the layout against slow, obvious references."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
 
-from bigscl.store import Rows, Update
+from bigscl.store import GroupSpec, Rows, initial_shard, spec_for
 from bigscl.store.array_table import ARRAYS
 from bigscl.store.layout import choose_classes
+from tests.test_store.conftest import make_annotations
 
 
 @pytest.mark.parametrize("num_columns", [5, 300_000])
@@ -24,11 +23,14 @@ def test_the_classes_chosen_are_the_annotated_then_the_highest_ties_to_the_lowes
         assert found.tolist() == sorted(np.lexsort(keys)[:3].tolist())
 
 
-def test_every_array_of_the_table_is_a_field_of_rows_and_every_updated_one_of_update():
-    assert {field.name for field in fields(Rows)} == set(ARRAYS)
-    assert {field.name for field in fields(Update)} == {
-        name for name, array in ARRAYS.items() if array.updated
-    }
+@pytest.mark.parametrize(
+    "group", [GroupSpec(layout="topk", top=3, spatial_score=True), GroupSpec(), GroupSpec(layout="scores")]
+)
+def test_rows_carry_every_array_that_the_table_gives_a_layout(group):
+    annotations = make_annotations()
+    rows = initial_shard(spec_for(annotations, 4, 0), group, annotations, 0)
+    assert set(rows) == {name for name, array in ARRAYS.items() if array.exists(group)}
+    assert rows.take(slice(0, 2)).keys() == rows.keys()
 
 
 @pytest.mark.parametrize("kept", [None, 3])
@@ -39,7 +41,7 @@ def test_heatmaps_of_finds_the_class_in_its_row_or_gives_zeros(kept):
     heatmaps = rng.random((num_rows, kept or num_classes, 2, 2)).astype(np.float16)
     rows = Rows(
         scores=np.zeros((num_rows, num_classes), np.float16),
-        visited=np.zeros(num_rows, np.int32),
+        last_epoch=np.zeros(num_rows, np.int32),
         heatmaps=heatmaps,
         classes=classes,
     )

@@ -123,7 +123,7 @@ def _same_json(one, other):
     return False
 
 
-@pytest.mark.parametrize("array", ["", "scores/", "visited/"])
+@pytest.mark.parametrize("array", ["", "scores/", "last_epoch/"])
 def test_metadata_is_that_of_the_creation_or_refused(damaged, whole, array):
     """A flipped byte leaves the same rows, or gives an error of ours."""
     name = f"arrays-000/{array}zarr.json"

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from bigscl.store import GroupSpec, HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
+from bigscl.store import GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, StoreError, Writeback
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
@@ -29,9 +29,9 @@ def train(transport, url):
                 Writeback(cache) as writeback,
             ):
                 for ids, rows in prefetcher.pair(batches, lambda ids: ids):
-                    mixed = {name: (array[ids] / 2).astype(array.dtype) for name, array in values.arrays()}
+                    mixed = {name: (array[ids] / 2).astype(array.dtype) for name, array in values.items()}
                     mixed["scores"] += (rows.scores / 2).astype(np.float16)
-                    writeback.put(ids, Update(**mixed))
+                    writeback.put(ids, Rows(**mixed))
                 writeback.drain()
             store.commit(epoch=epoch)
             if epoch == 1:

@@ -8,7 +8,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, stored_bytes, update
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, stored_bytes, update
 from bigscl.store.errors import BadFile, ChunkCorrupt
 from bigscl.store.rounding import LEVELS, MISSING, from_bytes, rounded, to_bytes
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
@@ -94,8 +94,8 @@ def test_rows_are_rounded_when_they_enter_and_never_again(tmp_path, annotations,
         np.testing.assert_array_equal(found.scores, values.scores)
         store.commit(epoch=5)
         # The same values again, in a later epoch: nothing moves.
-        again = {name: array for name, array in found.arrays() if name not in ("classes", "visited")}
-        update(store, 6, ids, Update(**again))
+        again = {name: array for name, array in found.items() if name not in ("classes", "last_epoch")}
+        update(store, 6, ids, Rows(**again))
         np.testing.assert_array_equal(store.read(ids).heatmaps, found.heatmaps)
 
 

@@ -23,11 +23,11 @@ def initial_row(annotations, n, layout, top, ranked):
     """What a sample starts as, written the slow and obvious way."""
     positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
     scores = np.array([c in positives for c in range(NUM_CLASSES)], np.float16)
-    row = {"scores": scores, "visited": -1, "visits": 0}
+    row = {"scores": scores, "last_epoch": -1, "sample_visits": 0}
     if layout == "dense":
         row["heatmaps"] = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in scores])
-        row["counts"] = np.zeros((SIZE, SIZE))
-        row |= {"ranking": scores} if ranked else {}
+        row["cell_visits"] = np.zeros((SIZE, SIZE))
+        row |= {"spatial_score": scores} if ranked else {}
     if layout == "topk":
         return compacted(row | {"heatmaps": None}, positives, top, ranked)
     return row
@@ -43,10 +43,12 @@ def compacted(row, positives, top, ranked, as_stored=lambda maps: maps):
         heatmaps = np.stack([np.full((SIZE, SIZE), s, np.float16) for s in start])
     else:
         heatmaps = row["heatmaps"][[held.index(c) for c in classes]]
-    kept = {name: row[name] for name in ("scores", "visited", "visits")} | {"classes": classes}
-    kept |= {"heatmaps": as_stored(heatmaps), "counts": row.get("counts", np.zeros((SIZE, SIZE)))}
+    kept = {name: row[name] for name in ("scores", "last_epoch", "sample_visits")} | {"classes": classes}
+    kept |= {"heatmaps": as_stored(heatmaps), "cell_visits": row.get("cell_visits", np.zeros((SIZE, SIZE)))}
     if ranked:
-        kept["ranking"] = row.get("ranking", row["scores"][held])[[held.index(c) for c in classes]]
+        kept["spatial_score"] = row.get("spatial_score", row["scores"][held])[
+            [held.index(c) for c in classes]
+        ]
     return kept
 
 
@@ -75,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.annotations,
             heatmap_size=SIZE,
             tracked=2,
-            group=GroupSpec(layout=layout, top=self.top, slots=slots, codec=codec, ranking=ranked),
+            group=GroupSpec(layout=layout, top=self.top, slots=slots, codec=codec, spatial_score=ranked),
         )
         self.epoch = 0
         self.now = {n: initial_row(self.annotations, n, layout, self.top, ranked) for n in self.ids}
@@ -104,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.reopen()
             return
         for place, n in enumerate(chosen):
-            self.now[n] |= {name: array[place] for name, array in values.arrays()} | {"visited": self.epoch}
+            self.now[n] |= {name: array[place] for name, array in values.items()} | {"last_epoch": self.epoch}
             if values.heatmaps is not None:
                 self.now[n]["heatmaps"] = self.as_stored(n, self.epoch)(values.heatmaps[place])
 
@@ -162,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         rows = store.read(self.ids)
         for place, n in enumerate(self.ids):
             for name, value in expected[n].items():
-                np.testing.assert_array_equal(getattr(rows, name)[place], value, err_msg=f"{name} of {n}")
+                np.testing.assert_array_equal(rows[name][place], value, err_msg=f"{name} of {n}")
 
     @invariant()
     def reads_what_was_written(self):

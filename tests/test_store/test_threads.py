@@ -3,14 +3,13 @@
 import sys
 import threading
 import time
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, Prefetcher, ShardCache, StoreError, Update, Writeback
+from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, StoreError, Writeback
 from bigscl.store.errors import BadValues
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 
@@ -57,8 +56,8 @@ def test_an_epoch_reads_last_epochs_rows_and_leaves_its_own(store, annotations):
         store.commit(epoch=epoch)
         store.drop_snapshots()
         np.testing.assert_array_equal(store.read(ids).heatmaps, values.heatmaps[ids])
-        assert (store.visited()[ids] == epoch).all()
-    assert (before.visited == -1).all()
+        assert (store.last_epochs()[ids] == epoch).all()
+    assert (before["last_epoch"] == -1).all()
 
 
 def test_a_commit_in_mid_epoch_keeps_what_is_in_and_the_rest_follows(store, annotations):
@@ -75,7 +74,7 @@ def test_a_commit_in_mid_epoch_keeps_what_is_in_and_the_rest_follows(store, anno
             store.commit(epoch=0, step=step)
     done = np.concatenate(batches[:2])
     halfway = HeatmapStore.open(store.backend.url, annotations=annotations, snapshot=middle.id)
-    assert sorted(np.flatnonzero(halfway.visited() == 0)) == sorted(done)
+    assert sorted(np.flatnonzero(halfway.last_epochs() == 0)) == sorted(done)
     np.testing.assert_array_equal(halfway.read(done).scores, values.scores[done])
     ids = all_ids(annotations)
     np.testing.assert_array_equal(store.read(ids).scores, values.scores[ids])
@@ -137,16 +136,18 @@ def test_bad_values_stop_the_run_with_the_samples_id_and_store_nothing(store, an
             writeback.drain()
         with pytest.raises(BadValues):
             writeback.put(ids, values)
-    assert (store.visited() == -1).all()
+    assert (store.last_epochs() == -1).all()
 
 
 def test_an_update_that_does_not_fit_the_layout_is_refused(store):
     values = random_update(store, 2, seed=0)
     with ShardCache(store, 0) as cache:
-        with pytest.raises(BadValues, match=r"expected \['counts', 'heatmaps', 'scores', 'visits'\]"):
-            cache.scatter(np.array([0, 1]), Update(scores=values.scores, visits=values.visits))
+        with pytest.raises(
+            BadValues, match=r"expected \['cell_visits', 'heatmaps', 'sample_visits', 'scores'\]"
+        ):
+            cache.scatter(np.array([0, 1]), Rows(scores=values.scores, sample_visits=values["sample_visits"]))
         with pytest.raises(BadValues, match="got float32"):
-            cache.scatter(np.array([0, 1]), replace(values, scores=values.scores.astype(np.float32)))
+            cache.scatter(np.array([0, 1]), values.replace(scores=values.scores.astype(np.float32)))
 
 
 def test_a_failing_loader_stops_the_step_with_its_own_error(store):
@@ -237,7 +238,7 @@ def test_bytes_are_taken_only_when_ready(store):
     late = np.zeros_like(values.scores)
     copied = threading.Event()
     with ShardCache(store, 0) as cache, Writeback(cache) as writeback:
-        writeback.put(np.array([0]), replace(values, scores=late), ready=lambda: copied.wait(10))
+        writeback.put(np.array([0]), values.replace(scores=late), ready=lambda: copied.wait(10))
         late[:] = values.scores
         copied.set()
         writeback.drain()

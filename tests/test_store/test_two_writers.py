@@ -166,19 +166,19 @@ def test_a_stale_and_a_swapped_chunk_are_found_on_load_and_by_verify(tmp_path, a
         for array, shard, source in (
             ("scores", 0, (older.slots[0], 0)),
             ("heatmaps", 1, (newer.slots[2], 2)),
-            ("visited", 2, (older.slots[2], 2)),
+            ("last_epoch", 2, (older.slots[2], 2)),
         ):
-            tail = ".0" * {"scores": 2, "heatmaps": 4, "visited": 1}[array]
+            tail = ".0" * {"scores": 2, "heatmaps": 4, "last_epoch": 1}[array]
             folder = tmp_path / "store" / "arrays-000" / array
             stale = (folder / f"c.{source[0]}.{source[1]}{tail}").read_bytes()
             (folder / f"c.{newer.slots[shard]}.{shard}{tail}").write_bytes(stale)
             with pytest.raises(ChunkCorrupt, match=f"{array}: shard {shard}.*not the version"):
                 store.load_shard(shard)
         problems = [problem for _, found in verify(store) for problem in found]
-        assert [(p.shard, p.array) for p in problems] == [(0, "scores"), (1, "heatmaps"), (2, "visited")]
+        assert [(p.shard, p.array) for p in problems] == [(0, "scores"), (1, "heatmaps"), (2, "last_epoch")]
         assert problems[1].samples == (5, 6, 7)
         with pytest.raises(ChunkCorrupt):
-            store.visited()
+            store.last_epochs()
         with pytest.raises(ChunkCorrupt):
             list(store.scores_by_shard([0]))
         # Only the first of them was waited for: damage everywhere would take hours.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore, Update, update
+from bigscl.store import HeatmapStore, Rows, update
 from tests.builders import make_store, scene_index
 from tests.test_tools.conftest import bigscl
 
@@ -25,13 +25,18 @@ def test_a_single_changed_row_is_found(run, index):
     scores = before.scores.copy()
     scores[0, 4] = 1
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
-        changed = Update(scores=scores, heatmaps=before.heatmaps, counts=before.counts, visits=before.visits)
+        changed = Rows(
+            scores=scores,
+            heatmaps=before.heatmaps,
+            cell_visits=before["cell_visits"],
+            sample_visits=before["sample_visits"],
+        )
         update(store, 3, np.array([17]), changed)
         store.commit(epoch=3, attributes=store.snapshot.attributes)
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1
     facts = answer.json()
-    assert facts["rows_differing_by_array"] == {"scores": 1, "visited": 1, "heatmaps": 0}
+    assert facts["rows_differing_by_array"] == {"scores": 1, "last_epoch": 1, "heatmaps": 0}
     assert (facts["shards_compared"], facts["rows_differing"]) == (1, 1)
     change = float(1 - before.scores[0, 4].astype(np.float32))
     assert facts["largest_score_change"] == pytest.approx(change)

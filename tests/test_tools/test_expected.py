@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.index import with_fingerprint
-from bigscl.store import HeatmapStore, Update, update
+from bigscl.store import HeatmapStore, Rows, update
 from bigscl.tools.expected import expected_at
 from tests.builders import SIDE, K, learn
 from tests.test_tools.conftest import add_config, bigscl
@@ -19,7 +19,12 @@ def save_in_mid_epoch(run, index, *, keep_counts=True, drop=False):
     with HeatmapStore.open(run / "store", annotations=annotations, mode="w") as store:
         rows = store.read(ids)
         scores = (0.5 + rows.scores / 2).astype(np.float16)
-        changed = Update(scores=scores, heatmaps=rows.heatmaps, counts=rows.counts, visits=rows.visits)
+        changed = Rows(
+            scores=scores,
+            heatmaps=rows.heatmaps,
+            cell_visits=rows["cell_visits"],
+            sample_visits=rows["sample_visits"],
+        )
         update(store, 3, ids, changed)
         cuts = dict(store.snapshot.attributes["selection"])
         if not keep_counts:

@@ -114,10 +114,10 @@ def test_only_rows_of_the_damaged_chunk_are_reset_and_the_checkpoint_names_the_r
     assert now.attributes["repaired"] == {"of": target, "samples": list(range(16, 32))}
     after = rows_of(wide_run, ids)
     assert_same_rows(after.take(~bad), before.take(~bad))
-    for name in ("scores", "heatmaps", "counts"):
-        np.testing.assert_array_equal(getattr(after, name)[bad], getattr(then, name)[bad])
+    for name in ("scores", "heatmaps", "cell_visits"):
+        np.testing.assert_array_equal(after[name][bad], then[name][bad])
     # A row that the epoch has visited is not visited again.
-    np.testing.assert_array_equal(after.visited, before.visited)
+    np.testing.assert_array_equal(after["last_epoch"], before["last_epoch"])
     assert bigscl("verify", wide_run, "--all").code == 0
     assert bigscl("repair", wide_run).code == 0
     assert read_holder(open_backend(wide_run / "store")) is None
@@ -132,8 +132,8 @@ def test_rows_that_are_damaged_in_every_snapshot_get_their_initial_values(wide_r
     assert facts["reset"] == {"their initial values": list(range(40, 50))}
     after = rows_of(wide_run, ids, annotations)
     np.testing.assert_array_equal(after.scores[40:], wide.labels_of(ids)[40:] == 1)
-    np.testing.assert_array_equal(after.visited, initial.visited)
-    assert not after.counts[40:].any()
+    np.testing.assert_array_equal(after["last_epoch"], initial["last_epoch"])
+    assert not after["cell_visits"][40:].any()
     assert bigscl("verify", wide_run).code == 0
     # The older checkpoint is damaged as before, and that is said.
     assert "is also damaged, in 1 shard; it is not changed" in bigscl("repair", wide_run).out
@@ -141,14 +141,14 @@ def test_rows_that_are_damaged_in_every_snapshot_get_their_initial_values(wide_r
 
 def test_lost_stamps_become_those_of_the_snapshot_and_values_stay(wide_run, wide):
     before = rows_of(wide_run, wide.ids())
-    corrupt(chunks(wide_run, progress(wide_run, 20)["snapshot"], 0, "visited")[0])
+    corrupt(chunks(wide_run, progress(wide_run, 20)["snapshot"], 0, "last_epoch")[0])
     answer = bigscl("repair", wide_run, "--apply")
     assert "samples 0-39: reset to stamps of the snapshot's epoch" in answer.out
     after = rows_of(wide_run, wide.ids())
     np.testing.assert_array_equal(after.scores, before.scores)
     np.testing.assert_array_equal(after.heatmaps, before.heatmaps)
-    assert (after.visited[:40] == 1).all()
-    np.testing.assert_array_equal(after.visited[40:], before.visited[40:])
+    assert (after["last_epoch"][:40] == 1).all()
+    np.testing.assert_array_equal(after["last_epoch"][40:], before["last_epoch"][40:])
 
 
 def test_a_topk_store_is_repaired_from_an_older_version(topk, index):
@@ -159,7 +159,7 @@ def test_a_topk_store_is_repaired_from_an_older_version(topk, index):
     assert bigscl("repair", topk, "--apply").code == 0
     after = rows_of(topk, ids)
     for name in ("scores", "heatmaps", "classes"):
-        np.testing.assert_array_equal(getattr(after, name)[8:16], getattr(older, name)[8:16])
+        np.testing.assert_array_equal(after[name][8:16], older[name][8:16])
     assert bigscl("verify", topk).code == 0
 
 
@@ -167,7 +167,7 @@ def test_rounded_heatmaps_stay_as_they_are(topk, index):
     assert bigscl("compact", topk, "--codec", "compact", "--apply").code == 0
     ids = index.ids()
     before = rows_of(topk, ids)
-    corrupt(chunks(topk, None, 1, "visited")[0])
+    corrupt(chunks(topk, None, 1, "last_epoch")[0])
     assert bigscl("repair", topk, "--apply").code == 0
     after = rows_of(topk, ids)
     np.testing.assert_array_equal(after.heatmaps, before.heatmaps)
@@ -209,7 +209,7 @@ def answered_run(tmp_path, index, request):
     answered = answers_about(index, ids[4:20])
     for name in ("run", "twin"):
         url = tmp_path / name / "store"
-        group = GroupSpec(**{"ranking": True, **LAYOUTS[request.param]})
+        group = GroupSpec(**{"spatial_score": True, **LAYOUTS[request.param]})
         HeatmapStore.create(url, annotations, heatmap_size=4, group=group, tracked=0)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
             attributes = {"next_epoch": 1, "skipped": [], "momentum": 0.8}
@@ -238,9 +238,9 @@ def test_rows_from_before_an_answer_get_the_answer(answered_run, index):
         HeatmapStore.open(run / "store", annotations=annotations)
         for run in (answered_run, answered_run.with_name("twin"))
     )
-    for name, array in twin.read_evidence(ids[bad]).arrays():
-        if name != "visited":
-            np.testing.assert_array_equal(dict(after.read_evidence(ids[bad]).arrays())[name], array)
+    for name, array in twin.read_evidence(ids[bad]).items():
+        if name != "last_epoch":
+            np.testing.assert_array_equal(dict(after.read_evidence(ids[bad]))[name], array)
     assert after.snapshot.attributes["answers"] == twin.snapshot.attributes["answers"]
     assert bigscl("verify", answered_run, "--all").code == 0
 

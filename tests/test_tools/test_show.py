@@ -11,7 +11,7 @@ from numpy.testing import assert_array_equal
 from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
 from bigscl.selection.selection import Selection
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Update, update
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, update
 from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.show import histogram
 from tests.builders import make_store
@@ -52,7 +52,7 @@ def test_samples_never_visited_are_counted(tmp_path, index):
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4, group=GroupSpec(layout="scores"))
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
         scores = np.zeros((3, 10), np.float16)
-        update(store, 5, np.array([0, 1, 24]), Update(scores=scores, visits=np.ones(3, np.uint8)))
+        update(store, 5, np.array([0, 1, 24]), Rows(scores=scores, sample_visits=np.ones(3, np.uint8)))
         store.commit(epoch=5)
     assert bigscl("show", tmp_path / "store", "--json").json()["visited"] == {"never": 27, "5": 3}
 

@@ -59,14 +59,14 @@ def test_a_missing_file_is_found(run):
     ("array", "value", "reason"),
     [
         ("scores", 1.5, "expected values in [0, 1]"),
-        ("visited", 9, "expected epochs from -1 to 2"),
+        ("last_epoch", 9, "expected epochs from -1 to 2"),
         ("classes", 77, "expected class ids ascending within 0..9"),
     ],
 )
 def test_values_that_cannot_be_are_found_behind_good_checksums(topk, index, array, value, reason):
     with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as store:
         rows = store.load_shard(1)
-        getattr(rows, array)[3] = value
+        rows[array][3] = value
         store.save_shard(1, rows)
         store.commit(epoch=2, attributes=store.snapshot.attributes)
     answer = bigscl("verify", topk, "--json")

@@ -368,8 +368,8 @@ def test_peek_gives_the_rows_that_a_whole_read_gives(index, tmp_path, layout):
     ids = np.random.default_rng(0).permutation(index.ids())
     for wanted in (ids, ids[:1], ids[:0], np.repeat(ids[:2], 2)):
         mine, its = store.peek(wanted), store.read_evidence(wanted)
-        for name, array in its.arrays():
-            assert np.array_equal(array, getattr(mine, name)), name
+        for name, array in its.items():
+            assert np.array_equal(array, mine[name]), name
 
 
 def test_peek_of_rows_that_were_never_visited_gives_initial_values(index, tmp_path):

@@ -597,7 +597,7 @@ def hostile_run(folder, index):
     with HeatmapStore.open(run / "store", annotations=annotations, mode="w", run="x") as store:
         for shard in range(2):
             rows = store.load_shard(shard)
-            rows.scores[:], rows.visited[:] = 0.5, 0
+            rows.scores[:], rows["last_epoch"][:] = 0.5, 0
             store.save_shard(shard, rows)
         store.commit(epoch=0, step=1, attributes={})
     add_config(run, made)

@@ -218,7 +218,7 @@ class Api:
             "row": row,
             "key": printable(index.key(row)),
             "shard": printable(index.shard_names[row // index.rows_per_shard]),
-            "visited": int(rows.visited[0]),
+            "visited": int(rows["last_epoch"][0]),
             "snapshot": store.snapshot.id,
             "epoch": store.snapshot.epoch,
             "snapshots": [one.id for one in store.snapshots()],

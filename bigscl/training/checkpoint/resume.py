@@ -262,7 +262,7 @@ class CheckpointSearch:
         owner = self._check_owner(path, candidates, [name for name in names if name])
         if store is not None:
             check_snapshot(path, progress, store.snapshot)
-            stamps = store.visited() if self._run.ranks.rank == 0 else np.full(store.spec.num_rows, -1)
+            stamps = store.last_epochs() if self._run.ranks.rank == 0 else np.full(store.spec.num_rows, -1)
             snapshot = read_snapshot(store, stamps == progress.epoch, self._run.data.train.num_classes)
         self._state.check(checkpoint)
         self._progress.check(checkpoint)
