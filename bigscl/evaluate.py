@@ -22,12 +22,14 @@ from bigscl.common.command_line import make_command, rank_of_this_process, run
 from bigscl.common.files import existing_folder
 from bigscl.common.user_error import UserError
 from bigscl.config import Config
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import Index, load_index
-from bigscl.data.labels_file import with_evaluation_labels
+from bigscl.data.labels.label_files import with_evaluation_labels
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.data.loader import BadSamples, Batch, Loader
-from bigscl.data.plan import evaluation_plan
 from bigscl.distributed.network import choose_interface
 from bigscl.distributed.ranks import process_group
+from bigscl.evaluation.evaluate_options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.inference import Predictions, predict
 from bigscl.evaluation.localization import (
     NETWORK,
@@ -38,9 +40,7 @@ from bigscl.evaluation.localization import (
     read_objects,
     summarize,
 )
-from bigscl.evaluation.options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
-from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides

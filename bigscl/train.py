@@ -26,17 +26,18 @@ from bigscl.common.failures import STOPPED
 from bigscl.common.files import append_lines
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, doubtful_settings, to_yaml
-from bigscl.config.reference import commented_yaml
+from bigscl.config.print_config import commented_yaml
+from bigscl.config.schedule import EpochPlan, plan_epoch
 from bigscl.data.loader import BadSamples, Batch, Loader, LoaderWorkers
 from bigscl.data.workers import WAITS
-from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
+from bigscl.evaluation.plots.run_plots import draw_epoch
 from bigscl.evaluation.validation import best_metric, validate
 from bigscl.memory.disabled import NoMemory
 from bigscl.memory.lookup import MemoryBatch
-from bigscl.plots.epochs import draw_epoch
 from bigscl.preflight.startup_summary import summary
+from bigscl.training.accelerator import start_accelerator
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging
@@ -44,7 +45,6 @@ from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import TrainingOptions
 from bigscl.training.run_folder import Run, RunFolder, make_score_log, open_data
 from bigscl.training.run_progress import EpochProgress
-from bigscl.training.schedule import EpochPlan, plan_epoch
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
 

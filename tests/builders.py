@@ -15,9 +15,9 @@ import pytest
 import yaml
 from PIL import Image
 
+from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index
-from bigscl.data.reader import read_metadata
-from bigscl.data.scan import scan
+from bigscl.data.read_samples import read_metadata
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 from bigscl.selection.selection import expected_counts, select

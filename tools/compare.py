@@ -53,9 +53,9 @@ def command(
 
     Example: bigscl compare runs/an runs/scl -o comparison
     """
+    from bigscl.data.labels.real_labels import read_real_labels
     from bigscl.evaluation.compare import compare
     from bigscl.evaluation.predictions import load_predictions
-    from bigscl.evaluation.real_labels import read_real_labels
 
     runs = [load_predictions(path) for path in predictions]
     _name_apart(runs, predictions)
@@ -75,8 +75,8 @@ def command(
 
 def _write(compared: "list[Compared]", paths: list[Path], folder: Path) -> None:
     """Write the comparison and its pictures into a folder."""
+    from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions
-    from bigscl.plots.curves import draw_curves
 
     folder.mkdir(parents=True, exist_ok=True)
     histograms = {one.report.name: one.report.score_distribution for one in compared}

@@ -41,7 +41,7 @@ def command(
 
 
 def _chosen(names: list[str]) -> dict[str, Path]:
-    from bigscl.config.packaged import packaged_files
+    from bigscl.config.presets import packaged_files
 
     files = packaged_files()
     if unknown := [name for name in names if name.removesuffix(".yaml") not in files and name not in files]:
@@ -62,7 +62,7 @@ def _first_comment(path: Path) -> str:
 
 def _copy(files: dict[str, Path], folder: Path) -> list[Path]:
     """Copy files that are not there yet; refuse, before anything is copied, to replace others."""
-    from bigscl.config.packaged import FOLDER
+    from bigscl.config.presets import FOLDER
 
     targets = {path: folder / path.relative_to(FOLDER) for path in files.values()}
     there = {path for path, target in targets.items() if target.exists() or target.is_symlink()}

@@ -1,6 +1,6 @@
 """`bigscl evaluate`: `python -m bigscl.evaluate` as a verb."""
 
-from bigscl.evaluation.options import SEVERAL, EvaluationOptions
+from bigscl.evaluation.evaluate_options import SEVERAL, EvaluationOptions
 
 several = SEVERAL
 

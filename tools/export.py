@@ -17,8 +17,8 @@ from bigscl.common.files import atomic_write
 from bigscl.common.text import first_few
 from bigscl.common.url_secrets import with_image_names
 from bigscl.common.user_error import UserError
-from bigscl.data.shards import SUFFIXES
-from bigscl.plots.samples import heatmap_of
+from bigscl.data.tar import SUFFIXES
+from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
 from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels, Which, find_labels
 from bigscl.tools.label_formats import Label, LabelledImage, label_writer
@@ -188,7 +188,7 @@ def _table(found: FoundLabels, fit: Fit, output: Path) -> int:
 
 def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list[LabelledImage], list[int]]:
     """Return the images of a shard with labels (of `all` also those without), and ids of unreadable ones."""
-    from bigscl.data.reader import read_image_heads
+    from bigscl.data.read_samples import read_image_heads
 
     columns = found.of_shard(shard, share)
     every = found.store.spec.sample_ids(shard)

@@ -107,7 +107,7 @@ class FoundLabels:
 
     def _with_boxes(self) -> tuple[list[NDArray[Any]], list[list[list[float]]], list[bool]]:
         """Return heatmaps of labels, their true boxes, whether their ids are even; of some of the shards."""
-        from bigscl.data.reader import read_metadata
+        from bigscl.data.read_samples import read_metadata
 
         store, index = self.store, self.data.index
         found: tuple[list[Any], list[Any], list[bool]] = ([], [], [])

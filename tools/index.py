@@ -11,11 +11,11 @@ import typer
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import parse_errors
 from bigscl.common.user_error import UserError
+from bigscl.data.build_index import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.index import Index, default_path, stored_fingerprint
-from bigscl.data.reader import LARGEST_CLASS
-from bigscl.data.scan import LONGEST_NUMBER, NoSamples, Problem, scan
-from bigscl.data.shards import expand
-from bigscl.data.sources import scheme
+from bigscl.data.open_tar import scheme
+from bigscl.data.read_samples import LARGEST_CLASS
+from bigscl.data.tar import expand
 from bigscl.tools.progress import progress
 
 MOST_PROBLEMS = 100

@@ -96,7 +96,7 @@ class DataFlags:
     def find(self, store: str, fingerprint: str) -> Data | None:
         """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
         from bigscl.data.index import load_index
-        from bigscl.data.training_labels import training_labels
+        from bigscl.data.labels.training_labels import training_labels
 
         settings = _data_settings(store, needed=self.shards is None)
         patterns = self.shards or (None if settings is None else settings.train)
@@ -191,7 +191,7 @@ def open_store(
 
 def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
     """Yield every set of labels that a run may have taken from these shards, that of its config first."""
-    from bigscl.data.training_labels import with_given_labels
+    from bigscl.data.labels.training_labels import with_given_labels
 
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)

@@ -131,8 +131,8 @@ def _heatmap_size(config: "Config", num_classes: int) -> int:
 
 
 def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
+    from bigscl.config.schedule import plan_epoch
     from bigscl.preflight.forecast import forecast
-    from bigscl.training.schedule import plan_epoch
 
     sizes = np.asarray(spec.shard_sizes)
     plan = plan_epoch(config, sizes, spec.rows_per_shard, epoch=0, world_size=processes)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bigscl.common.user_error import UserError
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.families import PublishedModel, create_network, family_of
-from bigscl.models.weights import read_state
+from bigscl.models.families.weights import read_state
 from bigscl.training.checkpoint.checkpoint_folder import write_tensors
 
 WEIGHTS, ONNX = "model.safetensors", "model.onnx"

@@ -154,9 +154,9 @@ def _spec(trainer: "RehearsalTrainer") -> "StoreSpec":
 
 
 def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts]) -> Facts:
+    from bigscl.config.schedule import plan_epoch
     from bigscl.distributed.hardware import machine_ram_bytes
     from bigscl.preflight.forecast import forecast, warnings
-    from bigscl.training.schedule import plan_epoch
 
     index, first = trainer.data.train, ranks[0]
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=len(ranks))

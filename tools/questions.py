@@ -20,7 +20,7 @@ from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import FILE, Answer, moment, read_answers
 from bigscl.data.index import Index
-from bigscl.data.training_labels import match_answers
+from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By, Pairs, Shortlist, first_values, next_questions, pairs_of
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.expected import Expected, expected_at

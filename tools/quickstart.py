@@ -13,7 +13,7 @@ import typer
 
 from bigscl.common.files import write_text
 from bigscl.common.user_error import UserError
-from bigscl.config.packaged import FOLDER
+from bigscl.config.presets import FOLDER
 from bigscl.tools.running import Runner, launcher
 from bigscl.tools.text import table
 
@@ -221,7 +221,7 @@ def _interval(found: Mapping[str, float], is_baseline: bool) -> str:
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
     """Draw the heatmaps of each run for digits that no label names."""
     from bigscl.config import load_config
-    from bigscl.plots.runs import draw_runs
+    from bigscl.evaluation.plots.run_plots import draw_runs
 
     runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}
     draw_runs(runs, path, kinds=("unannotated",), count=6)

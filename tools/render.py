@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.plots.samples import (
+from bigscl.evaluation.plots.sample_plots import (
     Panel,
     SamplePicture,
     boxes_by_class,
@@ -139,8 +139,8 @@ class _Images:
     def __init__(
         self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: Expected | None
     ) -> None:
-        from bigscl.data.reader import read_images, read_metadata
-        from bigscl.data.sources import Unreadable
+        from bigscl.data.open_tar import Unreadable
+        from bigscl.data.read_samples import read_images, read_metadata
 
         try:
             self.images = read_images(data.index, ids)

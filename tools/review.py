@@ -13,7 +13,7 @@ from bigscl.common.text import printable
 from bigscl.common.url_secrets import with_image_names
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, AnswersFile, now, standing_answers
-from bigscl.data.training_labels import match_answers
+from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
 from bigscl.store import HeatmapStore
 from bigscl.tools.doubtful_labels import COLUMNS, doubtful_labels_text, find_doubtful_labels

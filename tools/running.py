@@ -14,7 +14,7 @@ from typing import Any
 
 from bigscl.common.url_secrets import environment
 from bigscl.common.user_error import UserError
-from bigscl.config.packaged import FOLDER
+from bigscl.config.presets import FOLDER
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120

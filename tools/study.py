@@ -245,7 +245,7 @@ def _setting(word: str) -> str:
 def _check_data(trials: Sequence[Trial]) -> None:
     """Refuse shards without the labels or boxes that are needed before the first training, not after it."""
     from bigscl.data.index import load_index
-    from bigscl.data.reader import read_metadata
+    from bigscl.data.read_samples import read_metadata
 
     for trial in trials[:1]:
         data = trial.resolved().data

@@ -233,7 +233,7 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
 
 def _draw_curves(trials: Sequence["Trial"], path: Path) -> None:
     """Draw the learning curves of all runs, one colour per row."""
-    from bigscl.plots.curves import draw_curves
+    from bigscl.evaluation.plots.run_plots import draw_curves
 
     folders: dict[str, list[Path]] = {}
     for trial in trials:
@@ -243,7 +243,7 @@ def _draw_curves(trials: Sequence["Trial"], path: Path) -> None:
 
 def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
     """Draw the heatmaps of the runs of the first seed for the same images, if all their labels are known."""
-    from bigscl.plots.runs import draw_runs
+    from bigscl.evaluation.plots.run_plots import draw_runs
     from bigscl.training.run_folder import open_data
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}

@@ -1,6 +1,6 @@
 """Every setting of a run, and how they are read from YAML files and command lines. Imports no torch."""
 
-from bigscl.config.reading import (
+from bigscl.config.load import (
     ConfigError,
     changed_settings,
     checked,
@@ -21,7 +21,7 @@ from bigscl.config.schema import (
     StoreConfig,
     ValidationConfig,
 )
-from bigscl.data.observed import ObservedConfig
+from bigscl.data.labels.sampling import ObservedConfig
 
 __all__ = [
     "CheckpointConfig",

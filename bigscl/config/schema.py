@@ -1,6 +1,6 @@
 """Every setting of a run. Values that belong to a module of the method or the data are defined there.
 
-`bigscl.config.reading` reads and checks them. Importing this module imports no torch.
+`bigscl.config.load` reads and checks them. Importing this module imports no torch.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
+from bigscl.config.schedule import Schedule
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
-from bigscl.data.observed import ObservedConfig
+from bigscl.data.labels.sampling import ObservedConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,
@@ -25,7 +26,6 @@ from bigscl.data.transforms import (
 )
 from bigscl.losses.objective import Objective
 from bigscl.store import Codec, StorageOptions
-from bigscl.training.schedule import Schedule
 
 RankBy = Literal["score", "spatial"]
 Tracker = Literal[

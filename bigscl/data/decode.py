@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.data.headers import FORMATS, check_header, check_pixels, plain_jpeg_size
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
 from bigscl.data.transforms import DecoderName
 from bigscl.data.transforms import Image as DecodedImage
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """What is decoded, as Pillow calls it."""

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from bigscl.common.files import BadFile, atomic_write, parse_errors
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
-from bigscl.data import shards as tars
-from bigscl.data.observed import draw_negatives, draw_positives, flip_positives
-from bigscl.data.sources import scheme
+from bigscl.data import tar as tars
+from bigscl.data.open_tar import scheme
 from bigscl.store import Annotations, Ragged
 
 VERSION = 1
@@ -118,31 +117,6 @@ class Index:
             offsets=positives.offsets,
             classes=positives.values.astype(np.int64),
         )
-
-    def draw_observed(
-        self,
-        seed: int,
-        positives: int = 1,
-        negatives: int = 0,
-        *,
-        noise: float = 0.0,
-        weights: NDArray[np.float64] | None = None,
-    ) -> "Index":
-        """Return the same samples with other observed labels, drawn from the full ones.
-
-        A sample with fewer labels than requested keeps all of them. `weights` of the full labels make some of
-        them likelier, and in a share `noise` of the images one positive is wrong; the others are the same as
-        without noise.
-        """
-        full = self.full_labels()
-        keys = (np.array([seed, stream], np.uint64) for stream in (0, 1))
-        random, wrong = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
-        kept = draw_positives(full, positives, random, weights)
-        if noise:
-            # What is named by mistake is not known to be absent.
-            kept, full = flip_positives(kept, full, noise, self.num_classes, wrong)
-        absent = draw_negatives(full, self.ids(), negatives, self.num_classes, random)
-        return with_fingerprint(replace(self, observed=kept, negatives=absent))
 
     def _positives(self, which: Labels) -> Ragged:
         return self.observed if which == "observed" else self.full_labels()
@@ -347,6 +321,17 @@ def with_fingerprint(index: Index) -> Index:
             digest.update(rows.offsets.astype("<i8").tobytes())
             digest.update(rows.values.astype("<u4").tobytes())
     return replace(index, fingerprint=digest.hexdigest())
+
+
+def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
+    """Return (labels to evaluate against, their name): the full ones, else the observed without unknowns.
+
+    Shards with one class per image do not label the other classes: those count as absent, as in the usual
+    top-1 accuracy.
+    """
+    if index.labels is not None:
+        return index.labels_of(ids, "labels"), "labels"
+    return index.labels_of(ids, "observed").clip(min=0), "observed"
 
 
 def write_sample_list(index: Index, path: Path) -> None:

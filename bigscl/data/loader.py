@@ -26,10 +26,10 @@ from bigscl.common.url_secrets import receive as receive_secrets
 from bigscl.common.user_error import UserError
 from bigscl.data.crops import Box, ViewRow, stack_rows
 from bigscl.data.decode import find_decoder
+from bigscl.data.epoch_plan import Plan, Stream, batch_lengths
 from bigscl.data.index import Index, Labels, check_shards
-from bigscl.data.plan import Plan, Stream, batch_lengths
-from bigscl.data.reader import Encoded, encoded_images
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import Encoded, encoded_images
 from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
 from bigscl.data.workers import WAITS, on_start, start_method, without_main_module
 

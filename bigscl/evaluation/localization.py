@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
-from bigscl.data.reader import read_metadata
+from bigscl.data.read_samples import read_metadata
 from bigscl.evaluation.inference import Arrays, NetworkBatch, concatenate
 from bigscl.memory.heatmaps import to_image
 from bigscl.store import HeatmapStore, Rows

@@ -212,17 +212,6 @@ def per_class(
     ]
 
 
-def estimate_k(labels: Tensor) -> float:
-    """Return the mean number of positives of fully labelled images: the K of the expected positives."""
-    full = labels[(labels >= 0).all(1)]
-    if not len(full):
-        raise UserError(
-            f"K: none of {len(labels)} images is fully labelled. Give K in the config, or a validation set "
-            f"whose labels have no unknowns."
-        )
-    return float((full > 0).sum(1).double().mean())
-
-
 def _check(scores: Tensor, targets: Tensor) -> None:
     if scores.shape != targets.shape or scores.dim() != 2:
         raise UserError(

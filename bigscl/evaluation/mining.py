@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from bigscl.config import Config
-from bigscl.data.index import Index
-from bigscl.evaluation.metrics import estimate_k
-from bigscl.evaluation.predictions import true_labels
+from bigscl.data.index import Index, true_labels
+from bigscl.selection.k import estimate_k
 from bigscl.selection.selection import Selection, expected_counts, select
 from bigscl.store import Answered, HeatmapStore, SingleProcess, Snapshot, label_counts
 from bigscl.training.run_folder import open_data, read_store

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import BadFile, atomic_folder, parse_errors
 from bigscl.common.user_error import UserError
-from bigscl.data.index import Index, Labels
+from bigscl.data.index import Index, true_labels
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.store import SEAL
@@ -118,17 +118,6 @@ def from_network(found: Predictions, index: Index, about: dict[str, Any]) -> Sav
         class_names=index.class_names,
         about={**about, "labels": which, "missing": [index.key(int(sample_id)) for sample_id in missing]},
     )
-
-
-def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
-    """Return (labels to evaluate against, their name): the full ones, else the observed without unknowns.
-
-    Shards with one class per image do not label the other classes: those count as absent, as in the usual
-    top-1 accuracy.
-    """
-    if index.labels is not None:
-        return index.labels_of(ids, "labels"), "labels"
-    return index.labels_of(ids, "observed").clip(min=0), "observed"
 
 
 def load_predictions(path: Path, *, keys: Path | None = None, labels: Path | None = None) -> SavedPredictions:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bigscl.common.user_error import UserError
+from bigscl.data.labels.real_labels import match_real_labels
 from bigscl.evaluation.metrics import (
     ClassFigures,
     MeanAP,
@@ -31,7 +32,6 @@ from bigscl.evaluation.metrics import (
     top_k_accuracy,
 )
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
-from bigscl.evaluation.real_labels import match_real_labels
 
 THRESHOLD = 0.5
 AT_K = (1, 3, 5)

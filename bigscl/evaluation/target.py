@@ -9,11 +9,11 @@ from bigscl.common.files import find_folder
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, load_config, parse_yaml
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform
-from bigscl.evaluation.options import EvaluationOptions
+from bigscl.evaluation.evaluate_options import EvaluationOptions
 from bigscl.models.families import NoPreprocessing, create_network, find_preprocessing
+from bigscl.models.families.weights import is_file, load_state, read_state
 from bigscl.models.head import find_head
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.models.weights import is_file, load_state, read_state
 
 CONFIG, WEIGHTS = "config.yaml", "model.safetensors"
 CENTRE = EvaluationTransform(size=224, resize="shorter", shorter=256)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from bigscl.config import Config, ValidationConfig
-from bigscl.data.index import Index
+from bigscl.data.epoch_plan import evaluation_plan
+from bigscl.data.index import Index, true_labels
 from bigscl.data.loader import BadSamples, Batch, Loader
-from bigscl.data.plan import evaluation_plan
 from bigscl.distributed.ranks import Ranks
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_accuracy
-from bigscl.evaluation.predictions import true_labels
 from bigscl.memory.memory import ShowWork
 from bigscl.models.spatial import SpatialClassifier
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from bigscl.data.build_index import scan
 from bigscl.data.index import Index, default_path, load_index
-from bigscl.data.scan import scan
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writing import write
 

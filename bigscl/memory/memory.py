@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig
-from bigscl.data.plan import Plan, training_plan
+from bigscl.data.epoch_plan import Plan, training_plan
 from bigscl.distributed.ranks import process_group
 from bigscl.memory.device import AnnotatedClasses, to_host
 from bigscl.memory.epoch_io import EpochThreads, announced

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from bigscl.common.user_error import UserError
 from bigscl.losses.cross_entropy import at_least_float32
 from bigscl.models.families import create_network
+from bigscl.models.families.weights import is_file, load_state, read_state
 from bigscl.models.head import Head, Tap, find_head
-from bigscl.models.weights import is_file, load_state, read_state
 
 logger = logging.getLogger(__name__)
 

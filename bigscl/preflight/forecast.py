@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from bigscl.common.text import size
 from bigscl.config import Config
-from bigscl.data.plan import Plan
+from bigscl.config.schedule import EpochPlan
+from bigscl.data.epoch_plan import Plan
 from bigscl.memory.open_memory import first_group
 from bigscl.memory.score_history import epoch_bytes
 from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, shard_bytes, stored_bytes
-from bigscl.training.schedule import EpochPlan
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 from bigscl.config import Config
+from bigscl.config.schedule import EpochPlan
 from bigscl.data.loader import Batch
-from bigscl.distributed.accelerator import start_accelerator
 from bigscl.distributed.ranks import Ranks, process_group
 from bigscl.memory.device import to_host
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.preflight.device_check import Difference, ReferenceCheck, precisions_to_check, worst
 from bigscl.preflight.rehearsal_plan import EpochType, ScratchFolders, first_batches, rehearsal_config
 from bigscl.train import Stopped, Trainer, Window
+from bigscl.training.accelerator import start_accelerator
 from bigscl.training.metrics_log import Meter
 from bigscl.training.model_state import map_side
-from bigscl.training.schedule import EpochPlan
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.config import CheckpointConfig, Config
-from bigscl.data.plan import Plan, Stream, batch_lengths
+from bigscl.data.epoch_plan import Plan, Stream, batch_lengths
 from bigscl.store import open_backend
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ import torch
 
 from bigscl.common.text import size
 from bigscl.config import Config
+from bigscl.config.schedule import plan_epoch
 from bigscl.preflight.forecast import Forecast, MemoryPhase, forecast
 from bigscl.selection.k import expectation
 from bigscl.store import label_counts, spec_for
 from bigscl.training.run_folder import Data
-from bigscl.training.schedule import plan_epoch
 
 
 def summary(

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.config import Config
-from bigscl.data.index import Index
-from bigscl.evaluation.metrics import estimate_k
-from bigscl.evaluation.predictions import true_labels
+from bigscl.data.index import Index, true_labels
 from bigscl.losses.objective import BASES
 from bigscl.selection.class_ratios import labelled_ratios
 from bigscl.selection.selection import expected_counts
@@ -100,3 +98,14 @@ def has_full_labels(val: Index) -> bool:
     """Return whether an image names two classes: where none does, K would be 1, and nothing be found."""
     positives = val.observed if val.labels is None else val.labels
     return bool(positives.lengths.max(initial=0) > 1)
+
+
+def estimate_k(labels: torch.Tensor) -> float:
+    """Return the mean number of positives of fully labelled images: the K of the expected positives."""
+    full = labels[(labels >= 0).all(1)]
+    if not len(full):
+        raise UserError(
+            f"K: none of {len(labels)} images is fully labelled. Give K in the config, or a validation set "
+            f"whose labels have no unknowns."
+        )
+    return float((full > 0).sum(1).double().mean())

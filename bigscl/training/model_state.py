@@ -10,6 +10,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from bigscl.config import Config
+from bigscl.config.schedule import Schedule
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.objective import BASES
 from bigscl.losses.state import LossState, RunFacts
@@ -26,7 +27,6 @@ from bigscl.training.checkpoint.checkpoint_folder import (
 )
 from bigscl.training.checkpoint.validate import check_optimizer, check_tensors, misfit
 from bigscl.training.run_folder import Data
-from bigscl.training.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, DataConfig, changed_settings, to_yaml, with_digest
 from bigscl.data.answers import Answers
 from bigscl.data.index import SAMPLES_FILE, Index, is_list_of, load_index, write_sample_list
-from bigscl.data.labels_file import with_evaluation_labels
-from bigscl.data.training_labels import TrainingLabels, training_labels, with_given_labels
+from bigscl.data.labels.label_files import with_evaluation_labels
+from bigscl.data.labels.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.distributed.ranks import Ranks
 from bigscl.memory.disabled import NoMemory
 from bigscl.memory.memory import Memory, ShowWork

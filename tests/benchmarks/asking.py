@@ -48,7 +48,7 @@ from bigscl.common.files import read_json_object, write_text
 from bigscl.config import load_config
 from bigscl.data.answers import read_answers
 from bigscl.data.index import Index
-from bigscl.data.training_labels import match_answers
+from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
 from bigscl.training.run_folder import open_data
 

@@ -51,8 +51,8 @@ import numpy as np
 import torch
 
 from bigscl.config import load_config
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.loader import Batch, Loader
-from bigscl.data.plan import evaluation_plan
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.review import ScoreHistory, area_under_curve, score_history, suspicion
 from bigscl.evaluation.target import build_network, find_target

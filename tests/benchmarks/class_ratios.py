@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.data.index import load_index
+from bigscl.data.labels.sampling import draw_given
 from bigscl.selection.class_ratios import class_ratios
 from bigscl.selection.ranking import named_first, rank
 from bigscl.selection.selection import expected_counts
@@ -99,7 +100,7 @@ def print_draws(train, val, options):
         errors = []
         for seed in range(options.seeds):
             weights = None if by == "uniform" else label_weights(train, by)
-            drawn = train.draw_observed(seed, weights=weights)
+            drawn = draw_given(train, seed, weights=weights)
             observed = (drawn.labels_of(ids, "observed") == 1).argmax(1)
             counts = np.bincount(observed, minlength=full.shape[1])
             few = known[np.random.default_rng(seed).choice(len(known), 200, replace=False)]

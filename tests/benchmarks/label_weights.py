@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
-from bigscl.data.reader import read_metadata
+from bigscl.data.read_samples import read_metadata
 
 logger = logging.getLogger(__name__)
 

@@ -42,11 +42,11 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode
 from torchvision.transforms import v2
 
+from bigscl.data.build_index import scan
 from bigscl.data.decode import jpeg_decoder
+from bigscl.data.epoch_plan import training_plan
 from bigscl.data.index import Index
 from bigscl.data.loader import Loader
-from bigscl.data.plan import training_plan
-from bigscl.data.scan import scan
 from bigscl.data.transforms import DecoderName, TrainingTransform
 from tests.builders import WDS, encoded
 from tests.decoders import has_nvimgcodec

@@ -33,8 +33,8 @@ import numpy as np
 import psutil
 from PIL import Image
 
+from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index, with_fingerprint
-from bigscl.data.scan import scan
 from bigscl.store import GroupSpec, HeatmapStore, Ragged, Rows
 
 REAL = 8

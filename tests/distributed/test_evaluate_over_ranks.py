@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
 from bigscl.models.spatial import build_model
 from tests.builders import labelled, write_tar
 from tests.forks import ROOT, free_port

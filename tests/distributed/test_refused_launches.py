@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 
 from bigscl.common.user_error import UserError
 from bigscl.config import load_config
-from bigscl.distributed import accelerator
+from bigscl.training import accelerator
 from tests.builders import write_config
 from tests.forks import trainer_server
 from tests.integration.runs import ENVIRONMENT, ROOT, command

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from bigscl.config import Config
+from bigscl.data.epoch_plan import training_plan
 from bigscl.data.index import Index
 from bigscl.data.loader import Batch, Loader
-from bigscl.data.plan import training_plan
 from tests.integration.tiny import TinyNet
 from tests.test_store.rounding_reference import slowly_rounded
 

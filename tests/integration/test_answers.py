@@ -7,8 +7,8 @@ from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, append_answers, now
 from bigscl.distributed.ranks import SingleProcess
+from bigscl.evaluation.plots.run_plots import _stored_samples as stored_samples
 from bigscl.memory.memory import show_nothing
-from bigscl.plots.runs import _stored_samples as stored_samples
 from bigscl.store import Answered, HeatmapStore
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from bigscl.training.run_folder import Run, RunFolder, open_data, open_memory

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 
 from bigscl.config import load_config
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import training_plan
 from bigscl.data.loader import Loader
-from bigscl.data.plan import training_plan
-from bigscl.data.scan import scan
 from bigscl.store import Rows
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.builders import encoded, index_of, jpeg, picture, write_config, write_shards, write_tar

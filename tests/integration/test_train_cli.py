@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 from bigscl.config import load_config
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import training_plan
 from bigscl.data.index import is_list_of
-from bigscl.data.plan import training_plan
-from bigscl.data.scan import scan
-from bigscl.data.training_labels import with_given_labels
+from bigscl.data.labels.training_labels import with_given_labels
 from bigscl.losses.objective import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore

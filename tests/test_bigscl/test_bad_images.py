@@ -12,7 +12,7 @@ from PIL import Image
 from bigscl.data import decode as decoding
 from bigscl.data.decode import decode
 from bigscl.data.headers import image_size
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from bigscl.datasets.image_files import ImageFile, Resize
 from tests.builders import encoded, jpeg, picture

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bigscl.data import sources
+from bigscl.data import open_tar as sources
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import Index, default_path, load_index
 from bigscl.data.loader import BadSamples, Loader
-from bigscl.data.plan import evaluation_plan
-from bigscl.data.reader import read_metadata
-from bigscl.data.scan import scan
+from bigscl.data.read_samples import read_metadata
 from bigscl.data.transforms import EvaluationTransform
 from tests.builders import classed, jpeg, labelled, write_shards, write_tar
 
@@ -242,7 +242,7 @@ def test_an_io_error_in_a_label_costs_its_sample(tmp_path, bad_sectors):
 
 
 def test_an_io_error_in_a_header_costs_what_is_next_to_it(tmp_path, bad_sectors, monkeypatch):
-    monkeypatch.setattr("bigscl.data.shards.STEP", 512)
+    monkeypatch.setattr("bigscl.data.tar.STEP", 512)
     path = write_tar(tmp_path / "x.tar", [member for n in range(4) for member in classed(f"k{n}", n, 0)])
     with tarfile.open(path) as tar:
         at = tar.getmember("k1.jpg").offset

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigscl.common.user_error import UserError
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
 from bigscl.datasets.writing import write
 from tests.benchmarks.coco_shards import coco_shards, find_images, share_of
 

@@ -17,7 +17,7 @@ from bigscl.config import (
     to_yaml,
     with_digest,
 )
-from bigscl.config.reference import all_settings, commented_yaml, settings_page
+from bigscl.config.print_config import all_settings, commented_yaml, settings_page
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -200,7 +200,7 @@ def test_every_setting_has_a_sentence_below_it():
 
 
 def test_the_reference_page_is_that_of_today():
-    """Write it again with `python -m bigscl.config.reference > docs/settings.md`."""
+    """Write it again with `python -m bigscl.config.print_config > docs/settings.md`."""
     assert (CONFIGS[0].parents[1] / "docs" / "settings.md").read_text() == settings_page()
 
 

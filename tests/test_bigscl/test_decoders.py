@@ -11,12 +11,12 @@ from PIL import Image
 
 from bigscl.common.user_error import UserError
 from bigscl.data import decode as decoding
+from bigscl.data.build_index import scan
 from bigscl.data.decode import JpegRegions, decode, find_decoder, open_regions
+from bigscl.data.epoch_plan import training_plan
 from bigscl.data.headers import plain_jpeg_size
 from bigscl.data.loader import BadSamples, Batch, Loader
-from bigscl.data.plan import training_plan
-from bigscl.data.scan import scan
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from tests.builders import encoded, jpeg, picture, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec

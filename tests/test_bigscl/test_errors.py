@@ -10,9 +10,9 @@ from bigscl.common.errors import explain
 from bigscl.common.process_pool import map_in_processes
 from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, make_config
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import sample_ids
-from bigscl.data.plan import evaluation_plan
-from bigscl.data.shards import expand
+from bigscl.data.tar import expand
 from bigscl.models.families import create_network
 from bigscl.store import StoreError
 

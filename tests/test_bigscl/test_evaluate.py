@@ -12,12 +12,12 @@ from torchvision import models
 from torchvision.transforms.functional import to_pil_image
 
 from bigscl.config import load_config, make_config, to_yaml
+from bigscl.data.build_index import scan
 from bigscl.data.loader import Loader
-from bigscl.data.reader import read_images
-from bigscl.data.scan import scan
+from bigscl.data.read_samples import read_images
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluate import main
-from bigscl.evaluation.options import EvaluationOptions
+from bigscl.evaluation.evaluate_options import EvaluationOptions
 from bigscl.evaluation.predictions import load_predictions
 from bigscl.evaluation.target import find_target, find_weights, with_overrides
 from bigscl.models.spatial import build_model

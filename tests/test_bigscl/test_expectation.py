@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from bigscl.config import make_config
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
 from bigscl.selection.k import expectation, k_per_class, positives_per_image
 from tests.builders import labelled, write_shards, write_tar
 

@@ -20,13 +20,14 @@ from safetensors.torch import save as to_safetensors
 
 from bigscl.common.files import BadFile
 from bigscl.config import ConfigError, load_config, parse_yaml
+from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.decode import decode
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import default_path, load_index, stored_fingerprint
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.data.loader import BadSamples, Loader
-from bigscl.data.plan import evaluation_plan
-from bigscl.data.scan import NoSamples, scan
-from bigscl.data.shards import members
-from bigscl.data.sources import Unreadable, open_shard
+from bigscl.data.open_tar import Unreadable, open_shard
+from bigscl.data.tar import members
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.datasets.coco import coco
 from bigscl.datasets.ground_truth import read_ground_truth, read_synsets
@@ -34,8 +35,7 @@ from bigscl.datasets.image_files import ImageFile, Resize
 from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
-from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
-from bigscl.models.weights import load_state, read_state
+from bigscl.models.families.weights import load_state, read_state
 from tests.builders import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset import tariterators
 
+from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
-from bigscl.data.reader import read_metadata
-from bigscl.data.scan import NoSamples, scan
-from bigscl.data.shards import expand, members
-from bigscl.data.sources import Unreadable, open_shard
+from bigscl.data.labels.sampling import draw_given
+from bigscl.data.open_tar import Unreadable, open_shard
+from bigscl.data.read_samples import read_metadata
+from bigscl.data.tar import expand, members
 from bigscl.store import Ragged
 from tests.builders import VOC, WDS, classed, jpeg, labelled, real_data, write_shards, write_tar
 from tests.servers import web_server
@@ -159,20 +160,20 @@ def test_a_file_that_is_no_index_is_refused(tmp_path, content):
 def test_drawn_labels_are_some_of_the_full_ones(rows, count):
     rows = [sorted(row) for row in rows]
     index = an_index(np.array([len(rows)]), full=rows, num_classes=10)
-    drawn = index.draw_observed(seed=3, positives=count, negatives=2)
+    drawn = draw_given(index, seed=3, positives=count, negatives=2)
     for n, row in enumerate(rows):
         assert len(drawn.observed[n]) == min(count, len(row))
         assert set(drawn.observed[n].tolist()) <= set(row)
         assert len(drawn.negatives[n]) == min(2, 10 - len(row))
         assert not set(drawn.negatives[n].tolist()) & set(row)
-    again = index.draw_observed(seed=3, positives=count, negatives=2)
+    again = draw_given(index, seed=3, positives=count, negatives=2)
     assert again.fingerprint == drawn.fingerprint
     assert again.labels is index.labels
 
 
 def test_drawn_labels_are_drawn_without_bias_and_depend_on_the_seed():
     index = an_index(np.array([6000]), full=[[1, 4, 7]] * 6000, num_classes=8)
-    one, two = index.draw_observed(seed=1, negatives=1), index.draw_observed(seed=2, negatives=1)
+    one, two = draw_given(index, seed=1, negatives=1), draw_given(index, seed=2, negatives=1)
     assert np.abs(np.bincount(one.observed.values)[[1, 4, 7]] - 2000).max() < 200
     assert np.abs(np.bincount(one.negatives.values)[[0, 2, 3, 5, 6]] - 1200).max() < 160
     assert 0.2 < (one.observed.values == two.observed.values).mean() < 0.5

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bigscl.config import make_config
-from bigscl.data.labels_file import with_evaluation_labels, with_training_labels
-from bigscl.data.scan import scan
-from bigscl.evaluation.predictions import true_labels
+from bigscl.data.build_index import scan
+from bigscl.data.index import true_labels
+from bigscl.data.labels.label_files import with_evaluation_labels, with_training_labels
 from bigscl.store import HeatmapStore, IndexMismatch
 from bigscl.training.run_folder import open_data
 from tests.builders import jpeg, labelled, write_tar

@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from bigscl.data.build_index import scan
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomErasing, View
+from bigscl.data.epoch_plan import evaluation_plan, training_plan
 from bigscl.data.loader import (
     BadSamples,
     Batch,
@@ -32,10 +34,8 @@ from bigscl.data.loader import (
     _empty,
     normalize,
 )
-from bigscl.data.plan import evaluation_plan, training_plan
-from bigscl.data.reader import read_images, read_metadata
-from bigscl.data.scan import scan
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import read_images, read_metadata
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
 from tests.builders import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
 from tests.decoders import decoded, every_decoder

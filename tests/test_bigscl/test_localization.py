@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.loader import Loader
-from bigscl.data.plan import evaluation_plan
-from bigscl.data.scan import scan
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.evaluation.inference import NETWORK_BATCH, predict
 from bigscl.evaluation.localization import map_trials, pointing, read_objects, summarize

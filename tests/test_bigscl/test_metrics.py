@@ -17,7 +17,6 @@ from bigscl.evaluation.metrics import (
     average_precision,
     best_classes,
     by_num_labels,
-    estimate_k,
     image_average_precision,
     mean_ap,
     per_class,
@@ -27,6 +26,7 @@ from bigscl.evaluation.metrics import (
     threshold_by_count,
     top_k_accuracy,
 )
+from bigscl.selection.k import estimate_k
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not (DATA / "real.json").exists(), reason="no real data beside the project")

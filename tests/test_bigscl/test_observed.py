@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
+from bigscl.data.labels.sampling import draw_given
 from tests.benchmarks.label_weights import label_weights
 from tests.builders import DATA, labelled, write_tar
 from tests.test_bigscl.test_index import an_index
@@ -59,7 +60,7 @@ def test_each_class_is_drawn_as_often_as_its_chance(shards, by):
     weights = dict.fromkeys(LABELS, 1.0) if by == "uniform" else reference_weights(BOXES, LABELS, by)
     counts: Counter[int] = Counter()
     for seed in range(60):
-        drawn = shards.draw_observed(seed, weights=None if by == "uniform" else label_weights(shards, by))
+        drawn = draw_given(shards, seed, weights=None if by == "uniform" else label_weights(shards, by))
         assert drawn.observed.lengths.sum() == 65
         counts.update(drawn.observed.values.tolist())
     total = sum(counts.values())
@@ -85,7 +86,7 @@ def test_several_positives_are_drawn_one_after_the_other(shards):
     missing: Counter[int] = Counter()
     by_size = label_weights(shards, "size")
     for seed in range(60):
-        drawn = shards.draw_observed(seed, 2, weights=by_size)
+        drawn = draw_given(shards, seed, 2, weights=by_size)
         for sample_id in shards.ids():
             own = drawn.observed[sample_id].tolist()
             assert own == sorted(own)
@@ -99,7 +100,7 @@ def test_several_positives_are_drawn_one_after_the_other(shards):
 def test_draws_without_weights_and_noise_are_those_of_earlier_revisions():
     full = [[1, 4, 7], [0, 2], [], [5], [1, 2, 3, 6]]
     index = an_index(np.array([5]), full=full, num_classes=8)
-    drawn = index.draw_observed(seed=3, negatives=2)
+    drawn = draw_given(index, seed=3, negatives=2)
     assert [row.tolist() for row in map(drawn.observed.__getitem__, range(5))] == [[4], [2], [], [5], [1]]
     assert [row.tolist() for row in map(drawn.negatives.__getitem__, range(5))] == [
         [0, 3],
@@ -119,8 +120,8 @@ def test_draws_depend_on_seed_and_settings_alone_and_change_the_fingerprint(shar
         {"seed": 1, "noise": 0.1},
         {"seed": 1, "noise": 0.2},
     ]
-    drawn = [shards.draw_observed(**one).annotations() for one in settings]
-    again = [shards.draw_observed(**one).annotations() for one in settings]
+    drawn = [draw_given(shards, **one).annotations() for one in settings]
+    again = [draw_given(shards, **one).annotations() for one in settings]
     assert [one.fingerprint for one in drawn] == [one.fingerprint for one in again]
     assert len({one.fingerprint for one in drawn}) == len(settings)
 
@@ -132,12 +133,12 @@ def test_a_class_without_boxes_is_named_last_and_an_image_without_any_uniformly(
         members += labelled(f"image{n}", n % 3, labels=[0, 2], **({"boxes": boxes} if n % 4 else {}))
     index = scan([str(write_tar(tmp_path / "t.tar", members))], num_classes=3)[0]
     with caplog.at_level(logging.WARNING):
-        drawn = index.draw_observed(0, weights=label_weights(index, "size"))
+        drawn = draw_given(index, 0, weights=label_weights(index, "size"))
     assert "100 of 200 images have no boxes of their labels, first t.tar/image0" in caplog.text
     observed = drawn.observed.values.reshape(200)
     assert (observed[1::2] == 2).all()
     assert 30 < (observed[::2] == 0).sum() < 70
-    both = index.draw_observed(0, 2, weights=label_weights(index, "size"))
+    both = draw_given(index, 0, 2, weights=label_weights(index, "size"))
     assert (both.observed.lengths == 2).all()
 
 
@@ -153,15 +154,15 @@ def test_shards_whose_boxes_are_of_no_use_are_refused(tmp_path, fields, words):
     path = write_tar(tmp_path / "t.tar", labelled("a", 0, labels=[0], **fields))
     index = scan([str(path)], num_classes=2)[0]
     with pytest.raises(ValueError, match=words):
-        index.draw_observed(0, weights=label_weights(index, "size"))
+        draw_given(index, 0, weights=label_weights(index, "size"))
 
 
 @pytest.mark.parametrize("positives", [1, 2])
 def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
     full = [[0, 3], [1], [2, 4], []] * 100 + [[0, 1, 2, 3, 4]] * 50
     index = an_index(np.array([450]), full=full, num_classes=5)
-    clean = index.draw_observed(seed=5, positives=positives, negatives=2)
-    noisy = index.draw_observed(seed=5, positives=positives, negatives=2, noise=0.1)
+    clean = draw_given(index, seed=5, positives=positives, negatives=2)
+    noisy = draw_given(index, seed=5, positives=positives, negatives=2, noise=0.1)
     flipped = 0
     for n, row in enumerate(full):
         own, before = set(noisy.observed[n].tolist()), set(clean.observed[n].tolist())
@@ -182,7 +183,7 @@ def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
 
 def test_wrong_classes_are_drawn_uniformly_among_those_that_are_not_shown():
     index = an_index(np.array([3000]), full=[[1, 4]] * 3000, num_classes=8)
-    noisy = index.draw_observed(seed=2, noise=1.0)
+    noisy = draw_given(index, seed=2, noise=1.0)
     counts = np.bincount(noisy.observed.values, minlength=8)
     assert counts[[1, 4]].tolist() == [0, 0]
     # Five degrees of freedom: 20.5 is passed once in a thousand times, and the seed is fixed.
@@ -199,7 +200,7 @@ def test_labels_of_voc_are_larger_or_more_central_objects(by):
     weights = label_weights(index, by)
     full = index.full_labels()
     several = np.flatnonzero(full.lengths > 1)
-    drawn = index.draw_observed(0, weights=weights)
+    drawn = draw_given(index, 0, weights=weights)
     best = [full[n][np.argmax(weights[full.offsets[n] : full.offsets[n + 1]])] for n in several]
     expected = [
         own.max() / own.sum() for n in several for own in [weights[full.offsets[n] : full.offsets[n + 1]]]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.data.plan import Plan, batch_lengths, evaluation_plan, training_plan
+from bigscl.data.epoch_plan import Plan, batch_lengths, evaluation_plan, training_plan
 
 
 @st.composite

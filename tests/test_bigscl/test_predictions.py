@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import zarr
 
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
+from bigscl.data.index import true_labels
 from bigscl.evaluation.inference import Predictions
-from bigscl.evaluation.predictions import from_network, load_predictions, true_labels
+from bigscl.evaluation.predictions import from_network, load_predictions
 from tests.builders import labelled, write_shards, write_tar
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.config import make_config
-from bigscl.data.plan import training_plan
+from bigscl.data.epoch_plan import training_plan
 from bigscl.models.spatial import build_model
 from bigscl.preflight.device_check import (
     TOLERANCES,

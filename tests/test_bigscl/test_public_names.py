@@ -11,8 +11,8 @@ import torch
 
 import bigscl
 from bigscl.config import ConfigError
+from bigscl.data.build_index import scan
 from bigscl.data.index import default_path
-from bigscl.data.scan import scan
 from tests.builders import write_shards
 
 SMALL = "bigscl.models.smallnet:small_resnet"

@@ -10,11 +10,11 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from bigscl.data.plan import Stream
-from bigscl.data.reader import encoded_images
-from bigscl.data.scan import scan
-from bigscl.data.shards import expand
-from bigscl.data.sources import Unreadable, open_shard
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import Stream
+from bigscl.data.open_tar import Unreadable, open_shard
+from bigscl.data.read_samples import encoded_images
+from bigscl.data.tar import expand
 from bigscl.store import StoreError, object_storage, retries, streams
 from tests.builders import write_shards
 from tests.faulty_proxy import Chances, faulty_proxy

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from sklearn import metrics as sklearn
 
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.metrics import best_classes
 from bigscl.evaluation.predictions import SavedPredictions
-from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import (
     main_table,

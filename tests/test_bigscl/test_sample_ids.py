@@ -11,7 +11,7 @@ import torch
 import webdataset as wds
 
 from bigscl import Memory, RepeatedSample, SampleIds, StoreConfig
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
 from bigscl.data.webdataset import UnknownSample
 from tests.builders import classed, write_shards, write_tar
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bigscl.config.schedule import Phase, Schedule, learning_rate
 from bigscl.losses.objective import Ramp
-from bigscl.training.schedule import Phase, Schedule, learning_rate
 
 
 def test_warm_up_is_a_line_and_the_peak_comes_after_it():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bigscl.config import make_config
+from bigscl.config.schedule import plan_epoch
 from bigscl.preflight.forecast import forecast
 from bigscl.preflight.startup_summary import _describe_division
 from bigscl.store import spec_for
-from bigscl.training.schedule import plan_epoch
 from tests.test_store.conftest import make_annotations
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bigscl.config import make_config
+from bigscl.config.schedule import plan_epoch
 from bigscl.train import Trainer
-from bigscl.training.schedule import plan_epoch
 
 SIZES = np.array([20] * 13 + [7])
 

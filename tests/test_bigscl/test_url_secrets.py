@@ -9,8 +9,8 @@ from bigscl.common import url_secrets
 from bigscl.common.url_secrets import VARIABLE, hide, public, take, take_words, with_image_names, with_secret
 from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, load_config
-from bigscl.data.shards import expand
-from bigscl.data.sources import Unreadable, open_shard
+from bigscl.data.open_tar import Unreadable, open_shard
+from bigscl.data.tar import expand
 from bigscl.store import StoreError, list_objects, open_backend
 
 SECRET = "s3cr3t-value-of-a-signature"

@@ -6,9 +6,9 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from bigscl.config import ValidationConfig, make_config
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.loader import Loader, TooManyBadSamples
-from bigscl.data.plan import evaluation_plan
-from bigscl.data.scan import scan
 from bigscl.distributed.ranks import process_group
 from bigscl.evaluation.inference import predict
 from bigscl.evaluation.validation import best_metric, validate

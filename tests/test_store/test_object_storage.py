@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.data.shards import expand
-from bigscl.data.sources import open_shard
+from bigscl.data.open_tar import open_shard
+from bigscl.data.tar import expand
 from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import SCHEMES, STORE_SCHEMES, HeatmapStore, SingleProcess, StorageOptions, StoreError
 from bigscl.store.backends import open_backend

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from bigscl.data.build_index import scan
 from bigscl.data.index import load_index
-from bigscl.data.labels_file import with_training_labels
-from bigscl.data.reader import read_image_heads, read_images
-from bigscl.data.scan import scan
+from bigscl.data.labels.label_files import with_training_labels
+from bigscl.data.read_samples import read_image_heads, read_images
 from bigscl.store import GroupSpec, HeatmapStore
 from tests.builders import write_config, write_tar
 from tests.test_tools.conftest import bigscl

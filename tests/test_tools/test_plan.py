@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.config import load_config, make_config
+from bigscl.config.schedule import plan_epoch
 from bigscl.data.answers import Answer, append_answers
-from bigscl.data.plan import training_plan
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
+from bigscl.data.epoch_plan import training_plan
 from bigscl.preflight import forecast
 from bigscl.preflight.startup_summary import summary
 from bigscl.preflight.storage_speed import measure
 from bigscl.selection.k import Expectation
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec
 from bigscl.training.run_folder import open_data
-from bigscl.training.schedule import plan_epoch
 from tests.builders import jpeg, make_store, write_shards, write_tar
 from tests.test_tools.conftest import bigscl
 

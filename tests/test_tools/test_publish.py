@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from bigscl.config import make_config, to_yaml
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
 from bigscl.models.spatial import build_model
 from bigscl.tools import portable_files, publish
 from tests.builders import labelled, write_tar

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bigscl.config import load_config, make_config, to_yaml
-from bigscl.config.packaged import FOLDER
+from bigscl.config.presets import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
 from bigscl.tools.quickstart import (

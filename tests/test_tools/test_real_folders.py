@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.index import load_index
-from bigscl.data.reader import read_images, read_metadata
+from bigscl.data.read_samples import read_images, read_metadata
 from tests.builders import DATA
 from tests.test_tools.conftest import bigscl
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bigscl.data.answers import Answer, append_answers, now, read_answers
-from bigscl.data.scan import scan
+from bigscl.data.build_index import scan
+from bigscl.data.labels.sampling import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.expected import expected_at
@@ -356,7 +357,7 @@ def test_cold_labels_and_hot_missing_ones_come_first_with_their_place(run, index
 
 
 def test_wrong_labels_of_a_run_with_noise_are_counted_as_such(tmp_path, index):
-    drawn = index.draw_observed(1, noise=0.2)
+    drawn = draw_given(index, 1, noise=0.2)
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     train = index.urls[0].replace("000000", "*")
@@ -386,7 +387,7 @@ def test_a_class_without_a_heatmap_has_no_place(topk, index):
 
 
 def test_known_negatives_are_never_missing(tmp_path, index):
-    drawn = index.draw_observed(1, negatives=3)
+    drawn = draw_given(index, 1, negatives=3)
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     settings = {"train": index.urls[0].replace("000000", "*"), "observed": {"seed": 1, "negatives": 3}}

@@ -10,6 +10,7 @@ from numpy.testing import assert_array_equal
 
 from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
+from bigscl.data.labels.sampling import draw_given
 from bigscl.selection.selection import Selection
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, update
 from bigscl.tools.expected import Expected, expected_at
@@ -146,7 +147,7 @@ def test_shards_may_be_told_instead_of_a_config(bare, index):
 
 
 def test_labels_drawn_anew_by_the_run_are_found_through_its_config(tmp_path, index):
-    make_store(tmp_path / "run" / "store", index.draw_observed(seed=7), epochs=1)
+    make_store(tmp_path / "run" / "store", draw_given(index, seed=7), epochs=1)
     train = index.urls[0].replace("000000", "*")
     config = f"data:\n  train: {train}\n  observed: {{seed: 7, positives: 1, negatives: 0}}\n"
     (tmp_path / "run" / "config.yaml").write_text(config)

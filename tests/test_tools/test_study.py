@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from bigscl.config import ConfigError
-from bigscl.config.packaged import FOLDER as CONFIGS
-from bigscl.data.scan import scan
+from bigscl.config.presets import FOLDER as CONFIGS
+from bigscl.data.build_index import scan
 from bigscl.tools import study
 from bigscl.tools.study import plan_trials
 from bigscl.tools.study_report import mean_and_spread, to_table

@@ -23,10 +23,10 @@ from PIL import Image, PngImagePlugin
 
 from bigscl.data import answers
 from bigscl.data.answers import FILE, Answer, append_answers, now, read_answers
+from bigscl.data.build_index import scan
 from bigscl.data.crops import RandomCrop
 from bigscl.data.index import load_index
-from bigscl.data.reader import read_encoded
-from bigscl.data.scan import scan
+from bigscl.data.read_samples import read_encoded
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.opening import DataFlags, StorageFlags
 from bigscl.tools.questions import Questions

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bigscl.common.files import free_bytes
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
 from bigscl.store import Array, Rows, StoreError, read_holder
 from bigscl.tools.choosing import next_epoch
 from bigscl.tools.halves import to_float32

@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw, ImageOps
 
 from bigscl.data.headers import FORMATS, check_header, check_pixels, has_several_scans, image_size
 from bigscl.data.index import Index
-from bigscl.data.reader import read_encoded, read_metadata
-from bigscl.data.sources import Unreadable
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import read_encoded, read_metadata
 
 if TYPE_CHECKING:
     from bigscl.config import Config

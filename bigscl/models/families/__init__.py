@@ -9,7 +9,7 @@ from torch import nn
 
 from bigscl.common.user_error import UserError
 from bigscl.models.families.base import Family, NoPreprocessing, Preprocessing, PublishedModel
-from bigscl.models.weights import is_file
+from bigscl.models.families.weights import is_file
 
 __all__ = [
     "FAMILIES",

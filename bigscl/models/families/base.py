@@ -11,7 +11,7 @@ from torch import nn
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform, Interpolation, Resize
-from bigscl.models.weights import WEIGHT_FILES
+from bigscl.models.families.weights import WEIGHT_FILES
 
 # Libraries whose errors mean that published weights could not be downloaded.
 DOWNLOADERS = {"urllib", "http", "requests", "httpx", "httpcore", "huggingface_hub"}

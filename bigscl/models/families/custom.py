@@ -17,7 +17,7 @@ from bigscl.models.families.base import (
     keyword_text,
     refuse_unknown_arguments,
 )
-from bigscl.models.weights import WEIGHT_FILES
+from bigscl.models.families.weights import WEIGHT_FILES
 
 
 class Custom(Family):

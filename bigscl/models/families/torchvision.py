@@ -17,7 +17,7 @@ from bigscl.models.families.base import (
     known_interpolation,
     refuse_unknown_arguments,
 )
-from bigscl.models.weights import WEIGHT_FILES, is_file
+from bigscl.models.families.weights import WEIGHT_FILES, is_file
 
 # Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigscl.models.weights import differences
+from bigscl.models.families.weights import differences
 from bigscl.training.checkpoint.checkpoint_folder import CheckpointError
 
 

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
-from bigscl.config.packaged import find_config
+from bigscl.config.presets import find_config
 from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
 from bigscl.data.transforms import shorter_side
 from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
@@ -449,7 +449,7 @@ def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
 def _nearest(path: str) -> str:
     """Return a question with the setting that was most likely meant; empty if none is near."""
     # The page of all settings reads configs itself.
-    from bigscl.config.reference import all_settings
+    from bigscl.config.print_config import all_settings
 
     names = [setting.path for setting in all_settings()]
     near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)

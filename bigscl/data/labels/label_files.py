@@ -21,7 +21,7 @@ from bigscl.common.files import BadFile, load_pyarrow, parse_errors
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
-from bigscl.evaluation.real_labels import match_real_labels, read_real_labels
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.store import Ragged
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
-from bigscl.data.reader import LARGEST_CLASS, are_boxes
-from bigscl.data.shards import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
-from bigscl.data.sources import Shard, Unreadable, open_shard
+from bigscl.data.open_tar import Shard, Unreadable, open_shard
+from bigscl.data.read_samples import LARGEST_CLASS, are_boxes
+from bigscl.data.tar import LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, expand, members
 from bigscl.store import Ragged
 
 IMAGES = ("jpg", "jpeg", "png", "webp")

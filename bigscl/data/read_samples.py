@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.text import printable
+from bigscl.data.epoch_plan import Stream
 from bigscl.data.headers import image_size
 from bigscl.data.index import Index
-from bigscl.data.plan import Stream
-from bigscl.data.shards import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
-from bigscl.data.sources import Shard, Unreadable, open_shard
+from bigscl.data.open_tar import Shard, Unreadable, open_shard
+from bigscl.data.tar import BLOCK, LARGEST_IMAGE_BYTES, LARGEST_LABEL_BYTES, Member, members
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from bigscl.common.files import BadFile
 from bigscl.common.text import first_few, printable
 from bigscl.data.answers import Answers, AnswersFile, moment
 from bigscl.data.index import Index, Labels
-from bigscl.data.labels_file import SEVERAL, ids_by_key, replaced_rows, with_training_labels
-from bigscl.data.observed import ObservedConfig
+from bigscl.data.labels.label_files import SEVERAL, ids_by_key, replaced_rows, with_training_labels
+from bigscl.data.labels.sampling import ObservedConfig, draw_given
 from bigscl.store import Annotations, Answered, SingleProcess, Transport, label_counts, on_rank_zero
 
 
@@ -40,7 +40,7 @@ def with_given_labels(index: Index, labels_file: Path | None, drawn: ObservedCon
     """Return the samples with the labels of a file, and observed ones drawn from the full ones."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
-    return index if drawn is None else index.draw_observed(**asdict(drawn))
+    return index if drawn is None else draw_given(index, **asdict(drawn))
 
 
 def training_labels(

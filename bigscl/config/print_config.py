@@ -1,6 +1,6 @@
 """The reference of all settings, made from the sentences below them in the sources.
 
-`python -m bigscl.config.reference > docs/settings.md` writes the page again.
+`python -m bigscl.config.print_config > docs/settings.md` writes the page again.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
-from bigscl.config.reading import to_yaml
+from bigscl.config.load import to_yaml
 from bigscl.config.schema import Config
 
 HEAD = """# All settings
@@ -24,7 +24,7 @@ Every setting of a run, as `section.key` in a YAML file, or as `--section.key va
 `bigscl train` and `bigscl plan`. `bigscl train CONFIG --print-config`
 prints those of one config with these sentences.
 
-This page is made from the sources: `python -m bigscl.config.reference > docs/settings.md`.
+This page is made from the sources: `python -m bigscl.config.print_config > docs/settings.md`.
 """
 WIDTH = 100
 NUMBERS = {"integer": "integer", "number": "number"}

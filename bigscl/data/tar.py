@@ -14,7 +14,7 @@ from braceexpand import braceexpand
 from bigscl.common.text import first_few
 from bigscl.common.url_secrets import take
 from bigscl.common.user_error import UserError
-from bigscl.data.sources import Shard, Unreadable, scheme
+from bigscl.data.open_tar import Shard, Unreadable, scheme
 from bigscl.store import STORE_SCHEMES, list_objects
 
 SUFFIXES = (".tar", ".tgz", ".tar.gz")

@@ -1,11 +1,12 @@
 """Draw observed labels from full ones, as if annotators had named only a few classes of each image."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.bounds import Count, CountOrZero, Share
+from bigscl.data.index import Index, with_fingerprint
 from bigscl.store import Ragged
 
 BLOCK = 4096
@@ -23,6 +24,32 @@ class ObservedConfig:
     """Observed negatives per image."""
     noise: Share = 0.0
     """Share of the images of which one observed positive is replaced by a class that they do not show."""
+
+
+def draw_given(
+    index: Index,
+    seed: int,
+    positives: int = 1,
+    negatives: int = 0,
+    *,
+    noise: float = 0.0,
+    weights: NDArray[np.float64] | None = None,
+) -> Index:
+    """Return the same samples with other given labels, drawn from the full ones.
+
+    A sample with fewer labels than requested keeps all of them. `weights` of the full labels make some of
+    them likelier, and in a share `noise` of the images one positive is wrong; the others are the same as
+    without noise.
+    """
+    full = index.full_labels()
+    keys = (np.array([seed, stream], np.uint64) for stream in (0, 1))
+    random, wrong = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
+    kept = draw_positives(full, positives, random, weights)
+    if noise:
+        # A class that is given by mistake is not drawn as absent.
+        kept, full = flip_positives(kept, full, noise, index.num_classes, wrong)
+    absent = draw_negatives(full, index.ids(), negatives, index.num_classes, random)
+    return with_fingerprint(replace(index, observed=kept, negatives=absent))
 
 
 def draw_positives(

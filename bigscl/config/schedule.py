@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.bounds import CountOrZero, NonNegative, Positive
 from bigscl.common.user_error import UserError
-from bigscl.data.plan import Plan, training_plan
+from bigscl.data.epoch_plan import Plan, training_plan
 
 if TYPE_CHECKING:
     from bigscl.config import Config

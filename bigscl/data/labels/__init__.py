@@ -1,0 +1,1 @@
+"""Labels of samples: those that training sees, files of labels, drawn labels, ReaL labels."""

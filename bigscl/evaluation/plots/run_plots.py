@@ -1,0 +1,211 @@
+"""Pictures of runs: samples side by side, an epoch's samples, and curves of metrics over epochs."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bigscl.common.files import atomic_write, read_json_lines
+from bigscl.config import Config
+from bigscl.data.index import Index
+from bigscl.data.read_samples import read_images, read_metadata
+from bigscl.evaluation.plots.sample_plots import (
+    MEANINGS,
+    Kind,
+    SamplePicture,
+    boxes_by_class,
+    draw_samples,
+    kinds_of,
+    panel_of,
+    panels_of,
+)
+from bigscl.selection.selection import Selection
+from bigscl.store import HeatmapStore, Rows
+from bigscl.training.run_folder import open_data, read_store
+
+KINDS: tuple[Kind, ...] = ("annotated", "unannotated", "negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredSample:
+    """The stored rows of one image in a run, and its annotated classes."""
+
+    rows: Rows
+    annotated: NDArray[np.bool_]
+    """[L], by the labels that the run trains on."""
+
+
+def draw_runs(
+    runs: Mapping[str, Config], path: Path, *, kinds: Sequence[Kind] = KINDS, count: int = 4
+) -> None:
+    """Draw `count` training images that have an unannotated positive, one line for each kind of class.
+
+    All runs use the same shards and keep their heatmaps on disk. The first run's labels decide which classes
+    are annotated; of several classes, that with the highest mean score over the runs is shown.
+    """
+    index = open_data(next(iter(runs.values()))).train
+    ids = _with_missing(index, count)
+    images, metadata = read_images(index, ids), read_metadata(index, ids)
+    stored = {name: _stored_samples(config, ids) for name, config in runs.items()}
+    present = index.labels_of(ids, "labels") == 1
+    samples = []
+    for place, sample_id in enumerate(ids.tolist()):
+        held = {name: samples[place] for name, samples in stored.items()}
+        boxes = boxes_by_class(metadata[sample_id].get("boxes", []))
+        for kind, number in _shown(held, present[place], kinds):
+            panels = [
+                replace(
+                    panel_of(
+                        own.rows,
+                        number,
+                        index.class_names,
+                        kinds_of(own.annotated, present=present[place]),
+                        boxes,
+                    ),
+                    name=f"{name}: {index.class_names[number]}",
+                )
+                for name, own in held.items()
+            ]
+            title = f"{index.class_names[number]}: {MEANINGS[kind]}"
+            samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
+    draw_samples(
+        samples,
+        path,
+        title=f"{len(ids)} training images with an unannotated positive, evenly over the set",
+    )
+
+
+def _with_missing(index: Index, count: int) -> NDArray[np.int64]:
+    """Return images spread over the set that have an unannotated positive; any images if none has one."""
+    ids = index.ids()
+    missing = ((index.labels_of(ids, "labels") == 1) & (index.labels_of(ids) != 1)).any(1)
+    candidates = ids[missing] if missing.any() else ids
+    return candidates[:: max(1, len(candidates) // count)][:count]
+
+
+def _stored_samples(config: Config, ids: NDArray[np.int64]) -> list[StoredSample]:
+    """Return the stored rows of each of these images in a run."""
+    data = open_data(config)
+    annotated = data.train.labels_of(ids, config.data.labels) == 1
+    with read_store(config, data.labelled) as store:
+        rows = store.read_evidence(ids)
+    return [StoredSample(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
+
+
+def _shown(
+    held: Mapping[str, StoredSample], present: NDArray[np.bool_], kinds: Sequence[Kind]
+) -> list[tuple[Kind, int]]:
+    """Return a class of each kind, if the image has one."""
+    annotated = next(iter(held.values())).annotated
+    scores = np.mean([own.rows.scores[0].astype(np.float64) for own in held.values()], axis=0)
+    masks = {"annotated": annotated, "unannotated": present & ~annotated, "negative": ~present & ~annotated}
+    return [(kind, int(np.where(masks[kind], scores, -1.0).argmax())) for kind in kinds if masks[kind].any()]
+
+
+PANELS = 5
+
+
+def draw_epoch(
+    store: HeatmapStore, index: Index, selection: Selection, path: Path, count: int, title: str = ""
+) -> None:
+    """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
+    ids = np.array(store.spec.tracked[:count], np.int64)
+    rows = store.read_evidence(ids)
+    images, metadata = read_images(index, ids), read_metadata(index, ids)
+    kinds = _kinds(index, ids, rows.scores, selection)
+    samples = [
+        SamplePicture(
+            image=images[int(n)].numpy(),
+            title=index.key(int(n)),
+            panels=panels_of(
+                rows.take(slice(place, place + 1)),
+                index.class_names,
+                kinds=kinds[place],
+                boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
+                count=PANELS,
+            ),
+        )
+        for place, n in enumerate(ids)
+    ]
+    draw_samples(samples, path, title=title or f"the first {len(ids)} tracked samples, evenly over the set")
+
+
+def _kinds(
+    index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Selection
+) -> list[list[Kind]]:
+    """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
+    observed = index.labels_of(ids)
+    if index.labels is not None:
+        present = index.labels_of(ids, "labels") == 1
+        return [kinds_of(observed[n] == 1, present=present[n]) for n in range(len(ids))]
+    expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    return [
+        kinds_of(observed[n] == 1, expected=expected[n], negatives=observed[n] == 0) for n in range(len(ids))
+    ]
+
+
+Curve = dict[int, float]
+"""A value by epoch, counted from 1."""
+CURVES = {"val": ("map", "validation mAP, %", 100.0), "train": ("total", "training loss", 1.0)}
+"""The kinds of lines in metrics.jsonl, each with its field, its title and its scale."""
+
+
+def read_curve(run: Path, kind: str, name: str, scale: float = 1.0) -> Curve:
+    """Return the mean of a metric in each epoch of a run; empty if the run has not logged it."""
+    values: dict[int, list[float]] = {}
+    file = run / "metrics.jsonl"
+    for line in read_json_lines(file) if file.exists() else ():
+        epoch, value = line.get("epoch"), line.get(name)
+        if line.get("kind") != kind or not isinstance(epoch, int) or not isinstance(value, int | float):
+            continue
+        if math.isfinite(value):
+            values.setdefault(epoch + 1, []).append(scale * value)
+    return {epoch: statistics.fmean(found) for epoch, found in sorted(values.items())}
+
+
+def draw_curves(runs: Mapping[str, Sequence[Path]], path: Path) -> bool:
+    """Draw the curves of each method, a thin line per run and the mean over its runs (seeds) in bold.
+
+    Returns False, and draws nothing, if no run has any metrics.
+    """
+    from matplotlib.figure import Figure
+
+    curves = {
+        kind: {name: [read_curve(run, kind, field, scale) for run in own] for name, own in runs.items()}
+        for kind, (field, _, scale) in CURVES.items()
+    }
+    if not any(curve for methods in curves.values() for own in methods.values() for curve in own):
+        return False
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    panels: Any = figure.subplots(1, len(CURVES))
+    for panel, (kind, (_, title, _)) in zip(panels, CURVES.items(), strict=True):
+        panel.set(title=title, xlabel="epoch")
+        for number, (name, own) in enumerate(curves[kind].items()):
+            _draw_method(panel, name, [curve for curve in own if curve], f"C{number % 10}")
+        panel.grid(alpha=0.3)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    with atomic_write(path) as partial:
+        figure.savefig(partial, dpi=120, format="png", metadata={"Software": None})
+    return True
+
+
+def _draw_method(panel: Any, name: str, curves: Sequence[Curve], color: str) -> None:
+    mean = mean_curve(curves)
+    # A single point would not be visible as a line.
+    panel.plot(list(mean), list(mean.values()), label=name, color=color, linewidth=1.8, marker=".")
+    if len(curves) > 1:
+        for curve in curves:
+            panel.plot(list(curve), list(curve.values()), color=color, linewidth=0.6, alpha=0.5)
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Return the mean in each epoch that all curves have; runs that have not come so far do not bend it."""
+    common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
+    return {epoch: statistics.fmean(curve[epoch] for curve in curves) for epoch in sorted(common)}
