@@ -226,7 +226,9 @@ def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -
         SingleProcess(),
     )
     store.commit(
-        epoch=epoch, step=10 * (epoch + 1), attributes={"selection": chosen.to_json(), "skipped": []}
+        epoch=epoch,
+        step=10 * (epoch + 1),
+        attributes={"selection": chosen.to_json(), "next_epoch": epoch + 1, "skipped": []},
     )
 
 

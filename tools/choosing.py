@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import HeatmapStore, Snapshot
 from bigscl.tools.halves import to_float32
 from bigscl.tools.opening import Data
@@ -111,5 +112,4 @@ def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:
 
 def next_epoch(store: HeatmapStore) -> int:
     """Return the first epoch that the store's snapshot has not finished."""
-    number: int = store.snapshot.attributes.get("next_epoch", store.snapshot.epoch + 1)
-    return number
+    return SnapshotState.of(store.snapshot, store.spec.num_classes).next_epoch

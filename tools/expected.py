@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.user_error import UserError
-from bigscl.selection.ranking import named_first, rank
-from bigscl.store import Array, HeatmapStore, SingleProcess, Snapshot
-from bigscl.tools.opening import has_selection
+from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.selection.ranking import Cuts, named_first, rank
+from bigscl.store import Array, HeatmapStore, SingleProcess
 from bigscl.tools.passes import ranked_by_shard
 
 
@@ -59,61 +58,30 @@ def expected_at(store: HeatmapStore) -> Expected:
     positives is selected from the current scores of all samples.
     """
     snapshot = store.snapshot
-    if not has_selection(snapshot):
-        num_classes = store.spec.num_classes
-        return Expected(
-            tau=np.ones(num_classes, np.float16),
-            last_id=np.full(num_classes, -1),
-            recomputed=False,
-            note=f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch}",
+    state = SnapshotState.of(snapshot, store.spec.num_classes)
+    cuts, recomputed = state.selection, False
+    if not cuts.any:
+        note = f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch}"
+    elif state.within_epoch:
+        cuts, recomputed = _select_again(store, cuts), True
+        note = (
+            f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives "
+            f"were selected from its scores, since the run's last cuts are of the end of epoch "
+            f"{snapshot.epoch - 1}"
         )
-    if in_mid_epoch(snapshot):
-        return _recomputed(store)
-    note = f"expected positives as selected at the end of epoch {snapshot.epoch}"
-    cuts = snapshot.attributes["selection"]
-    tau, last_id = np.asarray(cuts["tau"], np.float16), np.asarray(cuts["last_id"], np.int64)
-    return Expected(tau=tau, last_id=last_id, recomputed=False, note=note)
+    else:
+        note = f"expected positives as selected at the end of epoch {snapshot.epoch}"
+    return Expected(tau=cuts.tau, last_id=cuts.last_id, recomputed=recomputed, note=note)
 
 
-def in_mid_epoch(snapshot: Snapshot) -> bool:
-    """Return whether some rows were updated after the run last selected."""
-    return bool(snapshot.attributes.get("next_epoch") == snapshot.epoch)
-
-
-def _recomputed(store: HeatmapStore) -> Expected:
-    snapshot = store.snapshot
-    known = snapshot.attributes["selection"].get("num_expected")
-    num_expected = _counted(store) if known is None else np.asarray(known, np.int64)
+def _select_again(store: HeatmapStore, cuts: Cuts) -> Cuts:
+    """Return cuts of as many positives, by the snapshot's own scores."""
+    assert cuts.num_expected is not None
     chunks = ranked_by_shard("selecting", store)
-    if snapshot.attributes["selection"].get("named_first"):
+    if cuts.named_first:
         assert store.annotations is not None
         chunks = named_first(chunks, store.annotations)
-    cuts = rank(chunks, num_expected, SingleProcess())
-    note = (
-        f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives were "
-        f"selected from its scores, since the run's last cuts are of the end of epoch {snapshot.epoch - 1}"
-    )
-    return Expected(tau=cuts.tau, last_id=cuts.last_id, recomputed=True, note=note)
-
-
-def _counted(store: HeatmapStore) -> NDArray[np.int64]:
-    """Return how many positives a run expects of each class, counted at the end of an epoch.
-
-    For snapshots of earlier revisions, which do not record it.
-    """
-    ends = [one for one in store.snapshots() if has_selection(one) and not in_mid_epoch(one)]
-    if not ends:
-        raise UserError(
-            f"{store.backend.url}: snapshot {store.snapshot.id} was saved in the middle of epoch "
-            f"{store.snapshot.epoch} and does not say how many positives its run expects, and there is no "
-            f"snapshot of the end of an epoch to count them in. Run this again after the end of an epoch."
-        )
-    end = HeatmapStore(store.backend, store.spec, ends[-1], store.annotations)
-    expected = expected_at(end)
-    counts = np.zeros(store.spec.num_classes, np.int64)
-    for ids, values in ranked_by_shard("counting expected positives", end):
-        counts += count_by_class(expected.of(values, ids))
-    return counts
+    return rank(chunks, cuts.num_expected, SingleProcess())
 
 
 def count_by_class(mask: NDArray[np.bool_]) -> NDArray[np.int64]:

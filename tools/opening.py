@@ -16,7 +16,6 @@ from bigscl.store import (
     Annotations,
     HeatmapStore,
     IndexMismatch,
-    Snapshot,
     StorageOptions,
 )
 
@@ -234,9 +233,3 @@ def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
         if isinstance(snapshot, int):
             found.setdefault(snapshot, []).append(file.parent.name)
     return found
-
-
-def has_selection(snapshot: Snapshot) -> bool:
-    """Return whether the snapshot has expected positives."""
-    cuts = snapshot.attributes.get("selection")
-    return cuts is not None and any(last_id >= 0 for last_id in cuts["last_id"])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import load_pyarrow, write_text
 from bigscl.common.text import printable
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.tools.found_labels import COLUMNS, Fit, FoundLabels
 from bigscl.tools.label_formats import check_folder
 from bigscl.tools.tables import Batch, table_writer
@@ -140,7 +141,7 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
 def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> list[str]:
     snapshot = found.store.snapshot
     source = "a store" if run is None else f"run `{printable(run.name)}`"
-    total = found.store.snapshot.attributes.get("selection", {}).get("num_expected")
+    total = SnapshotState.of(snapshot, found.store.spec.num_classes).selection.num_expected
     number = "" if total is None else f", {sum(total) / found.store.spec.num_samples:.3f} per image"
     return [
         f"By bigscl {version('bigscl')}, from the memory of {source}: snapshot {snapshot.id}, epoch "

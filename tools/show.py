@@ -10,6 +10,7 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import (
     FORMAT,
     Array,
@@ -22,7 +23,7 @@ from bigscl.store import (
     read_holder,
     snapshot_bytes,
 )
-from bigscl.tools.expected import Expected, expected_at, in_mid_epoch
+from bigscl.tools.expected import Expected, expected_at
 from bigscl.tools.opening import (
     AtSnapshot,
     Data,
@@ -30,7 +31,6 @@ from bigscl.tools.opening import (
     StorageFlags,
     Store,
     checkpoints_by_snapshot,
-    has_selection,
     open_store,
     run_folder,
 )
@@ -117,7 +117,7 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "visited": _visits(store),
         "snapshots": [
             {
-                **snapshot_facts(one),
+                **snapshot_facts(one, store.spec.num_classes),
                 "bytes": named[one.id].all,
                 "bytes_only_here": named[one.id].only_here,
                 "checkpoints": checkpoints.get(one.id, []),
@@ -133,7 +133,9 @@ def is_alive(holder: Holder) -> bool | None:
     return process_start(holder.pid) == holder.started if here else None
 
 
-def snapshot_facts(snapshot: Snapshot) -> dict[str, Any]:
+def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
+    """Return what is printed of a snapshot."""
+    state = SnapshotState.of(snapshot, num_classes)
     return {
         "id": snapshot.id,
         "epoch": snapshot.epoch,
@@ -142,9 +144,9 @@ def snapshot_facts(snapshot: Snapshot) -> dict[str, Any]:
         "run": snapshot.run,
         "group": snapshot.group,
         "shards_written": sum(slot >= 0 for slot in snapshot.slots),
-        "selection": has_selection(snapshot),
-        "mid_epoch": in_mid_epoch(snapshot),
-        "skipped": len(snapshot.attributes.get("skipped", ())),
+        "selection": state.selection.any,
+        "mid_epoch": state.within_epoch,
+        "skipped": len(state.skipped),
     }
 
 

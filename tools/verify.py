@@ -16,6 +16,7 @@ from bigscl.common.files import BadFile as BadInput
 from bigscl.common.files import find_folder
 from bigscl.config import ConfigError
 from bigscl.memory.score_history import FOLDER, REMEDY, WHAT
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
@@ -25,6 +26,7 @@ from bigscl.store import (
     HeatmapStore,
     IndexMismatch,
     SnapshotLog,
+    StoreError,
     Version,
     history_faults,
     stored_bytes,
@@ -85,7 +87,7 @@ def command(
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
     for one in _stores(store, numbers, storage, data, findings):
-        findings += _check_cuts(one)
+        findings += _check_attributes(one)
         findings += _check_shards(one, threads, checked)
     findings += _of_files(history_faults(opened.backend, opened.spec))
     findings += _of_files(("run", fault) for fault in _run_faults(run_folder(store)))
@@ -157,16 +159,12 @@ def _stores(
             findings.append(Finding(snapshot=number, where="snapshot file", samples=(), reason=str(error)))
 
 
-def _check_cuts(store: HeatmapStore) -> Iterator[Finding]:
-    """Check that the selection of a snapshot has a cut for each class."""
-    cuts = store.snapshot.attributes.get("selection")
-    if cuts is None:
-        return
-    for name in ("tau", "last_id"):
-        found = len(cuts.get(name, ()))
-        if found != store.spec.num_classes:
-            reason = f"{found} values of {name}, expected {store.spec.num_classes}, one per class"
-            yield Finding(snapshot=store.snapshot.id, where="selection", samples=(), reason=reason)
+def _check_attributes(store: HeatmapStore) -> Iterator[Finding]:
+    """Check what the memory has written into a snapshot, as a cut for each class."""
+    try:
+        SnapshotState.of(store.snapshot, store.spec.num_classes)
+    except StoreError as error:
+        yield Finding(snapshot=store.snapshot.id, where="attributes", samples=(), reason=str(error))
 
 
 def _check_shards(store: HeatmapStore, threads: int, checked: _Checked) -> Iterator[Finding]:

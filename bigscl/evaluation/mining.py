@@ -8,9 +8,10 @@ import torch
 
 from bigscl.config import Config
 from bigscl.data.index import Index, true_labels
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.k import estimate_k
-from bigscl.selection.selection import Selection, expected_counts, select
-from bigscl.store import Answered, HeatmapStore, SingleProcess, Snapshot, label_counts
+from bigscl.selection.selection import expected_counts, select, selection_of
+from bigscl.store import Answered, HeatmapStore, SingleProcess, label_counts
 from bigscl.training.run_folder import open_data, read_store
 
 
@@ -55,8 +56,10 @@ def mined_positives(
     counts labels without them.
     """
     shards = range(store.spec.num_shards)
-    selection = _own_selection(store.snapshot)
-    if selection is None:
+    state = SnapshotState.of(store.snapshot, store.spec.num_classes)
+    if state.selection.any and not state.within_epoch:
+        selection = selection_of(state.selection)
+    else:
         num_expected = expected_counts(
             label_counts(index.annotations("observed"), answered or Answered.of()), positives_per_image
         )
@@ -77,14 +80,3 @@ def mined_positives(
         precision=found / mined if mined else float("nan"),
         recall=found / missing if missing else float("nan"),
     )
-
-
-def _own_selection(snapshot: Snapshot) -> Selection | None:
-    """Return the expected positives that were selected at the end of an epoch; None if there are none."""
-    cuts, ended = (
-        snapshot.attributes.get("selection"),
-        snapshot.attributes.get("next_epoch") != snapshot.epoch,
-    )
-    if cuts is None or not ended or max(cuts["last_id"], default=-1) < 0:
-        return None
-    return Selection.from_json(cuts)

@@ -35,10 +35,11 @@ from bigscl.memory.lookup import (
 )
 from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
 from bigscl.memory.score_history import ScoreLog
-from bigscl.memory.snapshot_state import committed_state, find_empty, find_snapshot, is_empty
+from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
 from bigscl.memory.visits import EpochVisits
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule
+from bigscl.selection.selection import selection_of
 from bigscl.store import (
     Annotations,
     Answered,
@@ -160,16 +161,18 @@ class Memory(Closing):
         self._annotated = AnnotatedClasses(self._annotations, self._device, started)
 
     def _start(self, epoch: int | None = None) -> None:
-        """Stand where the store's snapshot stands."""
-        committed = committed_state(self.store.snapshot, self.store.spec.num_classes)
-        self.epoch = committed.next_epoch if epoch is None else epoch
-        """The epoch that is being learnt, or comes next."""
-        selection = committed.selection if self._rule is None else self._rule.completed(committed.selection)
+        """Load epoch, selection and visits from the store's snapshot."""
+        state = SnapshotState.of(self.store.snapshot, self.store.spec.num_classes)
+        self.epoch = state.next_epoch if epoch is None else epoch
+        """The epoch that is being trained, or comes next."""
+        selection = selection_of(state.selection)
+        if self._rule is not None:
+            selection = self._rule.completed(selection)
         self.selection = selection.to(self._device)
         """The expected positives of this epoch."""
-        self.class_ratios = committed.class_ratios
+        self.class_ratios = state.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""
-        self._visits = EpochVisits(self.store, self.epoch, committed.skipped, self._ranks)
+        self._visits = EpochVisits(self.store, self.epoch, state.skipped, self._ranks)
         self._is_dirty = False
 
     @property
@@ -355,16 +358,15 @@ class Memory(Closing):
         self._drop_unneeded()
 
     def _commit(self, step: int, *, next_epoch: int) -> None:
-        ended = next_epoch != self.epoch
-        attributes: dict[str, Any] = {
-            "selection": self.selection.to_json(),
-            "next_epoch": next_epoch,
-            "skipped": [] if ended else self._visits.all_skipped(),
-            "momentum": self._settings.momentum,
-        }
-        if self.class_ratios is not None:
-            attributes["class_ratios"] = self.class_ratios.tolist()
-        attributes |= self._answered.attribute()
+        state = SnapshotState(
+            selection=self.selection.cuts(),
+            epoch=self.epoch,
+            next_epoch=next_epoch,
+            skipped=[] if next_epoch != self.epoch else self._visits.all_skipped(),
+            momentum=self._settings.momentum,
+            class_ratios=self.class_ratios,
+        )
+        attributes = state.attributes() | self._answered.attribute()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
         self._is_dirty = False
 

@@ -1,4 +1,4 @@
-"""What a commit of the memory adds to a snapshot, and the snapshots that a memory returns to."""
+"""Attributes that the memory adds to a snapshot of the store, and the snapshots that a memory returns to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,53 +8,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.selection.selection import Selection
+from bigscl.selection.ranking import Cuts
 from bigscl.store import HeatmapStore, Snapshot, StoreError
+
+REQUIRED = ("selection", "next_epoch", "skipped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CommittedState:
-    """Where a memory stands at a snapshot."""
+class SnapshotState:
+    """State of the memory at a snapshot. The store itself reads the answers of people and the momentum."""
 
-    selection: Selection
-    next_epoch: int
-    """The epoch that is being learnt at the snapshot, or comes next."""
+    selection: Cuts
+    """The expected positives of `next_epoch`."""
+    epoch: int = -1
+    """The epoch that has updated rows last; -1 before the first."""
+    next_epoch: int = 0
+    """The epoch that is being trained at the snapshot, or comes next."""
     skipped: list[int]
     """Samples of that epoch that could not be read."""
+    momentum: float | None = None
+    """Momentum of the moving averages; None before the first commit."""
     class_ratios: NDArray[np.float64] | None = None
     """K of each class for the next selection; None: not estimated yet."""
 
+    @classmethod
+    def of(cls, snapshot: Snapshot, num_classes: int) -> "SnapshotState":
+        """Return the state that a commit has written; StoreError if an attribute is missing or wrong."""
+        attributes = snapshot.attributes
+        if not any(name in attributes for name in REQUIRED):
+            return cls(selection=Cuts.none(num_classes), epoch=snapshot.epoch, skipped=[])
+        if missing := [name for name in REQUIRED if name not in attributes]:
+            raise StoreError(f"snapshot {snapshot.id}: has no attribute {', '.join(missing)}")
+        try:
+            ratios, momentum = attributes.get("class_ratios"), attributes.get("momentum")
+            state = cls(
+                selection=Cuts.from_json(attributes["selection"]),
+                epoch=snapshot.epoch,
+                next_epoch=int(attributes["next_epoch"]),
+                skipped=[int(sample) for sample in attributes["skipped"]],
+                momentum=None if momentum is None else float(momentum),
+                class_ratios=None if ratios is None else np.asarray(ratios, np.float64),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = str(error) if isinstance(error, UserError) else repr(error)
+            raise StoreError(f"snapshot {snapshot.id}: its attributes cannot be read ({reason})") from None
+        for name, values in (("tau", state.selection.tau), ("class_ratios", state.class_ratios)):
+            if values is not None and values.shape != (num_classes,):
+                raise StoreError(
+                    f"snapshot {snapshot.id}: its selection has {values.size} values of {name}, expected "
+                    f"{num_classes}, one per class"
+                )
+        return state
 
-def committed_state(snapshot: Snapshot, num_classes: int) -> CommittedState:
-    """Return what a commit has noted in its snapshot; StoreError if it cannot be read.
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes to commit; epoch and answers are written by the store."""
+        ratios = {} if self.class_ratios is None else {"class_ratios": self.class_ratios.tolist()}
+        return {
+            "selection": self.selection.to_json(),
+            "next_epoch": self.next_epoch,
+            "skipped": self.skipped,
+            "momentum": self.momentum,
+            **ratios,
+        }
 
-    Earlier revisions did not note the epoch: then it is the one after the snapshot's.
-    """
-    attributes = snapshot.attributes
-    if not attributes:
-        return CommittedState(selection=Selection.none(num_classes), next_epoch=0, skipped=[])
-    try:
-        selection = Selection.from_json(attributes["selection"])
-        next_epoch = int(attributes.get("next_epoch", snapshot.epoch + 1))
-        skipped = [int(sample) for sample in attributes["skipped"]]
-        ratios = attributes.get("class_ratios")
-        class_ratios = None if ratios is None else np.asarray(ratios, np.float64)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StoreError(
-            f"snapshot {snapshot.id}: its selection and skipped samples cannot be read ({error!r})"
-        ) from None
-    if class_ratios is not None and class_ratios.shape != (num_classes,):
-        raise StoreError(
-            f"snapshot {snapshot.id}: its class_ratios have shape {list(class_ratios.shape)}, expected "
-            f"{[num_classes]}"
-        )
-    if len(selection.tau) != num_classes:
-        raise StoreError(
-            f"snapshot {snapshot.id}: its selection has {len(selection.tau)} classes, expected {num_classes}"
-        )
-    return CommittedState(
-        selection=selection, next_epoch=next_epoch, skipped=skipped, class_ratios=class_ratios
-    )
+    @property
+    def within_epoch(self) -> bool:
+        """Whether some rows were updated after the last selection."""
+        return self.next_epoch == self.epoch
 
 
 def find_snapshot(store: HeatmapStore, state: Mapping[str, Any]) -> int:

@@ -10,9 +10,9 @@ fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
 
 # Shapes: L classes, n rows of a chunk.
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,51 @@ class Cuts:
 
     tau: NDArray[np.float16]
     last_id: NDArray[np.int64]
-    num_expected: NDArray[np.int64]
+    num_expected: NDArray[np.int64] | None = None
+    """How many positives of each class were requested; None before the first selection."""
     surest: "Cuts | None" = None
     """The cuts of fewer positives, the surest of these, if asked for."""
     positives: NDArray[np.int64] | None = None
     """Positives, annotated or expected, of all images that are annotated with each class, if asked for."""
+    named_first: bool = False
+    """Whether annotated positives were ranked before all others, whatever their values."""
+
+    @classmethod
+    def none(cls, num_classes: int) -> "Cuts":
+        """Return cuts that select nothing, as before the first selection."""
+        return cls(tau=np.ones(num_classes, np.float16), last_id=np.full(num_classes, -1))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Cuts":
+        """Return the cuts that `to_json` described, bit for bit."""
+        cuts = cls(
+            tau=np.array(values["tau"], np.float16),
+            last_id=np.array(values["last_id"], np.int64),
+            num_expected=np.array(values["num_expected"], np.int64) if "num_expected" in values else None,
+            surest=cls.from_json(values["surest"]) if "surest" in values else None,
+            named_first=bool(values.get("named_first", False)),
+        )
+        for name in ("last_id", "num_expected"):
+            numbers = getattr(cuts, name)
+            if numbers is not None and numbers.shape != cuts.tau.shape:
+                raise UserError(
+                    f"selection: {cuts.tau.size} values of tau but {numbers.size} of {name}, expected as many"
+                )
+        if cuts.num_expected is None and cuts.any:
+            raise UserError("selection: num_expected is missing")
+        return cuts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cuts as plain numbers, which represent every float16 exactly."""
+        counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
+        named = {"named_first": True} if self.named_first else {}
+        surest = {} if self.surest is None else {"surest": self.surest.to_json()}
+        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **surest, **named}
+
+    @property
+    def any(self) -> bool:
+        """Whether they select any sample."""
+        return bool((self.last_id >= 0).any())
 
 
 Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]

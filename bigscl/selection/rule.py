@@ -76,4 +76,4 @@ class SelectionRule:
         cuts = ranking.rank(chunks, num_expected, ranks, num_surest=surest, annotations=named)
         if cuts.positives is not None:
             ratios = class_ratios(k, counts, cuts.positives)
-        return selection_of(cuts, named_first=self.named_first), ratios
+        return selection_of(replace(cuts, named_first=self.named_first)), ratios

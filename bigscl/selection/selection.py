@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bigscl.common.user_error import UserError
 from bigscl.selection.ranking import Cuts, rank
 from bigscl.store import Transport
 
@@ -42,27 +41,21 @@ class Selection:
     @classmethod
     def from_json(cls, cuts: Mapping[str, Any]) -> "Selection":
         """Return the selection that `to_json` described, bit for bit."""
-        tau = torch.tensor(cuts["tau"], dtype=torch.float16)
-        last_id = torch.tensor(cuts["last_id"], dtype=torch.int64)
-        counts = torch.tensor(cuts["num_expected"], dtype=torch.int64) if "num_expected" in cuts else None
-        if tau.shape != last_id.shape:
-            raise UserError(
-                f"selection: {len(tau)} values of tau but {len(last_id)} of last_id, expected as many"
-            )
-        return cls(
-            tau=tau,
-            last_id=last_id,
-            num_expected=counts,
-            surest=cls.from_json(cuts["surest"]) if "surest" in cuts else None,
-            named_first=bool(cuts.get("named_first", False)),
-        )
+        return selection_of(Cuts.from_json(cuts))
 
     def to_json(self) -> dict[str, Any]:
         """Return the cuts as plain numbers, which represent every float16 exactly."""
-        counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
-        named = {"named_first": True} if self.named_first else {}
-        surest = {} if self.surest is None else {"surest": self.surest.to_json()}
-        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **surest, **named}
+        return self.cuts().to_json()
+
+    def cuts(self) -> Cuts:
+        """Return the cuts in numpy."""
+        return Cuts(
+            tau=self.tau.cpu().numpy(),
+            last_id=self.last_id.cpu().numpy(),
+            num_expected=None if self.num_expected is None else self.num_expected.cpu().numpy(),
+            surest=None if self.surest is None else self.surest.cuts(),
+            named_first=self.named_first,
+        )
 
     def to(self, device: torch.device | str) -> "Selection":
         """Return the cuts on a device."""
@@ -116,12 +109,12 @@ def select(
     return selection_of(rank(chunks, num_expected, transport, gather_bytes=gather_bytes))
 
 
-def selection_of(cuts: Cuts, *, named_first: bool = False) -> Selection:
+def selection_of(cuts: Cuts) -> Selection:
     """Return the selection that these cuts make."""
     return Selection(
         tau=torch.from_numpy(cuts.tau),
         last_id=torch.from_numpy(cuts.last_id),
-        num_expected=torch.from_numpy(cuts.num_expected),
+        num_expected=None if cuts.num_expected is None else torch.from_numpy(cuts.num_expected),
         surest=None if cuts.surest is None else selection_of(cuts.surest),
-        named_first=named_first,
+        named_first=cuts.named_first,
     )

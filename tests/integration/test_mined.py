@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bigscl.tools.expected import in_mid_epoch
+from bigscl.memory.snapshot_state import SnapshotState
 from tests.builders import index_of, write_config
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import store_of
@@ -25,12 +25,14 @@ def test_every_class_has_its_number_of_expected_positives_in_mid_epoch(trainer_s
     counts = np.rint(2.5 * index.annotations().counts()).astype(int)
     wanted = {number: min(count, index.num_samples) for number, count in enumerate(counts.tolist()) if count}
     snapshots = store_of(run, shards).snapshots()
-    assert {in_mid_epoch(one) for one in snapshots} == {True, False}
+    assert {SnapshotState.of(one, index.num_classes).within_epoch for one in snapshots} == {True, False}
     for one in snapshots:
         out = tmp_path / f"{one.id}.csv"
         options = ("--which", "expected", "--snapshot", one.id, "-o", out, "--json")
         answer = bigscl("export", run, "labels", *options)
         assert answer.code == 0, answer.err
-        assert answer.json()["selection"]["recomputed"] == in_mid_epoch(one)
+        assert (
+            answer.json()["selection"]["recomputed"] == SnapshotState.of(one, index.num_classes).within_epoch
+        )
         with out.open() as file:
             assert Counter(int(row["class"]) for row in csv.DictReader(file)) == wanted

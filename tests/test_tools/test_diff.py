@@ -32,7 +32,7 @@ def test_a_single_changed_row_is_found(run, index):
             sample_visits=before["sample_visits"],
         )
         update(store, 3, np.array([17]), changed)
-        store.commit(epoch=3, attributes=store.snapshot.attributes)
+        store.commit(epoch=3, attributes={**store.snapshot.attributes, "next_epoch": 4})
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1
     facts = answer.json()
@@ -48,8 +48,9 @@ def test_a_single_changed_row_is_found(run, index):
 
 def test_changes_of_the_selection_alone_are_found(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
-        cuts = store.snapshot.attributes["selection"]
-        store.commit(epoch=2, attributes={"selection": {**cuts, "tau": [1.0] * 10, "last_id": [-1] * 10}})
+        before = store.snapshot.attributes
+        cuts = {**before["selection"], "tau": [1.0] * 10, "last_id": [-1] * 10}
+        store.commit(epoch=2, attributes={**before, "selection": cuts})
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1
     facts = answer.json()

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def test_a_shard_without_any_kept_heatmap_of_a_mined_label_has_no_boxes(topk, in
         store.save_shard(0, rows)
         cuts = Selection.none(10)
         cuts.tau[9], cuts.last_id[9] = 0.9, 100
-        store.commit(epoch=2, attributes={"selection": cuts.to_json(), "skipped": []})
+        cuts = replace(cuts, num_expected=torch.ones(10, dtype=torch.int64))
+        store.commit(epoch=2, attributes={"selection": cuts.to_json(), "next_epoch": 3, "skipped": []})
     out = tmp_path / "mined.jsonl"
     assert bigscl("export", topk, "labels", "-o", out).code == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -333,7 +335,8 @@ def test_before_the_first_selection_there_is_nothing_to_mine(index, tmp_path):
     annotations, shards = index.annotations(), index.urls[0].replace("000000", "*")
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4)
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
-        store.commit(epoch=0, attributes={"selection": Selection.none(10).to_json()})
+        none = Selection.none(10).to_json()
+        store.commit(epoch=0, attributes={"selection": none, "next_epoch": 1, "skipped": []})
     out = ("--shards", shards, "-o", tmp_path / "x.csv")
     answer = bigscl("export", tmp_path / "store", "labels", *out)
     assert answer.code == 2

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from bigscl.common.digests import write_sealed
+from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.selection.ranking import Cuts
 from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
@@ -27,9 +29,11 @@ def wide_run(tmp_path, wide):
     url, annotations, ids = folder / "store", wide.annotations(), wide.ids()
     HeatmapStore.create(url, annotations, heatmap_size=4, tracked=0)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
+        state = SnapshotState(selection=Cuts.none(wide.num_classes), next_epoch=1, skipped=[])
+        attributes = state.attributes()
         for epoch, seen in ((0, ids), (1, ids[::2])):
             update(store, epoch, seen, random_update(store, len(seen), seed=epoch))
-            at = store.commit(epoch=epoch, step=10 * (epoch + 1), attributes={"next_epoch": 1, "skipped": []})
+            at = store.commit(epoch=epoch, step=10 * (epoch + 1), attributes=attributes)
             add_checkpoint(folder, at.step, at.id)
         store.drop_snapshots(keep=[store.snapshot.parent])
     add_config(folder, wide)
@@ -212,7 +216,10 @@ def answered_run(tmp_path, index, request):
         group = GroupSpec(**{"spatial_score": True, **LAYOUTS[request.param]})
         HeatmapStore.create(url, annotations, heatmap_size=4, group=group, tracked=0)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
-            attributes = {"next_epoch": 1, "skipped": [], "momentum": 0.8}
+            state = SnapshotState(
+                selection=Cuts.none(annotations.num_classes), next_epoch=1, skipped=[], momentum=0.8
+            )
+            attributes = state.attributes()
             update(store, 0, ids, random_update(store, len(ids), seed=0))
             first = store.commit(epoch=0, step=10, attributes=attributes)
             store.answer(answered)

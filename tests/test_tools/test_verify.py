@@ -132,7 +132,12 @@ def test_a_refuted_label_is_no_lost_positive_and_a_class_that_was_found_is_one(r
         ("slots", [0, 0, 0], "expected a list of 3 whole numbers"),
         ("slots", [0, 0, 0, 9999], "names slot 9999, the arrays have 3072"),
         ("group", "arrays-009", "arrays-009/zarr.json: is missing"),
-        ("attributes", {"selection": {"tau": [1.0], "last_id": [-1] * 10}}, "1 values of tau, expected 10"),
+        ("attributes", {"next_epoch": 3}, "has no attribute selection, skipped"),
+        (
+            "attributes",
+            {"selection": {"tau": [1.0], "last_id": [-1]}, "next_epoch": 3, "skipped": []},
+            "1 values of tau, expected 10",
+        ),
     ],
 )
 def test_impossible_snapshots_are_found(run, field, value, reason):

@@ -327,7 +327,7 @@ class Api:
         backend, holder = run.store.backend, read_holder(run.store.backend)
         checkpoints = checkpoints_by_snapshot(run.folder)
         snapshots = [
-            {**snapshot_facts(one), "checkpoints": checkpoints.get(one.id, [])}
+            {**snapshot_facts(one, run.store.spec.num_classes), "checkpoints": checkpoints.get(one.id, [])}
             for one in run.store.snapshots()
         ]
         return as_json(

@@ -18,7 +18,7 @@ from bigscl.common.files import repair_folder
 from bigscl.common.user_error import UserError
 from bigscl.distributed.ranks import failure_on_any
 from bigscl.memory.open_memory import free_shared_memory
-from bigscl.memory.snapshot_state import committed_state, is_empty
+from bigscl.memory.snapshot_state import SnapshotState, is_empty
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoint, CheckpointError, Progress
 from bigscl.training.metrics_log import MetricsLog
@@ -44,8 +44,8 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SnapshotState:
-    """What the store's snapshot adds to a checkpoint."""
+class EpochSamples:
+    """Samples that the epoch of a checkpoint has had, by the snapshot of its store."""
 
     skipped: list[int]
     """Samples of the current epoch that could not be read."""
@@ -58,7 +58,7 @@ class Saved:
     """A checkpoint that was read and checked, with its snapshot if the run has a store."""
 
     checkpoint: Checkpoint
-    snapshot: SnapshotState | None
+    samples: EpochSamples | None
     run_id: str
     """The id of the run that saved it; empty if it does not say."""
 
@@ -105,8 +105,8 @@ def restore(run: Run, state: ModelState, progress: EpochProgress, saved: Saved |
             return
         state.restore(saved.checkpoint)
         progress.restore(saved.checkpoint)
-        if saved.snapshot is not None:
-            progress.restore_samples(saved.snapshot.visited, saved.snapshot.skipped)
+        if saved.samples is not None:
+            progress.restore_samples(saved.samples.visited, saved.samples.skipped)
 
     def enter_phase() -> None:
         if progress.epoch < run.config.schedule.epochs:
@@ -245,28 +245,27 @@ class CheckpointSearch:
 
     def _with_visited(self, saved: Saved) -> Saved:
         """Send every rank the rows that rank 0 found visited: the stamps are a file for each shard."""
-        if saved.snapshot is None:
+        if saved.samples is None:
             return saved
-        ours = np.packbits(saved.snapshot.visited).tobytes() if self._run.ranks.rank == 0 else None
+        ours = np.packbits(saved.samples.visited).tobytes() if self._run.ranks.rank == 0 else None
         packed = np.frombuffer(self._run.ranks.broadcast(ours), np.uint8)
-        visited = np.unpackbits(packed, count=len(saved.snapshot.visited)).astype(bool)
-        return replace(saved, snapshot=replace(saved.snapshot, visited=visited))
+        visited = np.unpackbits(packed, count=len(saved.samples.visited)).astype(bool)
+        return replace(saved, samples=replace(saved.samples, visited=visited))
 
     def _read(self, path: Path, candidates: Candidates) -> Saved:
         """Read and check a checkpoint with its snapshot."""
         checkpoint = Checkpoint(path)
-        progress, snapshot, names = checkpoint.progress, None, [checkpoint.progress.run]
+        progress, samples, names = checkpoint.progress, None, [checkpoint.progress.run]
         store = self._open_snapshot(path, progress)
         if store is not None:
             names.append(store.snapshot.run)
         owner = self._check_owner(path, candidates, [name for name in names if name])
         if store is not None:
-            check_snapshot(path, progress, store.snapshot)
             stamps = store.last_epochs() if self._run.ranks.rank == 0 else np.full(store.spec.num_rows, -1)
-            snapshot = read_snapshot(store, stamps == progress.epoch, self._run.data.train.num_classes)
+            samples = read_samples(path, progress, store, stamps == progress.epoch)
         self._state.check(checkpoint)
         self._progress.check(checkpoint)
-        return Saved(checkpoint=checkpoint, snapshot=snapshot, run_id=owner)
+        return Saved(checkpoint=checkpoint, samples=samples, run_id=owner)
 
     def _check_owner(self, path: Path, candidates: Candidates, names: list[str]) -> str:
         """Return the run that saved a checkpoint, by the names in its files; refuse one of another run."""
@@ -319,24 +318,25 @@ def _check_ours(url: str, snapshots: list[Snapshot], run_id: str) -> None:
             )
 
 
-def check_snapshot(path: Path, progress: Progress, snapshot: Snapshot) -> None:
-    """Raise CheckpointError unless the snapshot was committed at the checkpoint's step and epoch."""
-    epoch = snapshot.attributes.get("next_epoch", progress.epoch)
-    if (snapshot.step, epoch) != (progress.step, progress.epoch):
-        raise CheckpointError(
-            f"{path}: stands at step {progress.step} in epoch {progress.epoch}, but its snapshot "
-            f"{snapshot.id} was committed at step {snapshot.step} in epoch {epoch}. Resume "
-            f"from another checkpoint with --resume."
-        )
+def read_samples(
+    path: Path, progress: Progress, store: HeatmapStore, visited: NDArray[np.bool_]
+) -> EpochSamples:
+    """Return the samples that the epoch of a checkpoint has had: visited, or skipped.
 
-
-def read_snapshot(store: HeatmapStore, visited: NDArray[np.bool_], num_classes: int) -> SnapshotState:
-    """Return the samples that the epoch of a snapshot has had: visited, or skipped."""
+    Raise CheckpointError unless the snapshot was committed at the checkpoint's step and epoch.
+    """
+    snapshot = store.snapshot
     try:
-        skipped = committed_state(store.snapshot, num_classes).skipped
-        visited[skipped] = True
+        state = SnapshotState.of(snapshot, store.spec.num_classes)
+        visited[state.skipped] = True
     except (StoreError, IndexError) as error:
         raise CheckpointError(
             f"{store.backend.url}: {error}. Resume from another checkpoint with --resume."
         ) from None
-    return SnapshotState(skipped=skipped, visited=visited)
+    if (snapshot.step, state.next_epoch) != (progress.step, progress.epoch):
+        raise CheckpointError(
+            f"{path}: stands at step {progress.step} in epoch {progress.epoch}, but its snapshot "
+            f"{snapshot.id} was committed at step {snapshot.step} in epoch {state.next_epoch}. Resume "
+            f"from another checkpoint with --resume."
+        )
+    return EpochSamples(skipped=state.skipped, visited=visited)
