@@ -34,7 +34,6 @@ from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.plots.run_plots import draw_epoch
 from bigscl.evaluation.validation import best_metric, validate
-from bigscl.memory.disabled import NoMemory
 from bigscl.memory.lookup import MemoryBatch
 from bigscl.preflight.startup_summary import summary
 from bigscl.training.accelerator import start_accelerator
@@ -43,7 +42,8 @@ from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import TrainingOptions
-from bigscl.training.run_folder import Run, RunFolder, make_score_log, open_data
+from bigscl.training.run_folder import Run, RunFolder, open_data
+from bigscl.training.run_memory import RunMemory, make_score_log
 from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
 from bigscl.training.stop_file import StopFile
@@ -245,7 +245,7 @@ class Trainer:
     def _draw(self, epoch: int) -> None:
         """Draw what is remembered of some tracked samples."""
         memory, log = self.memory, self.config.log
-        if isinstance(memory, NoMemory) or not memory.store.spec.tracked:
+        if not isinstance(memory, RunMemory) or not memory.store.spec.tracked:
             return
         if log.pictures_every and (epoch + 1) % log.pictures_every == 0:
             path = self.folder.path / "pictures" / f"epoch-{epoch:03d}.png"

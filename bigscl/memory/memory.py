@@ -8,6 +8,7 @@ The trainer and other people's loops use it in the same way. It knows nothing of
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ from bigscl.memory.score_history import ScoreLog
 from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
 from bigscl.memory.visits import EpochVisits
 from bigscl.selection.ranking import counted
-from bigscl.selection.rule import SelectionRule
+from bigscl.selection.rule import SelectionRule, selection_rule
 from bigscl.selection.selection import selection_of
 from bigscl.store import (
     Annotations,
@@ -63,6 +64,19 @@ def show_nothing(title: str, total: int | None) -> Iterator[Callable[[int], None
     yield lambda done: None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryStart:
+    """The point of a run from which its memory starts."""
+
+    run: str
+    """The id of the run."""
+    snapshot: int
+    """The snapshot of its checkpoint; 0 for a new run."""
+    epoch: int
+    answered: Answered
+    """Answers of people that the annotations contain; older rows are changed when the memory starts."""
+
+
 class Memory(Closing):
     """Scores and heatmaps of every sample, and the expected positives, on one rank.
 
@@ -84,14 +98,8 @@ class Memory(Closing):
         rank_by: RankBy = "score",
         k_per_class: bool | NDArray[np.float64] = False,
         asserted: float | None = None,
-        answered: Answered | None = None,
         device: torch.device | str = "cpu",
         ranks: Transport | None = None,
-        run: str | None = None,
-        snapshot: int | None = None,
-        epoch: int | None = None,
-        drops_snapshots: bool = True,
-        show_work: ShowWork = show_nothing,
     ) -> None:
         """Open the store that the settings name, or create it for these annotations.
 
@@ -100,51 +108,57 @@ class Memory(Closing):
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
         `k_per_class` each class has a K of its own, given or estimated at the end of epochs; their mean is K.
         `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
-        `answered` are the answers of people that the annotations contain: rows that were learnt before an
-        answer came are changed when the memory starts, see `HeatmapStore.answer`. The ranks are those of
-        torch.distributed unless given.
+        The ranks are those of torch.distributed unless given.
 
-        A store with learnt rows is opened at `snapshot`; without it, `load_state_dict` or `reset` must say
-        where to start. `epoch` is the epoch of that snapshot if the store does not say it. With
-        `drops_snapshots` each commit drops the snapshots that no state dict needs, see `state_dict`.
+        For a store with trained rows, `load_state_dict` or `reset` must say where to start. Each commit drops
+        the snapshots that no state dict needs, see `state_dict`.
         """
         check_arguments(annotations, settings, positives_per_image)
-        self._rule = None
-        if positives_per_image is not None:
-            self._rule = SelectionRule(
-                positives_per_image=positives_per_image,
-                start_epoch=selection_start,
-                rank_by=rank_by,
-                per_class=k_per_class is True,
-                given_ratios=None if isinstance(k_per_class, bool) else k_per_class,
-                asserted=asserted,
-            )
-        self._settings = checked_settings(settings, drops_snapshots)
-        self._annotations = annotations
-        self._device = torch.device(device)
-        self._ranks = ranks or process_group()
-        self._drops_snapshots = drops_snapshots
-        self._show_work = show_work
+        rule = selection_rule(
+            positives_per_image,
+            start_epoch=selection_start,
+            rank_by=rank_by,
+            k_per_class=k_per_class,
+            asserted=asserted,
+        )
+        settings = checked_settings(settings, drops_snapshots=True)
+        ranks = ranks or process_group()
+        self._open(annotations, settings, rule, heatmap_size, rank_by, torch.device(device), ranks)
+
+    def _open(
+        self,
+        annotations: Annotations,
+        settings: StoreConfig,
+        rule: SelectionRule | None,
+        heatmap_size: int,
+        rank_by: RankBy,
+        device: torch.device,
+        ranks: Transport,
+        start: MemoryStart | None = None,
+    ) -> None:
+        """Open the store, and load what its snapshot says; without `start` the newest one."""
+        self._annotations, self._settings, self._rule = annotations, settings, rule
+        self._device, self._ranks = device, ranks
         self._threads: EpochThreads | None = None
         self.store = open_store(
-            self._settings,
+            settings,
             annotations,
             heatmap_size=heatmap_size,
-            ranks=self._ranks,
-            run=run or self._new_name(),
-            snapshot=snapshot,
+            ranks=ranks,
+            run=self._new_name() if start is None else start.run,
+            snapshot=None if start is None else start.snapshot,
             ranking=rank_by == "spatial",
         )
-        self._annotated = AnnotatedClasses(annotations, self._device)
-        self._answered = Answered.of() if answered is None else answered
-        self._start_is_known = snapshot is not None or is_empty(self.store.snapshot)
+        self._annotated = AnnotatedClasses(annotations, device)
+        self._answered = Answered.of() if start is None else start.answered
+        self._start_is_known = start is not None or is_empty(self.store.snapshot)
         # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
         self._named = self.store.snapshot.id
         try:
             check_store(self.store, heatmap_size, rank_by)
             if self._start_is_known:
                 self._answer()
-            self._start(epoch)
+            self._start(None if start is None else start.epoch)
         except BaseException:
             self.store.close()
             raise
@@ -153,7 +167,7 @@ class Memory(Closing):
         return on_rank_zero(self._ranks, lambda: f"own-loop-{uuid.uuid4().hex[:12]}".encode()).decode()
 
     def _answer(self) -> None:
-        """Let the rows know of all answers."""
+        """Change the rows by answers that are newer than they are."""
         self._answered = self.store.answer(self._answered)
         started = None
         if self._answered.late.any():
@@ -438,8 +452,12 @@ class Memory(Closing):
         self._named = number
 
     def _drop_unneeded(self) -> None:
-        if self._drops_snapshots:
-            self.drop_snapshots({self._named})
+        """Drop the snapshots that no state dict needs."""
+        self.drop_snapshots({self._named})
+
+    def _show_work(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+        """Show long work; an own loop shows its own."""
+        return show_nothing(title, total)
 
     def drop_snapshots(self, keep: set[int]) -> None:
         """Delete all snapshots but these and the current one."""

@@ -182,7 +182,7 @@ class RehearsalTrainer(Trainer):
         plan = self.plan(epoch)
         self.state.enter_phase(epoch)
         self.step.prepare_buckets()
-        layout = "none" if self.memory.store is None else self.memory.store.group.layout
+        layout = self.memory.layout
         num_steps = plan.num_steps - plan.first_step
         # A small dataset has fewer steps: half of them are timed.
         timed = max(1, num_steps // 2, num_steps - self._settling_steps(plan.accumulate))

@@ -77,3 +77,24 @@ class SelectionRule:
         if cuts.positives is not None:
             ratios = class_ratios(k, counts, cuts.positives)
         return selection_of(replace(cuts, named_first=self.named_first)), ratios
+
+
+def selection_rule(
+    positives_per_image: float | None,
+    *,
+    start_epoch: int,
+    rank_by: RankBy,
+    k_per_class: bool | NDArray[np.float64],
+    asserted: float | None,
+) -> SelectionRule | None:
+    """Return the rule for K; None without K, when nothing is selected."""
+    if positives_per_image is None:
+        return None
+    return SelectionRule(
+        positives_per_image=positives_per_image,
+        start_epoch=start_epoch,
+        rank_by=rank_by,
+        per_class=k_per_class is True,
+        given_ratios=None if isinstance(k_per_class, bool) else k_per_class,
+        asserted=asserted,
+    )

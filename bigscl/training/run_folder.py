@@ -1,12 +1,11 @@
-"""What a run is made of before it trains: its data, its folder, its memory and its store."""
+"""The data, the folder and the store of a run, before it trains."""
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bigscl.common.digests import write_sealed
@@ -19,9 +18,6 @@ from bigscl.data.index import SAMPLES_FILE, Index, is_list_of, load_index, write
 from bigscl.data.labels.label_files import with_evaluation_labels
 from bigscl.data.labels.training_labels import TrainingLabels, training_labels, with_given_labels
 from bigscl.distributed.ranks import Ranks
-from bigscl.memory.disabled import NoMemory
-from bigscl.memory.memory import Memory, ShowWork
-from bigscl.memory.score_history import ScoreLog
 from bigscl.selection.k import k_per_class, positives_per_image
 from bigscl.store import (
     Annotations,
@@ -40,9 +36,6 @@ from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from bigscl.training.metrics_log import environment
 
 logger = logging.getLogger(__name__)
-
-AnyMemory = Memory | NoMemory
-"""The memory of a run; its objective may need none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,43 +175,6 @@ class Run:
     ranks: Ranks
     heatmap_size: int
     """W, the side of the heatmaps that the network needs."""
-
-
-def open_memory(
-    run: Run, snapshot: int | None, epoch: int, device: torch.device, show_work: ShowWork
-) -> AnyMemory:
-    """Open the run's memory at a checkpoint's snapshot and epoch; without one, empty."""
-    config = run.config
-    if config.store.kind == "none":
-        return NoMemory()
-    url = config.store_url if config.store.kind == "disk" else None
-    return Memory(
-        run.data.annotations,
-        replace(config.store, url=url, compact_after=config.compact_after),
-        heatmap_size=run.heatmap_size,
-        positives_per_image=run.data.positives_per_image if "expected" in config.objective.needs else None,
-        selection_start=config.selection.start_epoch,
-        rank_by=config.selection.by,
-        k_per_class=run.data.k_per_class,
-        asserted=config.selection.asserted if "asserted" in config.objective.needs else None,
-        answered=run.data.answered,
-        device=device,
-        ranks=run.ranks,
-        run=run.folder.id,
-        snapshot=snapshot or 0,
-        epoch=epoch,
-        # The run's checkpoints say which are needed.
-        drops_snapshots=False,
-        show_work=show_work,
-    )
-
-
-def make_score_log(run: Run) -> ScoreLog | None:
-    """Return what keeps the scores of every epoch, for a store on disk; None if the config says so."""
-    kept = run.config.log.score_classes
-    if run.config.store.kind != "disk" or not kept:
-        return None
-    return ScoreLog(run.folder.path, run.data.annotations, run.ranks, kept)
 
 
 # The store

@@ -20,7 +20,8 @@ from bigscl.losses.state import TrainedBatch
 from bigscl.memory.device import copy_to_host
 from bigscl.memory.lookup import MemoryBatch, updated_scores
 from bigscl.training.model_state import ModelState
-from bigscl.training.run_folder import AnyMemory, Data
+from bigscl.training.run_folder import Data
+from bigscl.training.run_memory import AnyMemory
 from bigscl.training.run_progress import rng_state, set_rng_state
 
 

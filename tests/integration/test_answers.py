@@ -11,7 +11,8 @@ from bigscl.evaluation.plots.run_plots import _stored_samples as stored_samples
 from bigscl.memory.memory import show_nothing
 from bigscl.store import Answered, HeatmapStore
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
-from bigscl.training.run_folder import Run, RunFolder, open_data, open_memory
+from bigscl.training.run_folder import Run, RunFolder, open_data
+from bigscl.training.run_memory import open_memory
 from tests.builders import index_of, write_config
 from tests.forks import trainer_server
 from tests.integration.runs import (

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigscl.config import make_config
 from bigscl.data.loader import Batch
-from bigscl.memory.disabled import NoMemory
 from bigscl.train import Stopped, Trainer
 from bigscl.training.model_state import ModelState
+from bigscl.training.run_memory import NoMemory
 from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
 from tests.test_store.conftest import make_annotations

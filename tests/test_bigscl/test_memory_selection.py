@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from bigscl.config import StoreConfig
-from bigscl.memory.memory import Memory
+from bigscl.distributed.ranks import process_group
+from bigscl.memory.memory import Memory, MemoryStart
 from bigscl.selection.class_ratios import at_level, class_ratios
+from bigscl.selection.rule import selection_rule
 from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.store import Answered, StoreError, with_answers
 from tests.test_bigscl.test_memory import (
@@ -160,7 +162,8 @@ def test_ratios_of_a_run_that_is_resumed_without_k_per_class_are_forgotten(tmp_p
         memory.end_epoch()
         state = memory.state_dict()
         assert (memory.class_ratios != K).any()
-    with open_memory(tmp_path / "store", snapshot=state["snapshot"]) as memory:
+    with open_memory(tmp_path / "store") as memory:
+        memory.load_state_dict(state)
         train_epoch(memory)
         memory.end_epoch()
         assert memory.class_ratios is None
@@ -172,9 +175,8 @@ def test_a_store_that_ranks_in_another_way_is_refused(tmp_path):
     with open_memory(tmp_path / "store") as memory:
         train_epoch(memory)
         memory.end_epoch()
-        state = memory.state_dict()
     with pytest.raises(StoreError, match="was created to rank by score, found spatial"):
-        open_memory(tmp_path / "store", rank_by="spatial", snapshot=state["snapshot"])
+        open_memory(tmp_path / "store", rank_by="spatial")
 
 
 def test_visits_are_those_of_the_sample_also_after_an_epoch_that_left_it_out(tmp_path):
@@ -241,13 +243,31 @@ def some_answers():
     return Answered.of(*places, says, named=ANNOTATED[places])
 
 
+class AnsweredMemory(Memory):
+    """A memory that starts with answers, as that of a run."""
+
+    def __init__(self, annotations, settings, answered, *, heatmap_size, positives_per_image, **options):
+        rule = {"start_epoch": 1, "rank_by": "score", "k_per_class": False, "asserted": None, **options}
+        start = MemoryStart(run="mine", snapshot=0, epoch=0, answered=answered)
+        self._open(
+            annotations,
+            settings,
+            selection_rule(positives_per_image, **rule),
+            heatmap_size,
+            "score",
+            torch.device("cpu"),
+            process_group(),
+            start,
+        )
+
+
 @pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "asserted"])
 def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_path, rule):
     answered = some_answers()
     annotations = with_answers(ANNOTATIONS, answered)
     options = {"heatmap_size": 2 * SIDE, "positives_per_image": K, **RULES.get(rule, {})}
     settings = StoreConfig(url=str(tmp_path / "store"), tracked=0)
-    with Memory(annotations, settings, answered=answered, **options) as memory:
+    with AnsweredMemory(annotations, settings, answered, **options) as memory:
         for _ in range(3):
             train_epoch(memory)
             memory.end_epoch()

@@ -23,7 +23,8 @@ from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoint, CheckpointError, Progress
 from bigscl.training.metrics_log import MetricsLog
 from bigscl.training.model_state import ModelState
-from bigscl.training.run_folder import AnyMemory, Run, RunFolder, check_store, open_memory, read_store
+from bigscl.training.run_folder import Run, RunFolder, check_store, read_store
+from bigscl.training.run_memory import AnyMemory, open_memory
 from bigscl.training.run_progress import EpochProgress
 
 logger = logging.getLogger(__name__)

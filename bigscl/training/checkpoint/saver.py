@@ -13,7 +13,8 @@ from bigscl.common.failures import exit_now, report_to_launcher
 from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint.checkpoint_folder import Progress, Writer, write_files, write_tensors
 from bigscl.training.model_state import WEIGHTS, ModelState
-from bigscl.training.run_folder import AnyMemory, Run
+from bigscl.training.run_folder import Run
+from bigscl.training.run_memory import AnyMemory
 from bigscl.training.run_progress import EpochProgress
 
 logger = logging.getLogger(__name__)
@@ -68,18 +69,16 @@ class Saver:
 
     def _announce_drop(self, progress: Progress) -> None:
         """Agree on the snapshots that nobody needs once this checkpoint is written."""
-        if self._memory.store is not None:
-            is_first = self._run.ranks.rank == 0
-            needed = self._run.folder.checkpoints.snapshots_after(progress) if is_first else set()
-            self._memory.store.announce_drop(needed)
+        is_first = self._run.ranks.rank == 0
+        needed = self._run.folder.checkpoints.snapshots_after(progress) if is_first else set()
+        self._memory.announce_drop(needed)
 
     def _write(self, progress: Progress, files: dict[str, Writer]) -> None:
         path = self._run.folder.checkpoints.save(progress, files, self._memory.check_lease)
         logger.info("saved %s", path)
         self._run.folder.origin.clear()
         # The checkpoint names its snapshot, so older snapshots may be dropped only after it is saved.
-        if self._memory.store is not None:
-            self._memory.store.drop_announced()
+        self._memory.drop_announced()
 
     @property
     def has_failed(self) -> bool:
@@ -97,8 +96,7 @@ class Saver:
 
         on_rank_zero(self._run.ranks, wait)
         self._is_writing, self._thread = False, None
-        if self._memory.store is not None:
-            self._memory.store.note_drop()
+        self._memory.note_drop()
 
     def wait(self, seconds: float) -> None:
         """Give a checkpoint that is being written some time, after an error elsewhere."""
