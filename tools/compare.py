@@ -13,7 +13,7 @@ from bigscl.tools.score import Activation, Poolings
 from bigscl.tools.text import tell
 
 if TYPE_CHECKING:
-    from bigscl.evaluation.compare import Compared, Difference
+    from bigscl.evaluation.compare import Comparison, Difference
 
 
 def command(
@@ -73,7 +73,7 @@ def command(
     tell(_facts(compared), _text(compared), as_json)
 
 
-def _write(compared: "list[Compared]", paths: list[Path], folder: Path) -> None:
+def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:
     """Write the comparison and its pictures into a folder."""
     from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions
@@ -106,7 +106,7 @@ def _name_apart(runs: list[Any], paths: list[Path]) -> None:
             run.about["model"] = str(path)
 
 
-def _facts(compared: "list[Compared]") -> dict[str, Any]:
+def _facts(compared: "list[Comparison]") -> dict[str, Any]:
     from bigscl.evaluation.report_files import plain
 
     rows = [
@@ -122,14 +122,14 @@ def _facts(compared: "list[Compared]") -> dict[str, Any]:
     return {"first": compared[0].report.name, "runs": plain(rows)}
 
 
-def _text(compared: "list[Compared]") -> str:
-    from bigscl.evaluation.compare import FIGURES
+def _text(compared: "list[Comparison]") -> str:
+    from bigscl.evaluation.main_metrics import METRICS
     from bigscl.evaluation.report_files import main_table, markdown_table, pooling_table
 
     first = compared[0]
-    header = ["run", *(title for title in FIGURES.values())]
+    header = ["run", *(metric.title for metric in METRICS.values())]
     rows = [
-        [one.report.name, *(_cell(one.figures[name], one is first) for name in FIGURES)] for one in compared
+        [one.report.name, *(_cell(one.figures[name], one is first) for name in METRICS)] for one in compared
     ]
     parts = [
         f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.name} "
@@ -151,7 +151,7 @@ def _cell(found: "Difference", is_first: bool) -> str:
     return f"{percent(found.value)} {change} [{low}, {high}]"
 
 
-def _changes(first: "Compared", one: "Compared") -> str:
+def _changes(first: "Comparison", one: "Comparison") -> str:
     from bigscl.evaluation.report_files import markdown_table, percent
 
     rows = [

@@ -1,5 +1,6 @@
 """Compare runs on the same images: differences with bootstrap intervals, classes that changed."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
+from bigscl.evaluation.main_metrics import METRICS, draw_counts
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
 
-FIGURES = {"map": "mAP", "image_ap": "AP per image", "top1": "top-1", "f1": "F1 at 0.5"}
 COVERAGE = 95
 
 
@@ -38,7 +38,7 @@ class ClassChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class Comparison:
     """A run compared with the baseline."""
 
     report: Report
@@ -56,7 +56,7 @@ def compare(
     num_resamples: int = 200,
     num_classes: int = 10,
     seed: int = 0,
-) -> list[Compared]:
+) -> list[Comparison]:
     """Compare every run with the first, the baseline, on the same resamples: common variation cancels.
 
     With `both` poolings each run is there twice, and the first with plain pooling is the baseline.
@@ -65,15 +65,15 @@ def compare(
     drawn: list[dict[str, NDArray[np.float64]]] = []
     reports = []
     counts = None
-    for run, one in ((run, one) for run in align(runs) for one in poolings):
-        scored = score(run.pooled(one), real_labels=real_labels, activation=activation)
+    for run, each in itertools.product(align(runs), poolings):
+        scored = score(run.pooled(each), real_labels=real_labels, activation=activation)
         counts = draw_counts(len(scored.targets), num_resamples, seed) if counts is None else counts
-        drawn.append(resampled_figures(scored, counts))
-        reports.append(make_report(run, real_labels=real_labels, activation=activation, pooling=one))
+        drawn.append({name: metric.resampled(scored, counts) for name, metric in METRICS.items()})
+        reports.append(make_report(run, real_labels=real_labels, activation=activation, pooling=each))
     return [
-        Compared(
+        Comparison(
             report=report,
-            figures={name: _difference(name, reports[0], report, drawn[0], own) for name in FIGURES},
+            figures={name: _difference(name, reports[0], report, drawn[0], own) for name in METRICS},
             changes=_changes(reports[0], report, num_classes),
         )
         for report, own in zip(reports, drawn, strict=True)
@@ -85,7 +85,7 @@ def resampled_maps(
 ) -> NDArray[np.float64]:
     """Return the mAP of every resample of the images; the resamples are the same for all runs on them."""
     scored = score(*align([run.pooled(pooling)]))
-    return resampled_figures(scored, draw_counts(len(scored.targets), num_resamples, seed))["map"]
+    return METRICS["map"].resampled(scored, draw_counts(len(scored.targets), num_resamples, seed))
 
 
 def limits(differences: NDArray[np.float64]) -> tuple[float, float]:
@@ -120,7 +120,7 @@ def _sorted(run: SavedPredictions) -> SavedPredictions:
     order = np.argsort(np.array(run.keys), kind="stable")
     return replace(
         run,
-        keys=tuple(run.keys[place] for place in order),
+        keys=tuple(run.keys[row] for row in order),
         logits=run.logits[order],
         ranked=run.ranked[order],
         map_logits=None if run.map_logits is None else run.map_logits[order],
@@ -129,18 +129,9 @@ def _sorted(run: SavedPredictions) -> SavedPredictions:
     )
 
 
-def _same_labels(one: SavedPredictions, other: SavedPredictions) -> bool:
+def _same_labels(first: SavedPredictions, other: SavedPredictions) -> bool:
     # Predictions of another tool may have none; then both are scored by ReaL's.
-    return one.labels is None or other.labels is None or np.array_equal(one.labels, other.labels)
-
-
-def _figure(report: Report, name: str) -> float:
-    return {
-        "map": report.mean_ap.present,
-        "image_ap": report.image_ap,
-        "top1": report.top1,
-        "f1": report.at_threshold.overall_f1,
-    }[name]
+    return first.labels is None or other.labels is None or np.array_equal(first.labels, other.labels)
 
 
 def _difference(
@@ -151,8 +142,8 @@ def _difference(
     drawn: dict[str, NDArray[np.float64]],
 ) -> Difference:
     low, high = limits(drawn[name] - first_drawn[name])
-    value = _figure(report, name)
-    return Difference(value=value, difference=value - _figure(first, name), low=low, high=high)
+    value = report.metrics[name]
+    return Difference(value=value, difference=value - first.metrics[name], low=low, high=high)
 
 
 def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:

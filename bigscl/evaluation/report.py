@@ -11,18 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.data.labels.real_labels import match_real_labels
+from bigscl.evaluation.main_metrics import METRICS, ScoredImages
 from bigscl.evaluation.metrics import (
     ClassFigures,
     MeanAP,
     PrecisionRecall,
     Subset,
-    average_precision,
     by_num_labels,
-    image_average_precision,
     mean_ap,
     per_class,
     precision_recall_at_k,
@@ -48,17 +46,6 @@ class SingleLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingFigures:
-    """The main figures with a pooling, on the same images."""
-
-    map: float
-    image_ap: float
-    top1: float
-    f1: float
-    """Of decisions at 0.5."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All figures, as fractions."""
 
@@ -74,8 +61,8 @@ class Report:
     """Turns logits into scores; it affects the ranking of images within a class."""
     pooling: Pooling
     """The logits that were scored: as the network pools, or by map pooling."""
-    poolings: dict[str, PoolingFigures]
-    """The main figures of each pooling that was saved, the plain one always among them."""
+    poolings: dict[str, dict[str, float]]
+    """The main metrics, by name, of each pooling that was saved, the plain one always among them."""
     num_images: int
     """Number of evaluated images."""
     num_expected: int
@@ -105,6 +92,11 @@ class Report:
     """Pointing game and energy in boxes, if they were requested."""
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """The main metrics of its own pooling, by name."""
+        return self.poolings[self.pooling]
+
+    @property
     def name(self) -> str:
         """The model, and its pooling if it is not the plain one."""
         return self.model if self.pooling == "plain" else f"{self.model}, {self.pooling} pooling"
@@ -119,24 +111,6 @@ class Report:
         return f"PARTIAL, {there:,} of {self.num_expected:,} images: {what}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scored:
-    """Predictions and the labels they are scored against."""
-
-    ranking: Tensor
-    """float32 [N,L]: values that order the images within a class."""
-    ranked: Tensor
-    """[N,R]: the best classes of each image."""
-    targets: Tensor
-    """int8 [N,L]."""
-    cut: float
-    """The value of `ranking` at a score of 0.5."""
-    missing: tuple[str, ...]
-    """Images of the set without a prediction."""
-    num_expected: int
-    """Number of images of the whole set, evaluated or not."""
-
-
 def make_report(
     saved: SavedPredictions,
     *,
@@ -148,12 +122,12 @@ def make_report(
     pooled = saved.pooled(pooling)
     scored = score(pooled, real_labels=real_labels, activation=activation)
     figures = _figures(scored, saved.class_names, activation)
-    poolings: dict[str, PoolingFigures] = {
-        one: _chosen_figures(figures)
-        if one == pooling
-        else _main_figures(score(saved.pooled(one), real_labels=real_labels, activation=activation))
-        for one in saved.poolings
-    }
+    poolings: dict[str, dict[str, float]] = {}
+    for each in saved.poolings:
+        own = scored
+        if each != pooling:
+            own = score(saved.pooled(each), real_labels=real_labels, activation=activation)
+        poolings[each] = {name: metric.value(own) for name, metric in METRICS.items()}
     return Report(
         model=saved.about["model"],
         shards=saved.about.get("shards", ""),
@@ -177,7 +151,7 @@ def score(
     *,
     real_labels: Sequence[Sequence[int]] | None = None,
     activation: Activation = "sigmoid",
-) -> Scored:
+) -> ScoredImages:
     """Return predictions and labels for the metrics, without images of which no class is known."""
     rows: Any = slice(None)
     if real_labels is None:
@@ -192,7 +166,7 @@ def score(
     if real_labels is None:
         rows = (targets >= 0).any(1)
     logits = torch.from_numpy(saved.logits[rows]).float()
-    return Scored(
+    return ScoredImages(
         ranking=logits if activation == "sigmoid" else logits.log_softmax(1),
         ranked=torch.from_numpy(saved.ranked[rows]),
         targets=torch.from_numpy(targets[rows]),
@@ -202,7 +176,7 @@ def score(
     )
 
 
-def _figures(scored: Scored, class_names: Sequence[str], activation: Activation) -> dict[str, Any]:
+def _figures(scored: ScoredImages, class_names: Sequence[str], activation: Activation) -> dict[str, Any]:
     ranking, targets, ranked = scored.ranking, scored.targets, scored.ranked
     num_classes = ranking.shape[1]
     classes = per_class(ranking, targets, class_names, scored.cut)
@@ -213,7 +187,7 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
     return {
         "top1": top_k_accuracy(ranked, targets, 1),
         "top5": top_k_accuracy(ranked, targets, min(5, num_classes)),
-        "mean_ap": mean_ap(torch.tensor([one.average_precision for one in classes], dtype=torch.float64)),
+        "mean_ap": mean_ap(torch.tensor([each.average_precision for each in classes], dtype=torch.float64)),
         "image_ap": subsets["all"].image_ap,
         "by_num_labels": subsets,
         "at_threshold": precision_recall_at_threshold(ranking, targets, scored.cut),
@@ -223,27 +197,6 @@ def _figures(scored: Scored, class_names: Sequence[str], activation: Activation)
         "score_distribution": score_distribution(to_scores(highest)).tolist(),
         "per_class": classes,
     }
-
-
-def _chosen_figures(figures: dict[str, Any]) -> PoolingFigures:
-    return PoolingFigures(
-        map=figures["mean_ap"].present,
-        image_ap=figures["image_ap"],
-        top1=figures["top1"],
-        f1=figures["at_threshold"].overall_f1,
-    )
-
-
-def _main_figures(scored: Scored) -> PoolingFigures:
-    """Return what `_figures` has of these, without the rest."""
-    ranking, targets = scored.ranking, scored.targets
-    image_precisions = image_average_precision(ranking, targets)
-    return PoolingFigures(
-        map=mean_ap(average_precision(ranking, targets)).present,
-        image_ap=float(image_precisions[~image_precisions.isnan()].mean()),
-        top1=top_k_accuracy(scored.ranked, targets, 1),
-        f1=precision_recall_at_threshold(ranking, targets, scored.cut).overall_f1,
-    )
 
 
 def _single_label(saved: SavedPredictions) -> SingleLabel | None:

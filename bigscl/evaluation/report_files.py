@@ -9,6 +9,7 @@ from typing import Any
 
 from bigscl.common.files import write_text
 from bigscl.common.text import printable
+from bigscl.evaluation.main_metrics import METRICS
 from bigscl.evaluation.metrics import PrecisionRecall, Subset
 from bigscl.evaluation.report import Report
 
@@ -88,11 +89,11 @@ def pooling_table(reports: Sequence[Report]) -> str:
     models = {report.model: report for report in reports}
     names = [""] if len(models) == 1 else [f"{model}: " for model in models]
     rows = [
-        [f"{name}{pooling}", *(percent(value) for value in asdict(figures).values())]
+        [f"{name}{pooling}", *(percent(metrics[each]) for each in METRICS)]
         for name, report in zip(names, models.values(), strict=True)
-        for pooling, figures in report.poolings.items()
+        for pooling, metrics in report.poolings.items()
     ]
-    return markdown_table(["pooling", "mAP", "AP per image", "top-1", "F1 at 0.5"], rows)
+    return markdown_table(["pooling", *(metric.title for metric in METRICS.values())], rows)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

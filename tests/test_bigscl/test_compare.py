@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, f1_score
 
-from bigscl.evaluation.bootstrap import draw_counts, resampled_figures
 from bigscl.evaluation.compare import align, compare, limits, resampled_maps
+from bigscl.evaluation.main_metrics import METRICS, draw_counts
 from bigscl.evaluation.report import score
 from tests.test_bigscl.test_report import problem, saved
+
+
+def resampled(images, counts):
+    """Every main metric of every resample."""
+    return {name: metric.resampled(images, counts) for name, metric in METRICS.items()}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -19,7 +24,7 @@ def test_bootstrap_figures_equal_scikit_learn_on_each_resampled_set(seed):
     labels[0, 5] = 1  # many resamples lack this one
     predictions = saved(logits, labels)
     counts = draw_counts(60, 25, seed)
-    figures = resampled_figures(score(predictions), counts)
+    figures = resampled(score(predictions), counts)
     assert (counts.sum(0) == 60).all()
     for place, count in enumerate(counts.T):
         rows = np.repeat(np.arange(60), count)
@@ -43,8 +48,8 @@ def test_unknown_pairs_count_in_no_resample():
     logits = np.column_stack([logits, np.full(50, -99, logits.dtype)])
     labels = np.column_stack([labels, np.zeros(50, labels.dtype)])
     counts = draw_counts(50, 10, 0)
-    found = resampled_figures(score(saved(logits, labels)), counts)
-    alone = resampled_figures(score(saved(logits[known], labels[known])), counts[known])
+    found = resampled(score(saved(logits, labels)), counts)
+    alone = resampled(score(saved(logits[known], labels[known])), counts[known])
     assert found["map"] == pytest.approx(alone["map"], nan_ok=True)
     assert found["f1"] == pytest.approx(alone["f1"], nan_ok=True)
     assert found["image_ap"] == pytest.approx(alone["image_ap"], nan_ok=True)

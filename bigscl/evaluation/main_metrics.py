@@ -1,20 +1,56 @@
-"""Bootstrap: exact metrics of many resamples of the images, computed without building the resamples.
+"""The main metrics: a row of METRICS is in the report, in its tables, and compared with bootstrap intervals.
 
-A resample of N images with replacement is given by how often each image occurs in it. Average precision
-needs, for each positive, the number of images that reach its score: one pass per class for all resamples.
+Metrics of many resamples of the images are exact, and computed without building the resamples: one of N
+images with replacement is given by how often each image occurs in it. Average precision needs, for each
+positive, the number of images that reach its score: one pass per class for all resamples.
 """
 
 # Shapes: N images, L classes, S resamples, D different scores of a class's positives.
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from bigscl.evaluation.metrics import image_average_precision
-from bigscl.evaluation.report import Scored
+from bigscl.evaluation.metrics import (
+    average_precision,
+    image_average_precision,
+    mean_ap,
+    precision_recall_at_threshold,
+    top_k_accuracy,
+)
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredImages:
+    """Predictions and the labels they are scored against."""
+
+    ranking: Tensor
+    """float32 [N,L]: values that order the images within a class."""
+    ranked: Tensor
+    """[N,R]: the best classes of each image."""
+    targets: Tensor
+    """int8 [N,L]."""
+    cut: float
+    """The value of `ranking` at a score of 0.5."""
+    missing: tuple[str, ...]
+    """Images of the set without a prediction."""
+    num_expected: int
+    """Number of images of the whole set, evaluated or not."""
+
+
+class Metric(NamedTuple):
+    """A metric of scored images, as a fraction."""
+
+    title: str
+    value: Callable[[ScoredImages], float]
+    resampled: Callable[[ScoredImages, NDArray[np.uint8]], Floats]
+    """Its value [S] in every resample, from the number of times [N,S] that each image occurs there."""
 
 
 def draw_counts(num_images: int, num_resamples: int, seed: int) -> NDArray[np.uint8]:
@@ -25,18 +61,13 @@ def draw_counts(num_images: int, num_resamples: int, seed: int) -> NDArray[np.ui
     return np.stack([np.bincount(draw, minlength=num_images).astype(np.uint8) for draw in draws], axis=1)
 
 
-def resampled_figures(scored: Scored, counts: NDArray[np.uint8]) -> dict[str, Floats]:
-    """Return `map`, `image_ap`, `top1` and `f1` (of decisions at 0.5) of every resample, [S] each."""
-    ranking, targets = scored.ranking.numpy(), scored.targets.numpy()
+def _map(images: ScoredImages, counts: NDArray[np.uint8]) -> Floats:
+    """Return the mean over the classes that a resample has positives of."""
+    ranking, targets = images.ranking.numpy(), images.targets.numpy()
     columns = zip(np.ascontiguousarray(ranking.T), np.ascontiguousarray(targets.T), strict=True)
     precisions = np.stack([_average_precisions(*column, counts) for column in columns])
     present = ~np.isnan(precisions)
-    return {
-        "map": _quotient(np.where(present, precisions, 0).sum(0), present.sum(0)),
-        "image_ap": _image_ap(image_average_precision(scored.ranking, scored.targets).numpy(), counts),
-        "top1": _top1(scored.ranked.numpy()[:, 0], targets, counts),
-        "f1": _f1(ranking >= scored.cut, targets, counts),
-    }
+    return _quotient(np.where(present, precisions, 0).sum(0), present.sum(0))
 
 
 def _average_precisions(scores: NDArray[Any], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:
@@ -70,19 +101,27 @@ def _from_the_top(sums: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(sums[::-1], axis=0)[::-1]
 
 
-def _image_ap(precisions: Floats, counts: NDArray[np.uint8]) -> Floats:
+def _mean_image_ap(images: ScoredImages) -> float:
+    precisions = image_average_precision(images.ranking, images.targets)
+    return float(precisions[~precisions.isnan()].mean())
+
+
+def _image_ap(images: ScoredImages, counts: NDArray[np.uint8]) -> Floats:
+    precisions = image_average_precision(images.ranking, images.targets).numpy()
     evaluated = ~np.isnan(precisions)
     return _quotient(_weighted(np.where(evaluated, precisions, 0), counts), _weighted(evaluated, counts))
 
 
-def _top1(best: NDArray[np.int64], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:
+def _top1(images: ScoredImages, counts: NDArray[np.uint8]) -> Floats:
+    best, targets = images.ranked.numpy()[:, 0], images.targets.numpy()
     hits = targets[np.arange(len(best)), best] > 0
     evaluated: NDArray[np.bool_] = np.any(targets > 0, axis=1)
     return _quotient(_weighted(hits, counts), _weighted(evaluated, counts))
 
 
-def _f1(predicted: NDArray[np.bool_], targets: NDArray[np.int8], counts: NDArray[np.uint8]) -> Floats:
+def _f1(images: ScoredImages, counts: NDArray[np.uint8]) -> Floats:
     """Return the harmonic mean of precision and recall: 2 * correct / (predictions + positives)."""
+    predicted, targets = images.ranking.numpy() >= images.cut, images.targets.numpy()
     right = _weighted((predicted & (targets > 0)).sum(1), counts)
     made = _weighted((predicted & (targets >= 0)).sum(1), counts)
     return _quotient(2 * right, made + _weighted((targets > 0).sum(1), counts))
@@ -99,3 +138,17 @@ def _quotient(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
     """Return the quotient, NaN if `whole` is 0."""
     quotients: Floats = np.divide(part, whole, out=np.full(len(part), np.nan), where=whole > 0)
     return quotients
+
+
+METRICS = {
+    "map": Metric(
+        "mAP", lambda images: mean_ap(average_precision(images.ranking, images.targets)).present, _map
+    ),
+    "image_ap": Metric("AP per image", _mean_image_ap, _image_ap),
+    "top1": Metric("top-1", lambda images: top_k_accuracy(images.ranked, images.targets, 1), _top1),
+    "f1": Metric(
+        "F1 at 0.5",
+        lambda images: precision_recall_at_threshold(images.ranking, images.targets, images.cut).overall_f1,
+        _f1,
+    ),
+}
