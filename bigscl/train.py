@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_FINISH_SAVING = 20.0
 """How long a failed run waits for a checkpoint that is being written: launchers wait for 30 s."""
 Window = list[tuple[Batch, MemoryBatch | None]]
-"""The batches of one optimizer step, each with what is remembered of it."""
+"""The batches of one optimizer step, each with its stored values."""
 
 
 class Stopped(Exception):
@@ -124,19 +124,19 @@ class Trainer:
         windows = batched(stored, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
-            for place in range(plan.first_step, plan.num_steps):
+            for number in range(plan.first_step, plan.num_steps):
                 window, (count, signals, asked, save, failed) = following, counted()
                 stop = signals or asked
                 if failed:
                     self.saver.finish()
-                if place + 1 < plan.num_steps:
+                if number + 1 < plan.num_steps:
                     # Summed over the ranks while this step computes: a stop takes effect one step later.
                     following, counted = self._next_window(windows)
-                rate = self.schedule.learning_rate(epoch * plan.num_steps + place, plan.num_steps)
-                gamma = self.config.objective.gamma.at(epoch + place / plan.num_steps)
-                self.train_step(window, plan.num_batches(place), meter, int(count), rate, gamma)
+                rate = self.schedule.learning_rate(epoch * plan.num_steps + number, plan.num_steps)
+                gamma = self.config.objective.gamma.at(epoch + number / plan.num_steps)
+                self.train_step(window, plan.num_batches(number), meter, int(count), rate, gamma)
                 self._log(epoch, meter, {"learning_rate": rate, "gamma": gamma})
-                if stop or ((save or self._save_is_due()) and place + 1 < plan.num_steps):
+                if stop or ((save or self._save_is_due()) and number + 1 < plan.num_steps):
                     self.saver.save_within()
                 if stop:
                     self.saver.finish()
@@ -163,16 +163,16 @@ class Trainer:
         self.state.begin_step(rate)
         # SyncBatchNorm communicates in every forward: then all ranks make as many, in the same order.
         synced = self.config.hardware.sync_batchnorm
-        filled = [place for place, (batch, _) in enumerate(window) if len(batch)]
+        filled = [number for number, (batch, _) in enumerate(window) if len(batch)]
         last = num_batches - 1 if synced else max(filled, default=0)
-        for place in range(max(len(window), last + 1)):
-            batch, stored = window[place] if place < len(window) else (None, None)
+        for number in range(max(len(window), last + 1)):
+            batch, stored = window[number] if number < len(window) else (None, None)
             predicted = None
-            with self._exchange(place == last):
+            with self._exchange(number == last):
                 if batch is not None and len(batch):
                     loss, predicted = self.step(batch, stored, count=count, gamma=gamma, rate=rate)
                     meter.add(loss)
-                elif synced or place == last:
+                elif synced or number == last:
                     self.step.idle(count)
             if batch is not None:
                 if stored is not None and predicted is not None:
@@ -207,7 +207,7 @@ class Trainer:
     # The end of an epoch
 
     def finish_epoch(self, epoch: int) -> None:
-        """Commit the memory, validate, save a checkpoint, and draw what is remembered of some images."""
+        """Commit the memory, validate, save a checkpoint, and draw stored heatmaps of some images."""
         self.saver.finish()
         self.state.share_loss_state(ends_epoch=True)
         self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
@@ -243,7 +243,7 @@ class Trainer:
             self.saver.save_best(metrics)
 
     def _draw(self, epoch: int) -> None:
-        """Draw what is remembered of some tracked samples."""
+        """Draw the stored heatmaps of some tracked samples."""
         memory, log = self.memory, self.config.log
         if not isinstance(memory, RunMemory) or not memory.store.spec.tracked:
             return

@@ -1,4 +1,4 @@
-"""What is remembered of a batch: targets for the losses, and the averages after its prediction."""
+"""Stored scores and heatmaps of a batch, targets for the losses, and the new moving averages."""
 
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
@@ -56,7 +56,7 @@ class CheckedViews:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MemoryBatch:
-    """What is remembered of a batch, on the training device; None for arrays that the store does not keep."""
+    """Stored values of a batch, on the training device; None for arrays that the store does not keep."""
 
     rows: NDArray[np.int64]
     """[B]: the sample ids, on the host."""
@@ -73,7 +73,7 @@ class MemoryBatch:
     momentum: float
     """Momentum mu of the running averages."""
     source: object = None
-    """The pass over an epoch that it belongs to; it is learnt in the same pass."""
+    """The pass over an epoch that it belongs to; it is updated in the same pass."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -111,7 +111,7 @@ class MemoryBatch:
 
     @property
     def ranked_by(self) -> Tensor:
-        """What expected positives are ranked by, float16 [B,L]: the spatial evidence if it is kept."""
+        """Values that rank expected positives, float16 [B,L]: the spatial score if it is kept."""
         spatial = self.arrays.get("spatial_score")
         if spatial is None or self.classes is None:
             return self.scores if spatial is None else spatial
@@ -313,6 +313,6 @@ class RepeatedSample(UserError):
 
 
 ONCE = (
-    "The memory learns each sample at most once per epoch: its scores must be those of the epoch before. "
+    "The memory updates each sample at most once per epoch: its scores must be those of the epoch before. "
     "Read the shards without resampling, or leave out what `memory.is_new(ids)` says is not new."
 )

@@ -1,6 +1,6 @@
 """The memory of a training: look up a batch, update it with its prediction, end an epoch.
 
-The trainer and other people's loops use it in the same way. It knows nothing of configs, models or runs.
+The trainer and own loops use it in the same way. It does not depend on configs of runs or on models.
 """
 
 # Shapes: B batch, L classes, G side of the score map.
@@ -203,11 +203,11 @@ class Memory(Closing):
 
     @property
     def visited(self) -> NDArray[np.bool_]:
-        """Rows that this epoch has learnt or skipped: on this rank, or before the memory was opened."""
+        """Rows that this epoch has updated or skipped: on this rank, or before the memory was opened."""
         return self._visits.rows.copy()
 
     def is_new(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return for each sample whether this epoch has not learnt or skipped it yet, as `visited`."""
+        """Return for each sample whether this epoch has not updated or skipped it yet, as `visited`."""
         rows = as_rows(ids)
         self.store.check_ids(rows)
         had: NDArray[np.bool_] = self._visits.rows[rows]
@@ -234,7 +234,7 @@ class Memory(Closing):
     # A step
 
     def lookup(self, ids: Ids, views: Boxes | None = None, erased: Boxes | None = None) -> MemoryBatch:
-        """Return what is remembered of some samples, on the device; it waits for their shards to be read.
+        """Return the stored values of some samples, on the device; it waits for their shards to be read.
 
         `views` [B,5] and `erased` [B,4]: see `SampleViews`.
         """
@@ -246,7 +246,7 @@ class Memory(Closing):
     def prefetch(
         self, batches: Iterable[Batch], sample_views: Callable[[Batch], SampleViews] = sample_views_of
     ) -> Iterator[tuple[Batch, MemoryBatch]]:
-        """Yield each batch with what is remembered of it; a thread reads both ahead of the step.
+        """Yield each batch with its stored values; a thread reads both ahead of the step.
 
         Batches have `ids` and `views` as attributes or keys; for others, `sample_views` says where they are.
         """
@@ -294,7 +294,7 @@ class Memory(Closing):
     def skip(self, ids: Ids) -> None:
         """Let samples keep their rows in this epoch, such as images that cannot be read.
 
-        Those that are neither learnt nor skipped keep them too, but are new again after a resume.
+        Those that are neither updated nor skipped keep them too, but are new again after a resume.
         """
         rows = as_rows(ids)
         if len(rows):
@@ -304,7 +304,7 @@ class Memory(Closing):
             self._is_dirty = True
 
     def flush(self) -> None:
-        """Return when all that was learnt is written."""
+        """Return when all updates are written."""
         if self._threads is not None:
             self._threads.writeback.drain()
 
@@ -336,7 +336,7 @@ class Memory(Closing):
     def _check_start(self) -> None:
         if not self._start_is_known:
             raise StoreError(
-                f"{self.store.backend.url}: has learnt rows up to epoch {self.epoch}. Call load_state_dict "
+                f"{self.store.backend.url}: has trained rows up to epoch {self.epoch}. Call load_state_dict "
                 f"with the memory's state in your checkpoint, or reset() to start from the beginning."
             )
 
@@ -364,7 +364,7 @@ class Memory(Closing):
         self._start(self.epoch + 1)
 
     def commit(self, *, step: int = 0) -> None:
-        """Make what was learnt so far permanent, within the epoch."""
+        """Commit the updates so far, within the epoch."""
         self._check_start()
         self.flush()
         self._visits.divide_shards()
@@ -423,23 +423,23 @@ class Memory(Closing):
         """Return a few plain values that name the store's snapshot, for your checkpoint.
 
         The store keeps the snapshot of the newest state dict and the newest commit: save a checkpoint after
-        each commit, and it can be resumed from whenever the process is killed. What was learnt after the
+        each commit, and it can be resumed from whenever the process is killed. Updates after the
         last commit is in no snapshot, so commit first.
         """
         if self._is_dirty:
             raise StoreError(
-                f"{self.store.backend.url}: has learnt since its last commit, and no snapshot holds that. "
+                f"{self.store.backend.url}: has updates since its last commit, and no snapshot holds them. "
                 f"Call commit() or end_epoch() before state_dict()."
             )
         self._named = self.snapshot
         return {"snapshot": self.snapshot, "epoch": self.epoch, "run": self.store.snapshot.run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to the snapshot that a state dict names; what was learnt later is lost."""
+        """Return to the snapshot that a state dict names; later updates are lost."""
         self._return_to(lambda: find_snapshot(self.store, state))
 
     def reset(self) -> None:
-        """Return to the beginning, when nothing was learnt."""
+        """Return to the beginning, before any update."""
         self._return_to(lambda: find_empty(self.store))
 
     def _return_to(self, find: Callable[[], int]) -> None:

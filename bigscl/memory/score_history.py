@@ -83,7 +83,7 @@ def _read(file: Path, annotations: Annotations) -> NDArray[Any]:
 
 
 def log_folder(run: Path, annotations: Annotations) -> Path:
-    """Return the folder of the scores that were learnt from these labels."""
+    """Return the folder of the scores of a training with these labels."""
     return run / FOLDER / annotations.fingerprint[:LETTERS]
 
 

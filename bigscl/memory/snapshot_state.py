@@ -109,5 +109,5 @@ def find_empty(store: HeatmapStore) -> int:
 
 
 def is_empty(snapshot: Snapshot) -> bool:
-    """Return whether nothing was learnt yet."""
+    """Return whether no row was updated yet."""
     return max(snapshot.slots, default=-1) < 0

@@ -1,4 +1,4 @@
-"""Which samples an epoch has had: each is learnt at most once, and each shard by one rank."""
+"""Samples that an epoch has had: each is updated at most once, and each shard by one rank."""
 
 import json
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from bigscl.store import HeatmapStore, StoreError, Transport, on_rank_zero
 
 
 class EpochVisits:
-    """The rows that an epoch has learnt or skipped, on one rank."""
+    """The rows that an epoch has updated or skipped, on one rank."""
 
-    # Invariant: `rows` are those that this rank has learnt or skipped in the epoch, or that were learnt or
-    # skipped before the memory was opened. A row is looked up and updated only while it is not among them,
+    # Invariant: `rows` are those that this rank has updated or skipped in the epoch, or that were so
+    # before the memory was opened. A row is looked up and updated only while it is not among them,
     # so that the batch has what the epoch before has left, whatever the threads have written meanwhile.
 
     def __init__(self, store: HeatmapStore, epoch: int, skipped: Sequence[int], ranks: Transport) -> None:
@@ -36,7 +36,7 @@ class EpochVisits:
             raise RepeatedSample(f"sample {sample} comes a second time in epoch {self.epoch}. {ONCE}")
 
     def note(self, rows: NDArray[np.int64], *, skipped: bool = False) -> None:
-        """Note that rows were learnt or skipped."""
+        """Note that rows were updated or skipped."""
         self.rows[rows] = True
         self._shards.update(np.unique(rows // self._spec.rows_per_shard).tolist())
         if skipped:
@@ -48,13 +48,13 @@ class EpochVisits:
         return sorted({sample for part in parts for sample in json.loads(part)})
 
     def divide_shards(self) -> list[int]:
-        """Return the shards whose rows this rank reads; refuse one that two ranks have learnt. Collective."""
+        """Return the shards that this rank reads; refuse one that two ranks have updated. Collective."""
         parts = self._ranks.gather(json.dumps(sorted(self._shards)).encode())
 
         def divide() -> bytes:
             assert parts is not None
-            learnt = [set(json.loads(part)) for part in parts]
-            return json.dumps(divide_shards(learnt, self._spec.num_shards)).encode()
+            updated = [set(json.loads(part)) for part in parts]
+            return json.dumps(divide_shards(updated, self._spec.num_shards)).encode()
 
         divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
         return divided[self._ranks.rank]
@@ -70,18 +70,18 @@ def _read_rows(store: HeatmapStore, epoch: int, ranks: Transport) -> NDArray[np.
     return np.unpackbits(packed, count=store.spec.num_rows).astype(bool)
 
 
-def divide_shards(learnt: Sequence[set[int]], num_shards: int) -> list[list[int]]:
-    """Return for each rank the shards that it has learnt, and its part of those that no rank has learnt."""
+def divide_shards(updated: Sequence[set[int]], num_shards: int) -> list[list[int]]:
+    """Return for each rank the shards that it has updated, and its part of those that no rank has."""
     owner: dict[int, int] = {}
-    for rank, shards in enumerate(learnt):
+    for rank, shards in enumerate(updated):
         for shard in sorted(shards):
             if owner.setdefault(shard, rank) != rank:
                 raise StoreError(
-                    f"shard {shard}: ranks {owner[shard]} and {rank} have learnt samples of it in one epoch, "
-                    f"and one would overwrite the other's. Give each shard to one rank, as "
+                    f"shard {shard}: ranks {owner[shard]} and {rank} have updated samples of it in one "
+                    f"epoch, and one would overwrite the other's. Give each shard to one rank, as "
                     f"`memory.plan(...)` and `wds.split_by_node` do."
                 )
     idle = [shard for shard in range(num_shards) if shard not in owner]
-    for place, shard in enumerate(idle):
-        owner[shard] = place % len(learnt)
-    return [sorted(shard for shard, own in owner.items() if own == rank) for rank in range(len(learnt))]
+    for number, shard in enumerate(idle):
+        owner[shard] = number % len(updated)
+    return [sorted(shard for shard, own in owner.items() if own == rank) for rank in range(len(updated))]

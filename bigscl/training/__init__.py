@@ -1,1 +1,1 @@
-"""What a training run is made of: its step, memory, checkpoints, resuming, and log."""
+"""A training run: its folder, step, state, memory and log."""

@@ -167,7 +167,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """What stays the same over a run, on one of its ranks."""
+    """Parts of a run that stay the same, on one of its ranks."""
 
     config: Config
     folder: RunFolder
@@ -216,7 +216,7 @@ def check_store(run: Run) -> list[Snapshot]:
 
 
 def _check_answers(run: Run, snapshots: list[Snapshot]) -> None:
-    """Refuse to resume without answers that the memory has learnt from."""
+    """Refuse to resume without answers that the store contains."""
     answered = run.data.answered
     for snapshot in snapshots:
         if lost := Answered.at(snapshot).lost(answered):

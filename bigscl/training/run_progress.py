@@ -18,7 +18,7 @@ FILE = "ranks.pt"
 
 
 class EpochProgress:
-    """Where a run stands, which samples of the epoch are done, and the random state of this rank."""
+    """Epoch and step of a run, the samples that the epoch has had, and the random state of this rank."""
 
     def __init__(self, num_rows: int, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -85,7 +85,7 @@ class EpochProgress:
             set_rng_state(saved["rng"][self._ranks.rank])
 
     def restore_samples(self, visited: NDArray[np.bool_], skipped: list[int]) -> None:
-        """Take the samples that the epoch has had from the store, which knows them exactly."""
+        """Take the samples that the epoch has had from the store, which has them exactly."""
         self.visited, self.skipped = visited, skipped
 
 

@@ -412,7 +412,7 @@ def test_a_store_with_learnt_rows_needs_a_state_or_a_reset(tmp_path):
         train_epoch(memory)
         memory.end_epoch()
     with open_memory(tmp_path / "store") as memory:
-        with pytest.raises(StoreError, match=r"has learnt rows up to epoch 2. Call load_state_dict"):
+        with pytest.raises(StoreError, match=r"has trained rows up to epoch 2. Call load_state_dict"):
             memory.lookup(IDS[:4])
         for call in (memory.commit, memory.end_epoch):
             with pytest.raises(StoreError, match="Call load_state_dict"):
@@ -524,7 +524,7 @@ def test_a_shard_that_two_ranks_learn_is_refused_on_both(tmp_path):
             memory.commit()
             if transport.rank == 1:
                 learn(memory, stale)
-            with pytest.raises(StoreError, match="shard 0: ranks 0 and 1 have learnt samples of it"):
+            with pytest.raises(StoreError, match="shard 0: ranks 0 and 1 have updated samples of it"):
                 memory.end_epoch()
 
     in_threads(2, train)

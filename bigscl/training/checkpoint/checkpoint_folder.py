@@ -57,7 +57,7 @@ class Progress:
     ends_epoch: bool = True
     """Whether it was saved at the end of an epoch, not within one."""
     decoder: str = "torchvision"
-    """What decoded the images of its epoch."""
+    """The decoder of its epoch's images."""
 
 
 # Files of a checkpoint

@@ -34,7 +34,7 @@ Choice = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What rank 0 finds in the run's folder and store before any checkpoint is read."""
+    """Ids and checkpoints in the run's folder and store, as rank 0 sees them before any is read."""
 
     run_id: str
     """The run's id, empty if no file has it."""
@@ -98,7 +98,7 @@ def resume(
 
 
 def restore(run: Run, state: ModelState, progress: EpochProgress, saved: Saved | None) -> None:
-    """Load what was read. If a rank fails, all ranks hear of it before the next collective call."""
+    """Load what was read. If a rank fails, all ranks raise before the next collective call."""
     checkpoint = None if saved is None else saved.checkpoint
 
     def load() -> None:
@@ -209,10 +209,10 @@ class CheckpointSearch:
 
     def _recovered_id(self, snapshots: list[Snapshot]) -> str:
         """Return the run's id from its store, if its run.json is damaged or was not yet written."""
-        learnt = not all(is_empty(snapshot) for snapshot in snapshots)
-        # A run writes its run.json before it learns. A store with learnt rows may be of somebody's own loop.
+        trained = not all(is_empty(snapshot) for snapshot in snapshots)
+        # A run writes its run.json before it trains. A store with trained rows may be of somebody's own loop.
         ours = (self._run.folder.path / "run.json").exists() or (
-            self._run.config.store.url is None and not learnt
+            self._run.config.store.url is None and not trained
         )
         return snapshots[-1].run if snapshots and ours else ""
 
