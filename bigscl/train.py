@@ -39,7 +39,7 @@ from bigscl.preflight.startup_summary import summary
 from bigscl.training.accelerator import start_accelerator
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
-from bigscl.training.metrics_log import Meter, MetricsLog, start_logging
+from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, tracker_project
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import TrainingOptions
 from bigscl.training.run_folder import Run, RunFolder, open_data
@@ -91,7 +91,7 @@ class Trainer:
         self.stopping = False
         self.stop_file = StopFile(self.folder.path)
         self._clear_stop_file()
-        self.accelerator.init_trackers("tracked", {"config": to_yaml(config)})
+        self.accelerator.init_trackers(tracker_project(config.log.trackers), {"config": to_yaml(config)})
         for line in summary(config, self.data, self.ranks.world_size, side, self.device):
             logger.info(line)
         for doubt in doubtful_settings(config):
@@ -245,7 +245,7 @@ class Trainer:
     def _draw(self, epoch: int) -> None:
         """Draw the stored heatmaps of some tracked samples."""
         memory, log = self.memory, self.config.log
-        if not isinstance(memory, RunMemory) or not memory.store.spec.tracked:
+        if not isinstance(memory, RunMemory) or not memory.store.spec.history_samples:
             return
         if log.pictures_every and (epoch + 1) % log.pictures_every == 0:
             path = self.folder.path / "pictures" / f"epoch-{epoch:03d}.png"

@@ -8,10 +8,10 @@ from bigscl.store.answered import Answered, answered_shard, label_counts, with_a
 from bigscl.store.backends import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.closing import Closing
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
-from bigscl.store.evidence import StartValues
 from bigscl.store.fields import SEAL, seal, seal_fault
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.history import history_bytes, history_faults
+from bigscl.store.initial_values import InitialValues
 from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
 from bigscl.store.lease import (
     LEASE_PATIENCE_SECONDS,
@@ -54,6 +54,7 @@ __all__ = [
     "HeatmapStore",
     "Holder",
     "IndexMismatch",
+    "InitialValues",
     "LocalBackend",
     "NotAStore",
     "ObjectReader",
@@ -65,7 +66,6 @@ __all__ = [
     "SingleProcess",
     "Snapshot",
     "SnapshotLog",
-    "StartValues",
     "StorageOptions",
     "StoreError",
     "StoreSpec",

@@ -60,7 +60,7 @@ class StoredArray(ABC):
     updated: bool = False
     """Whether training hands in new values."""
     rounded: bool = False
-    """Whether the codec `compact` rounds its values to a byte each."""
+    """Whether the codec `uint8` rounds its values to a byte each."""
 
     def exists(self, group: GroupSpec) -> bool:
         """Whether a group of this layout has the array."""

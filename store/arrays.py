@@ -42,7 +42,7 @@ def codecs(group: GroupSpec) -> list[Any] | None:
         "none": [],
         "blosc": [BloscCodec(cname="lz4", clevel=5, shuffle=BloscShuffle.bitshuffle, typesize=2)],
         "zstd": [ZstdCodec(level=1)],
-        "compact": [ZstdCodec(level=1)],
+        "uint8": [ZstdCodec(level=1)],
     }
     return compression[group.codec] + ([Crc32cCodec()] if group.checksum else []) or None
 

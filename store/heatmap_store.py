@@ -100,11 +100,11 @@ class HeatmapStore(StoreReader, Closing):
         *,
         heatmap_size: int,
         group: GroupSpec = FIRST_GROUP,
-        tracked: int | Collection[int] = 64,
+        history_samples: int | Collection[int] = 64,
         options: StorageOptions | None = None,
     ) -> None:
         """Create an empty store: every row has its initial value. An interrupted creation is repeated."""
-        create_store(open_backend(url, options), annotations, heatmap_size, group, tracked)
+        create_store(open_backend(url, options), annotations, heatmap_size, group, history_samples)
 
     @classmethod
     def open(
@@ -502,10 +502,10 @@ class HeatmapStore(StoreReader, Closing):
 
     def record_history(self, epoch: int) -> None:
         """Append the tracked samples' rows to their history; call it on one rank, after the commit."""
-        if not self.spec.tracked:
+        if not self.spec.history_samples:
             return
         assert self.annotations is not None
-        ids = np.asarray(self.spec.tracked, dtype=np.int64)
+        ids = np.asarray(self.spec.history_samples, dtype=np.int64)
         rows = self.read(ids)
         offsets = self.annotations.offsets
         places = np.repeat(np.arange(len(ids)), offsets[ids + 1] - offsets[ids])

@@ -31,7 +31,7 @@ TOP = 10
 RECORDED = ("scores", "classes", "heatmaps", "cell_visits")
 
 
-def default_tracked(spec: StoreSpec, count: int) -> tuple[int, ...]:
+def default_history_samples(spec: StoreSpec, count: int) -> tuple[int, ...]:
     """Evenly spaced samples."""
     ids = np.concatenate([spec.sample_ids(shard) for shard in range(spec.num_shards)])
     places = np.linspace(0, len(ids) - 1, min(count, len(ids))).astype(np.int64)
@@ -44,7 +44,7 @@ def _group(spec: StoreSpec) -> GroupSpec:
 
 
 def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
-    count, group = len(spec.tracked), _group(spec)
+    count, group = len(spec.history_samples), _group(spec)
     tails = {name: ARRAYS[name].shape(spec, group) for name in RECORDED}
     return tuple(
         ArrayPlan(
@@ -69,10 +69,12 @@ def history_bytes(spec: StoreSpec, num_tracked: int, *, heatmaps: bool) -> int:
 
 def describe_history(backend: Backend, spec: StoreSpec) -> None:
     """Make the metadata of empty arrays with room for every epoch."""
-    if not spec.tracked:
+    if not spec.history_samples:
         return
     zarr.create_group(
-        backend.zarr_store(read_only=False), path=FOLDER, attributes={"tracked": list(spec.tracked)}
+        backend.zarr_store(read_only=False),
+        path=FOLDER,
+        attributes={"history_samples": list(spec.history_samples)},
     )
     for plan in _plans(spec):
         create_array(backend, f"{FOLDER}/{plan.name}", plan, codecs(_group(spec)))
@@ -118,13 +120,13 @@ def _restore_metadata(backend: Backend, spec: StoreSpec) -> None:
 
 def metadata_faults(backend: Backend, spec: StoreSpec) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) of metadata that is not as it was created."""
-    if not spec.tracked:
+    if not spec.history_samples:
         return
     store = backend.zarr_store(read_only=True)
     try:
-        tracked = zarr.open_group(store, path=FOLDER, mode="r").attrs.get("tracked")
-        if tracked != list(spec.tracked):
-            yield f"{FOLDER}/zarr.json", "tracked are not the samples that the store says"
+        history_samples = zarr.open_group(store, path=FOLDER, mode="r").attrs.get("history_samples")
+        if history_samples != list(spec.history_samples):
+            yield f"{FOLDER}/zarr.json", "history_samples are not the samples that the store says"
     except Exception as error:  # zarr raises anything for metadata that is missing or is not its own
         yield f"{FOLDER}/zarr.json", f"cannot be read ({error!r:.120})"
     for plan in _plans(spec):
@@ -140,7 +142,7 @@ def metadata_faults(backend: Backend, spec: StoreSpec) -> Iterator[tuple[str, st
 def history_faults(backend: Backend, spec: StoreSpec) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) of all that was kept of the tracked samples."""
     yield from metadata_faults(backend, spec)
-    for name, array in _open(backend, spec, read_only=True).items() if spec.tracked else ():
+    for name, array in _open(backend, spec, read_only=True).items() if spec.history_samples else ():
         for chunk, epoch in _chunks(backend, name).items():
             try:
                 array[epoch]
@@ -156,9 +158,9 @@ def _chunks(backend: Backend, array: str) -> dict[str, int]:
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
     """What was kept of one tracked sample, by epoch; nothing for a sample that is not tracked."""
-    if sample not in spec.tracked:
+    if sample not in spec.history_samples:
         return {}
-    place = spec.tracked.index(sample)
+    place = spec.history_samples.index(sample)
     arrays = _open(backend, spec, read_only=True)
     history = {}
     for epoch in sorted(_chunks(backend, "scores").values()):

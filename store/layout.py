@@ -53,7 +53,7 @@ def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
             shape=(*outer, *array.shape(spec, group)),
             chunks=(1, 1, array.chunk_rows(spec, group), *array.shape(spec, group)),
             dtype=array.dtype(spec),
-            rounded=array.rounded and group.codec == "compact",
+            rounded=array.rounded and group.codec == "uint8",
         )
         for array in ARRAYS.values()
         if array.exists(group)

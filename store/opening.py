@@ -77,7 +77,21 @@ def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
         raise OtherFormat(
             f"{backend.url}: written in format {version}, this version reads format {FORMAT}. {remedy}."
         )
-    return StoreSpec.from_fields(described.sealed())
+    return StoreSpec.from_fields(_without_features(backend, described.sealed()))
+
+
+def _without_features(backend: Backend, described: Fields) -> Fields:
+    """Return the description of a store; OtherFormat if reading it takes a feature that is not known here."""
+    if "features" not in described:
+        raise OtherFormat(
+            f"{backend.url}: written in an unfinished format {FORMAT}, by a revision before version 0.2.0. "
+            f"Use another place for a new store."
+        )
+    if unknown := sorted(described.inside("features")):
+        raise OtherFormat(
+            f"{backend.url}: uses {', '.join(unknown)}, which this version does not read. Upgrade bigscl."
+        )
+    return described
 
 
 def first_chunk(backend: Backend) -> str | None:
@@ -99,13 +113,13 @@ def create_store(
     annotations: Annotations,
     heatmap_size: int,
     group: GroupSpec,
-    tracked: int | Collection[int],
+    history_samples: int | Collection[int],
 ) -> None:
     """Make an empty store; it exists from the moment its snapshot 0 does."""
     group = replace(group, name=FIRST_GROUP.name, generations=FIRST_GROUP.generations)
     if group.top is not None:
         check_top(annotations, group.top)
-    spec = spec_for(annotations, heatmap_size, tracked)
+    spec = spec_for(annotations, heatmap_size, history_samples)
     lease = _claim(backend)
     try:
         files = described(lambda scratch: _describe(scratch, spec, group))
@@ -127,8 +141,10 @@ def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
     history.describe_history(scratch, spec)
 
 
-def spec_for(annotations: Annotations, heatmap_size: int, tracked: int | Collection[int]) -> StoreSpec:
-    """The spec of a store for this data; `tracked` is a number of samples, or the samples themselves."""
+def spec_for(
+    annotations: Annotations, heatmap_size: int, history_samples: int | Collection[int]
+) -> StoreSpec:
+    """Return the spec of a store for this data; `history_samples` are a number, or the samples themselves."""
     if heatmap_size < 1:
         raise UserError(f"heatmap_size: {heatmap_size}, expected at least 1")
     spec = StoreSpec(
@@ -138,8 +154,12 @@ def spec_for(annotations: Annotations, heatmap_size: int, tracked: int | Collect
         rows_per_shard=annotations.rows_per_shard,
         shard_sizes=tuple(annotations.shard_sizes.tolist()),
     )
-    chosen = history.default_tracked(spec, tracked) if isinstance(tracked, int) else tuple(tracked)
-    return replace(spec, tracked=chosen)
+    chosen = (
+        history.default_history_samples(spec, history_samples)
+        if isinstance(history_samples, int)
+        else tuple(history_samples)
+    )
+    return replace(spec, history_samples=chosen)
 
 
 def _claim(backend: Backend) -> Lease:

@@ -14,7 +14,7 @@ from bigscl.store.answered import ATTRIBUTE, Answered, with_answers
 from bigscl.store.arrays import ArrayGroup
 from bigscl.store.backends import Backend
 from bigscl.store.errors import BadFile, StoreError
-from bigscl.store.evidence import StartValues
+from bigscl.store.initial_values import InitialValues
 from bigscl.store.layout import initial_shard, split_by_shard
 from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
@@ -124,13 +124,13 @@ class StoreReader:
         return Rows(**gathered)
 
     def peek(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
-        """As `read_evidence`, in milliseconds: for screens. Reads only these rows where that is possible.
+        """As `read_without_initial_value`, in milliseconds, for screens: reads only these rows if possible.
 
         That is so unless chunks are compressed. What is read so is not compared with its checksum.
         """
         wanted = np.asarray(ids, dtype=np.int64)
         if self.group.codec != "none" or not len(wanted):
-            return self.read_evidence(wanted)
+            return self.read_without_initial_value(wanted)
         self.check_ids(wanted)
         shards, positions = np.divmod(wanted, self.spec.rows_per_shard)
         slots = np.array([self._version(int(shard)).slot for shard in shards])
@@ -144,8 +144,8 @@ class StoreReader:
             for name, array in rows.items():
                 out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
                 out[mask] = array
-        found, start = Rows(**gathered), self.start_values
-        return found if start is None else start.evidence(found, wanted)
+        found, start = Rows(**gathered), self.initial_values
+        return found if start is None else start.without_initial_value(found, wanted)
 
     def _initial(self, ids: NDArray[np.int64]) -> dict[str, Array]:
         """The arrays of samples whose shards were never saved."""
@@ -198,7 +198,7 @@ class StoreReader:
             self._log.read(self._snapshot.id)
 
     @property
-    def start_values(self) -> StartValues | None:
+    def initial_values(self) -> InitialValues | None:
         """How to take initial values out of heatmaps; None if the store or its snapshot does not say.
 
         Snapshots of earlier revisions do not have the momentum; for annotations, open the store with them.
@@ -209,27 +209,29 @@ class StoreReader:
         started = self._given
         if len(answered := Answered.at(self._snapshot)):
             started = with_answers(started, answered, from_start=True)
-        return StartValues(annotations=started, momentum=float(momentum), debiased=self.group.debiased)
+        return InitialValues(annotations=started, momentum=float(momentum), debiased=self.group.debiased)
 
-    def read_evidence(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
+    def read_without_initial_value(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
         """As `read`, with heatmaps without what is left of their initial values, where that is known."""
         wanted = np.asarray(ids, dtype=np.int64)
-        rows, start = self.read(wanted), self.start_values
-        return rows if start is None else start.evidence(rows, wanted)
+        rows, start = self.read(wanted), self.initial_values
+        return rows if start is None else start.without_initial_value(rows, wanted)
 
-    def evidence_of(self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array) -> Array:
+    def heatmaps_without_initial_value(
+        self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array
+    ) -> Array:
         """`rows.heatmaps_of(places, classes)` likewise; `ids` are the samples of the rows."""
-        start = self.start_values
+        start = self.initial_values
         if start is None:
             return rows.heatmaps_of(places, classes)
-        return start.evidence_of(rows, ids, places, classes)
+        return start.heatmaps_without_initial_value(rows, ids, places, classes)
 
     def history(self, sample: int) -> dict[int, Rows]:
-        """How a tracked sample looked after each epoch, as `read_evidence`; empty if it is not tracked."""
-        found, start = history.read_history(self.backend, sample, self.spec), self.start_values
+        """How a sample looked after each epoch, without initial values; empty if its history is not kept."""
+        found, start = history.read_history(self.backend, sample, self.spec), self.initial_values
         if start is None:
             return found
-        return {epoch: start.evidence(rows, np.array([sample])) for epoch, rows in found.items()}
+        return {epoch: start.without_initial_value(rows, np.array([sample])) for epoch, rows in found.items()}
 
 
 def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec) -> None:

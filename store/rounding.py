@@ -1,4 +1,4 @@
-"""Heatmaps in 255 levels from 0 to 1, a byte each: what the codec `compact` keeps of them.
+"""Heatmaps in 255 levels from 0 to 1, a byte each: what the codec `uint8` keeps of them.
 
 Levels are dense near 0 and 1, where many cells of a heatmap are almost equal: with as many even steps the
 pointing game of the quickstart loses 2 points, with these 0.4. A value between two levels goes to either by
@@ -63,7 +63,7 @@ def _looked_up(table: Array, places: Array) -> Array:
 
 def as_stored(rows: Rows, group: GroupSpec, ids: NDArray[np.int64], epoch: int) -> Rows:
     """The rows of these samples as a group of this codec holds them, after an update in this epoch."""
-    if group.codec != "compact" or rows.heatmaps is None:
+    if group.codec != "uint8" or rows.heatmaps is None:
         return rows
     return rows.replace(heatmaps=rounded(rows.heatmaps, ids, epoch))
 

@@ -18,7 +18,7 @@ MAX_COUNT = 254
 """Visits are counted up to here; 255 marks a missing chunk."""
 
 Layout = Literal["dense", "topk", "scores"]
-Codec = Literal["none", "blosc", "zstd", "compact"]
+Codec = Literal["none", "blosc", "zstd", "uint8"]
 Array = NDArray[Any]
 
 
@@ -31,7 +31,7 @@ class StoreSpec:
     heatmap_size: int
     rows_per_shard: int
     shard_sizes: tuple[int, ...]
-    tracked: tuple[int, ...] = ()
+    history_samples: tuple[int, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -55,7 +55,7 @@ class StoreSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the root group's attributes."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, "features": {}, **asdict(self)}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
@@ -68,7 +68,7 @@ class StoreSpec:
             heatmap_size=fields.integer("heatmap_size", 1, 2**15),
             rows_per_shard=rows,
             shard_sizes=sizes,
-            tracked=fields.integers("tracked", 0, max(0, rows * len(sizes) - 1)),
+            history_samples=fields.integers("history_samples", 0, max(0, rows * len(sizes) - 1)),
         )
 
 

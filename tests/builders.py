@@ -177,7 +177,7 @@ def make_store(
     epochs: int = 3,
     skill: float = 1.0,
     top: int | None = None,
-    tracked=6,
+    history_samples=6,
     options=None,
     **layout,
 ) -> None:
@@ -191,7 +191,7 @@ def make_store(
         annotations,
         heatmap_size=SIDE,
         group=GroupSpec(**layout),
-        tracked=tracked,
+        history_samples=history_samples,
         options=options,
     )
     random = np.random.default_rng(1)

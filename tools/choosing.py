@@ -35,9 +35,11 @@ def _largest(values: NDArray[np.float32], number: int | None) -> NDArray[np.floa
 
 
 def _tracked(store: HeatmapStore, data: Data, count: int, number: int | None) -> NDArray[np.int64]:
-    ids = np.array(store.spec.tracked, np.int64)
+    ids = np.array(store.spec.history_samples, np.int64)
     if not len(ids):
-        raise UserError(f"{store.backend.url}: has no tracked samples (store.tracked of its run is 0)")
+        raise UserError(
+            f"{store.backend.url}: has no tracked samples (store.history_samples of its run is 0)"
+        )
     return ids[_with_class(data, ids, number)][:count]
 
 

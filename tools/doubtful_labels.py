@@ -132,7 +132,7 @@ def _where(store: HeatmapStore, ids: NDArray[np.int64], classes: NDArray[np.int6
     if not len(ids) or store.group.layout == "scores":
         return where
     images, image = np.unique(ids, return_inverse=True)
-    heatmaps = store.read_evidence(images).heatmaps_of(image, classes).astype(np.float32)
+    heatmaps = store.read_without_initial_value(images).heatmaps_of(image, classes).astype(np.float32)
     side = heatmaps.shape[-1]
     y, x = np.divmod(heatmaps.reshape(len(ids), -1).argmax(axis=1), side)
     where[:, 2:] = strongest_boxes(heatmaps, BOX_SHARE)

@@ -265,7 +265,7 @@ def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path)
     from PIL import Image
 
     output.mkdir(parents=True, exist_ok=True)
-    rows = store.read_evidence(ids)
+    rows = store.read_without_initial_value(ids)
     for place, sample in enumerate(ids.tolist()):
         one = rows.take(slice(place, place + 1))
         key = data.index.key(sample).replace("/", "_")

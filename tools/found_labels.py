@@ -90,7 +90,9 @@ class FoundLabels:
         }
         boxes = np.full((len(places), 4), np.nan)
         if rows.heatmaps is not None:
-            boxes = strongest_boxes(self.store.evidence_of(rows, ids, places, classes), share).round(4)
+            boxes = strongest_boxes(
+                self.store.heatmaps_without_initial_value(rows, ids, places, classes), share
+            ).round(4)
         return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
 
     def fit(self, given: float | None) -> Fit:
@@ -123,7 +125,11 @@ class FoundLabels:
             for place, number in zip(places.tolist(), classes.tolist(), strict=True):
                 boxes = [box[1:] for box in metadata[int(ids[place])].get("boxes", ()) if box[0] == number]
                 if boxes and number in kept[place]:
-                    found[0].append(store.evidence_of(rows, ids, np.array([place]), np.array([number]))[0])
+                    found[0].append(
+                        store.heatmaps_without_initial_value(
+                            rows, ids, np.array([place]), np.array([number])
+                        )[0]
+                    )
                     found[1].append(boxes)
                     found[2].append(bool(ids[place] % 2 == 0))
         return found

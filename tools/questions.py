@@ -192,7 +192,7 @@ def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArr
     )
     labelled, classes = np.nonzero(known == 1)
     if len(labelled):
-        heatmaps = store.evidence_of(rows, ids, labelled, classes)
+        heatmaps = store.heatmaps_without_initial_value(rows, ids, labelled, classes)
         peaks[labelled, classes] = heatmaps.reshape(len(labelled), -1).max(axis=1)
     return peaks
 

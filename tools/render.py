@@ -171,7 +171,7 @@ def _side_by_side(
     stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
     """Return one picture per sample and store, with the classes that are strongest in the first store."""
-    memories = [store.read_evidence(ids) for store in stores]
+    memories = [store.read_without_initial_value(ids) for store in stores]
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))
@@ -197,7 +197,7 @@ def _over_epochs(
         if not history:
             raise UserError(
                 f"{data.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
-                f"{', '.join(data.index.key(one) for one in store.spec.tracked[:8])} ..."
+                f"{', '.join(data.index.key(one) for one in store.spec.history_samples[:8])} ..."
             )
         pictures += _epochs_of(images, place, sample, history, count, data.index.name(sample))
     return pictures

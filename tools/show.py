@@ -109,7 +109,7 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "rows_per_shard": spec.rows_per_shard,
         "classes": spec.num_classes,
         "heatmap_size": spec.heatmap_size,
-        "tracked": len(spec.tracked),
+        "tracked": len(spec.history_samples),
         "snapshot": store.snapshot.id,
         "layout": store.group.to_json(),
         "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
@@ -235,7 +235,7 @@ def _sample(
     store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: Expected
 ) -> dict[str, Any]:
     ids = np.array([sample])
-    rows = store.read_evidence(ids)
+    rows = store.read_without_initial_value(ids)
     annotated = None if data is None else data.annotated(ids)[0]
     present = None if data is None else data.present(ids)
     expected = expected_there.of(rows.ranked_by(), ids)[0]
@@ -247,7 +247,7 @@ def _sample(
         "shard": sample // store.spec.rows_per_shard,
         "snapshot": store.snapshot.id,
         "visited": int(rows["last_epoch"][0]),
-        "tracked": sample in store.spec.tracked,
+        "tracked": sample in store.spec.history_samples,
         "classes": [
             {
                 "class": int(number),

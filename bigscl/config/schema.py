@@ -178,10 +178,10 @@ class StoreConfig:
     slots: Annotated[int, Field(ge=2)] = 3
     """Versions of each shard on disk; the run can resume from one less."""
     codec: Codec = "none"
-    """Compression: none, blosc (lz4, bitshuffle), zstd, or compact: heatmaps rounded to a byte, zstd."""
+    """Compression: none, blosc (lz4, bitshuffle), zstd, or uint8: heatmaps rounded to a byte, zstd."""
     checksum: bool = True
     """Store a CRC-32C with every chunk."""
-    tracked: CountOrZero = 64
+    history_samples: CountOrZero = 64
     """Samples whose heatmaps of every epoch are kept for plots."""
     prefetch_batches: Count = 4
     """Number of batches whose rows are read ahead of the training step."""

@@ -73,7 +73,7 @@ def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = 
     """
     objects = read_objects(index, index.ids() if ids is None else ids)
     trials = concatenate(
-        _trials(_stored_heatmaps(store.read_evidence(part), part, own), own)
+        _trials(_stored_heatmaps(store.read_without_initial_value(part), part, own), own)
         for part in _by_shard(np.unique(objects.ids), index.rows_per_shard)
         for own in [objects.of(part)]
     )

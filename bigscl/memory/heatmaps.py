@@ -103,7 +103,7 @@ def remaining_start(counts: Tensor, momentum: float, *, debiased: bool = False) 
 
 
 @torch.no_grad()
-def evidence(heatmaps: Tensor, starts: Tensor, remaining: Tensor) -> Tensor:
+def without_initial_value(heatmaps: Tensor, starts: Tensor, remaining: Tensor) -> Tensor:
     """Return what was seen in heatmaps [B,C,W,W] since their start: float32, without their initial values.
 
     `starts` [B,C] are the initial values, 1 for annotated classes and 0 for others; `remaining` [B,W,W] is

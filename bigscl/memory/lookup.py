@@ -19,10 +19,10 @@ from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
-    evidence,
     gather_classes,
     remaining_start,
     to_view,
+    without_initial_value,
 )
 from bigscl.selection.selection import Selection
 from bigscl.selection.spatial_ranking import spatial_ranking
@@ -140,17 +140,19 @@ class MemoryBatch:
             )
         visits = self.arrays["cell_visits"]
         seen = 1 - remaining_start(visits, self.momentum)[:, None]
-        target = self._evidence(self.heatmaps, visits) / seen.clamp(min=1e-6)
+        target = self._without_initial_value(self.heatmaps, visits) / seen.clamp(min=1e-6)
         return to_view(target.clamp(max=1), self.views, side), to_view(seen, self.views, side)
 
-    def _evidence(self, heatmaps: Tensor, counts: Tensor, *, debiased: bool = False) -> Tensor:
+    def _without_initial_value(self, heatmaps: Tensor, counts: Tensor, *, debiased: bool = False) -> Tensor:
         started = self.annotations.started(self.ids)
         started = started if self.classes is None else started.gather(1, self.classes)
-        return evidence(heatmaps, started, remaining_start(counts, self.momentum, debiased=debiased))
+        return without_initial_value(
+            heatmaps, started, remaining_start(counts, self.momentum, debiased=debiased)
+        )
 
     def ranking_of(self, scores: Tensor, heatmaps: Tensor, counts: Tensor, *, debiased: bool) -> Tensor:
         """Return what expected positives are ranked by, from these scores, heatmaps and visits."""
-        heat = self._evidence(heatmaps, counts, debiased=debiased)
+        heat = self._without_initial_value(heatmaps, counts, debiased=debiased)
         return spatial_ranking(scores, heat, self.annotated, self.classes)
 
     def inputs(

@@ -75,7 +75,7 @@ def _create(
             annotations,
             heatmap_size=heatmap_size,
             group=first_group(settings, ranking=ranking),
-            tracked=settings.tracked,
+            history_samples=settings.history_samples,
             options=settings.options(),
         )
 

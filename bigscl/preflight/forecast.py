@@ -287,8 +287,8 @@ def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> in
 
 def _history_bytes(config: Config, spec: StoreSpec, epochs: int) -> int:
     """Return the bytes that the history of the tracked samples takes after so many epochs."""
-    tracked = min(config.store.tracked, spec.num_samples)
+    history_samples = min(config.store.history_samples, spec.num_samples)
     without = epochs if config.compact_after is None else min(epochs, config.compact_after - 1)
     without = without if config.store.warmup_heatmaps == "scores" else 0
-    whole, scores = (history_bytes(spec, tracked, heatmaps=heatmaps) for heatmaps in (True, False))
+    whole, scores = (history_bytes(spec, history_samples, heatmaps=heatmaps) for heatmaps in (True, False))
     return (epochs - without) * whole + without * scores

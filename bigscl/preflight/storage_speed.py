@@ -51,7 +51,7 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         annotations,
         heatmap_size=spec.heatmap_size,
         group=replace(group, slots=2),
-        tracked=0,
+        history_samples=0,
         options=options,
     )
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="probe", options=options) as store:

@@ -189,3 +189,8 @@ class Meter:
     def _with_ranks(self, waits: Mapping[str, float]) -> dict[str, float]:
         """Add the seconds that this rank waited for other ranks, if there are any."""
         return {**waits, "wait_ranks": self._ranks.wait_seconds} if self._ranks.world_size > 1 else {**waits}
+
+
+def tracker_project(trackers: tuple[str, ...]) -> str:
+    """Return the project that trackers file a run under; TensorBoard takes it as a folder of the run."""
+    return "tensorboard" if "tensorboard" in trackers else "bigscl"

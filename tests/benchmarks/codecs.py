@@ -40,7 +40,9 @@ def measure(source: HeatmapStore, shards: dict[int, Rows], codec: Codec) -> dict
     """Bytes, and CPU milliseconds per 1000 samples to round, to write and to read them."""
     group, url = replace(source.group, codec=codec), f"memory://{uuid.uuid4().hex}"
     annotations = unlabelled(source)
-    HeatmapStore.create(url, annotations, heatmap_size=source.spec.heatmap_size, tracked=0, group=group)
+    HeatmapStore.create(
+        url, annotations, heatmap_size=source.spec.heatmap_size, history_samples=0, group=group
+    )
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="benchmark") as store:
         started = time.process_time()
         rounded = {

@@ -395,7 +395,7 @@ def main() -> None:
     rows["store (default: crc32c)"] = bench_store(args.shards, args.folder)
     rows["store, blosc-lz4-bitshuffle"] = bench_store(args.shards, args.folder, codec="blosc")
     rows["store, zstd"] = bench_store(args.shards, args.folder, codec="zstd")
-    rows["store, compact"] = bench_store(args.shards, args.folder, codec="compact")
+    rows["store, uint8"] = bench_store(args.shards, args.folder, codec="uint8")
     table(rows, bar)
     step = bench_step(args.step_seconds, args.rate, args.folder)
     print(

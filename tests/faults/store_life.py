@@ -78,7 +78,7 @@ def open_for_life(url, ledger, endpoint, codec):
             url,
             ANNOTATIONS,
             heatmap_size=SIZE,
-            tracked=2,
+            history_samples=2,
             options=options,
             group=GroupSpec(codec=codec, spatial_score=True),
         )
@@ -178,7 +178,7 @@ def check_snapshot(url, number, endpoint=""):
         here = rows["last_epoch"] == epoch
         classes = None if rows.classes is None else rows.classes[here]
         scores, heatmaps = values_of(IDS[here], epoch, classes)
-        if store.group.codec == "compact":
+        if store.group.codec == "uint8":
             heatmaps = rounded_maps(IDS[here], epoch, classes)
         np.testing.assert_array_equal(rows.scores[here], scores, err_msg=f"snapshot {number}: scores")
         np.testing.assert_array_equal(rows.heatmaps[here], heatmaps, err_msg=f"snapshot {number}: heatmaps")
@@ -214,7 +214,7 @@ def check_end(url, ledger, endpoint=""):
     store = HeatmapStore.open(url, annotations=ANNOTATIONS, options=storage(endpoint))
     assert (store.read(IDS)["last_epoch"] == EPOCHS - 1).all()
     assert store.group.layout == "topk"
-    assert set(store.history(store.spec.tracked[0])) >= {EPOCHS - 1}
+    assert set(store.history(store.spec.history_samples[0])) >= {EPOCHS - 1}
     names = [key for key, _ in store.backend.sizes("")]
     assert not [key for key in names if key.endswith((".partial", ".beat"))]
     assert read_holder(store.backend) is None

@@ -61,7 +61,7 @@ def test_a_store_killed_at_each_kind_of_operation_loses_nothing(lives, operation
 
 def test_a_compact_store_killed_at_a_few_operations_loses_nothing(lives, operations):
     points = list(kills.points(kills.one_of_each_kind(operations)))
-    check_points(lives, points[::5], codec="compact")
+    check_points(lives, points[::5], codec="uint8")
 
 
 @pytest.mark.slow

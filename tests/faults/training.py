@@ -56,7 +56,7 @@ def small_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:
         "data": {"batch_size": 4, "workers": 0, "shuffle_buffer": 8},
         "model": {"backbone": "tests.integration.tiny:noisy_net"},
         "checkpoint": {"every_steps": 2},
-        "store": {"slots": 3, "top": 4, "tracked": 2},
+        "store": {"slots": 3, "top": 4, "history_samples": 2},
     }
     return write_config(
         path, shards, **{name: ours.get(name, {}) | sections.get(name, {}) for name in ours | sections}

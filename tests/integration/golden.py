@@ -45,7 +45,7 @@ RUNS |= {
 }
 DROPPED = (0, 1, 3, 5)
 """The features of ten that nn.Dropout(0.3) drops first after seed 0, where the runs were recorded."""
-NO_STORE = {"kind": "none", "top": None, "tracked": 64, "slots": 3}
+NO_STORE = {"kind": "none", "top": None, "history_samples": 64, "slots": 3}
 """Settings of the store would have no effect, and are refused."""
 
 

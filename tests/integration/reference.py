@@ -133,7 +133,7 @@ class Reference:
         updated = (mu * old + (1 - mu) * seen).astype(np.float16)
         change = covered[None] & self.kept[row][:, None, None]
         self.heatmaps[row] = np.where(change, updated, self.heatmaps[row])
-        if self.config.store.codec == "compact":
+        if self.config.store.codec == "uint8":
             kept, sample = self.kept[row], int(self.index.ids()[row])
             self.heatmaps[row][kept] = slowly_rounded(self.heatmaps[row][kept], sample, self.epoch)
 

@@ -34,7 +34,9 @@ class ReferencePlus(Reference):
             maps, pooled = torch.sigmoid(logits), torch.sigmoid(logits.mean((1, 2)))
             side = maps.shape[-1]
             left = self.config.store.momentum ** self.looks[row].astype(np.float64)
-            seen = np.where(self.looks[row] > 0, self.evidence(row) / np.maximum(1 - left, 1e-6), 0)
+            seen = np.where(
+                self.looks[row] > 0, self.without_initial_value(row) / np.maximum(1 - left, 1e-6), 0
+            )
             target = torch.from_numpy(to_view(np.minimum(seen, 1).astype(np.float32), view, side))
             trust = torch.from_numpy(to_view((1 - left).astype(np.float32)[None], view, side))
             annotated, asserted = self.annotated[row], self.asserted[row]
@@ -52,7 +54,7 @@ class ReferencePlus(Reference):
         _, covered = to_image(maps.detach().numpy(), view, self.heatmaps.shape[-1])
         self.looks[row] += covered
 
-    def evidence(self, row):
+    def without_initial_value(self, row):
         """What was seen since the start, [L,W,W]: annotated classes started at 1."""
         start = self.config.store.momentum ** self.looks[row].astype(np.float64)
         heat = self.heatmaps[row].astype(np.float64)
@@ -60,7 +62,7 @@ class ReferencePlus(Reference):
 
     def ranked_by(self, row):
         """sqrt(score * hottest cells), where there is a heatmap; the score elsewhere; 1 if annotated."""
-        heat, annotated = self.evidence(row), self.annotated[row]
+        heat, annotated = self.without_initial_value(row), self.annotated[row]
         named = heat[annotated].max(0)
         discount = 1 - HALF * (named / named.max() if named.max() else named)
         count = max(1, round(0.04 * named.size))

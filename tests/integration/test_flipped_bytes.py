@@ -34,7 +34,7 @@ NOT_CHECKED = {
     "metrics.jsonl": "a log; lines that are not JSON are skipped, the others are only plotted",
     "environment.jsonl": "a log of starts, for people",
     "samples.json": "for readers without bigscl; ours take names from the index",
-    "tracked/": "TensorBoard's",
+    "tensorboard/": "TensorBoard's",
     "pictures/": "for people",
     "evaluation/report.md": "for people",
     "evaluation/scores.png": "for people",
@@ -132,7 +132,7 @@ def made(tmp_path_factory, trainer_server) -> Made:
         folder / "run.yaml",
         shards,
         data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6, "shorter": 55},
-        store={"slots": 3, "tracked": 2},
+        store={"slots": 3, "history_samples": 2},
         schedule={
             "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
             "main": {"epochs": 1, "learning_rate": 2e-3},

@@ -14,8 +14,8 @@ SCHEDULE = {"warmup": WARMUP, "main": {"epochs": 4, "learning_rate": 2e-3}}
 RUNS = {
     # Heatmaps of the top classes take more than the scores before them: the change of layout is the peak.
     "scores first": {"store": {"top": 4, "slots": 3, "warmup_heatmaps": "scores"}, "schedule": SCHEDULE},
-    "dense first": {"store": {"top": 1, "slots": 3, "tracked": 0}, "schedule": SCHEDULE},
-    "one checkpoint": {"store": {"top": 8, "slots": 2, "tracked": 4}, "schedule": SCHEDULE},
+    "dense first": {"store": {"top": 1, "slots": 3, "history_samples": 0}, "schedule": SCHEDULE},
+    "one checkpoint": {"store": {"top": 8, "slots": 2, "history_samples": 4}, "schedule": SCHEDULE},
     "more slots than needed": {"store": {"top": 4, "slots": 5}, "checkpoint": {"keep": 2}},
     "saved now and then": {"store": {"top": 6, "slots": 3}, "checkpoint": {"every_epochs": 2}},
     "no change": {"store": {"top": None, "slots": 3}, "schedule": SCHEDULE},

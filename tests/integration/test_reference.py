@@ -81,7 +81,7 @@ def test_run_on_four_processes_with_three_shards_equals_the_equations(tmp_path, 
 
 def test_run_on_two_processes_with_rounded_heatmaps_equals_the_equations(tmp_path, shards):
     """Where a difference of float16 meets the chance of a rounding, the two are on neighbouring levels."""
-    config = write_config(tmp_path / "run.yaml", shards, store={"codec": "compact"})
+    config = write_config(tmp_path / "run.yaml", shards, store={"codec": "uint8"})
     train(config, processes=2)
     index = index_of(shards)
     reference = Reference(load_config(config), index, 2).train()

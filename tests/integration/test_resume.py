@@ -203,7 +203,7 @@ def test_what_a_loss_keeps_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shar
     assert_same_runs(resumed, tmp_path / "run", shards)
 
 
-@pytest.mark.parametrize("codec", ["none", "compact"])
+@pytest.mark.parametrize("codec", ["none", "uint8"])
 def test_scl_plus_is_resumed_within_an_epoch_bit_for_bit(tmp_path, shards, codec):
     """Rankings, visits, K of each class and rounded heatmaps come back with the snapshot."""
     config = write_config(

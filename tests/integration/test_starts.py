@@ -45,7 +45,7 @@ def config(tmp_path_factory, shards):
         shards,
         # On this part of the images the second epoch is better than the first, and replaces `best`.
         data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6, "shorter": 256},
-        store={"slots": 3, "tracked": 0},
+        store={"slots": 3, "history_samples": 0},
         schedule={
             "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
             "main": {"epochs": 1, "learning_rate": 2e-3},
@@ -339,7 +339,7 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
     ],
 )
 def test_full_disk_is_one_line_and_the_run_resumes(tmp_path, train, config, whole, shards, moment, name):
-    options = ["--run", tmp_path / "run", "--log.pictures_every", 2, "--store.tracked", 2]
+    options = ["--run", tmp_path / "run", "--log.pictures_every", 2, "--store.history_samples", 2]
     assert_refused(train(config, *options, full=moment), "No space left on device", "Free some space", name)
     assert_resumed(train(config, *options), tmp_path / "run", whole, shards)
 

@@ -103,7 +103,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "checksums": choice("store.checksum"),
     "best pooled by": choice("validation.pooling"),
     "score log": {"yes": {}, "no": {"log.score_classes": 0}},
-    "pictures": {"never": {}, "always": {"store.tracked": 2, "log.pictures_every": 1}},
+    "pictures": {"never": {}, "always": {"store.history_samples": 2, "log.pictures_every": 1}},
     "RAM": {"all": {}, "little": {"store.resident_gb": 1e-6, "store.prefetch_batches": 1}},
 }
 

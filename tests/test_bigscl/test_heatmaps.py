@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
-    evidence,
     gather_classes,
     remaining_start,
     to_image,
     to_view,
+    without_initial_value,
 )
 
 FULL = [0.0, 0.0, 1.0, 1.0, 0.0]
@@ -348,7 +348,7 @@ def test_evidence_is_the_average_of_a_heatmap_that_started_at_zero(debiased):
         from_zero, counts = blend(from_zero, maps, view, 0.8, counts=counts, debiased=debiased)
         assert torch.equal(after, counts)
     remaining = remaining_start(counts, 0.8, debiased=debiased)
-    seen = evidence(heatmaps, torch.tensor([[1, 0]]), remaining)
+    seen = without_initial_value(heatmaps, torch.tensor([[1, 0]]), remaining)
     torch.testing.assert_close(seen, from_zero)
 
 

@@ -21,7 +21,7 @@ IDS = all_ids(ANNOTATIONS)
 
 
 def open_memory(path, **options):
-    settings = {"url": str(path), "tracked": 0, **options.pop("settings", {})}
+    settings = {"url": str(path), "history_samples": 0, **options.pop("settings", {})}
     options = {"heatmap_size": 2 * SIDE, "positives_per_image": K, **options}
     return Memory(ANNOTATIONS, StoreConfig(**settings), **options)
 
@@ -142,8 +142,8 @@ def test_the_selection_of_an_epoch_is_committed_with_it(memory):
 
 
 def test_tracked_samples_have_a_history(tmp_path):
-    with open_memory(tmp_path / "store", settings={"tracked": 3}) as memory:
-        sample = memory.store.spec.tracked[1]
+    with open_memory(tmp_path / "store", settings={"history_samples": 3}) as memory:
+        sample = memory.store.spec.history_samples[1]
         scores = []
         for _ in range(3):
             train_epoch(memory)

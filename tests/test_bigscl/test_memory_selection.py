@@ -266,7 +266,7 @@ def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_
     answered = some_answers()
     annotations = with_answers(ANNOTATIONS, answered)
     options = {"heatmap_size": 2 * SIDE, "positives_per_image": K, **RULES.get(rule, {})}
-    settings = StoreConfig(url=str(tmp_path / "store"), tracked=0)
+    settings = StoreConfig(url=str(tmp_path / "store"), history_samples=0)
     with AnsweredMemory(annotations, settings, answered, **options) as memory:
         for _ in range(3):
             train_epoch(memory)

@@ -32,7 +32,7 @@ def main(path, acknowledged):
     try:
         HeatmapStore.open(path)
     except NotAStore:
-        HeatmapStore.create(path, ANNOTATIONS, heatmap_size=SIZE, tracked=3)
+        HeatmapStore.create(path, ANNOTATIONS, heatmap_size=SIZE, history_samples=3)
     store = HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="crash", patience_seconds=5)
     print("ready", flush=True)
     while store.snapshot.epoch < EPOCHS:

@@ -1,4 +1,4 @@
-"""What the codec `compact` does to a row, one value after the other, in whole numbers."""
+"""What the codec `uint8` does to a row, one value after the other, in whole numbers."""
 
 import math
 from bisect import bisect_right

@@ -138,7 +138,7 @@ def test_rows_that_were_never_stored_start_with_the_answers(tmp_path):
         assert rows.heatmaps[0, number].min() == 1 == rows.scores[0, number]
         assert rows.heatmaps[0, wrong].max() == 0 == rows.scores[0, wrong]
         assert found.late.tolist() == [True, False, False]
-        assert store.start_values.annotations.includes(np.array([row]), np.array([number])).all()
+        assert store.initial_values.annotations.includes(np.array([row]), np.array([number])).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -164,7 +164,7 @@ def test_heatmaps_that_were_learnt_before_the_answer_are_shown_as_they_are(tmp_p
         store.answer(answered((0, number, 1)))
     store = opened(tmp_path / "store", "r")
     assert number in positives_of(0, store.annotations)
-    raw, seen = store.read([0]), store.read_evidence([0])
+    raw, seen = store.read([0]), store.read_without_initial_value([0])
     np.testing.assert_array_equal(seen.heatmaps[0, number], raw.heatmaps[0, number])
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zarr
 
-from bigscl.store import Annotations, HeatmapStore, update
+from bigscl.store import Annotations, HeatmapStore, seal, update
 from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
@@ -36,14 +36,14 @@ LAYOUTS = [
 ]
 
 
-def make(place, annotations, heatmap_size=4, tracked=4, **layout):
+def make(place, annotations, heatmap_size=4, history_samples=4, **layout):
     url, options = place
     HeatmapStore.create(
         url,
         annotations,
         heatmap_size=heatmap_size,
         group=GroupSpec(**layout),
-        tracked=tracked,
+        history_samples=history_samples,
         options=options,
     )
 
@@ -265,7 +265,7 @@ def test_compaction_refuses_a_top_that_would_lose_annotated_positives(place, ann
 
 
 def test_history_shows_how_tracked_samples_moved(place, annotations):
-    make(place, annotations, tracked=[0, 6])
+    make(place, annotations, history_samples=[0, 6])
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
         seen = []
@@ -351,6 +351,22 @@ def test_foreign_and_newer_hierarchies_are_refused(tmp_path, annotations):
         root.write_text(json.dumps(described))
         with pytest.raises(OtherFormat, match=f"format {version}, this version reads format 2. .*{remedy}"):
             HeatmapStore.open(tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("features", "complaint"),
+    [(None, "a revision before version 0.2.0"), ({"packed": ["last_epoch"]}, "uses packed, .*Upgrade")],
+)
+def test_a_store_with_features_that_are_not_known_here_is_refused(tmp_path, annotations, features, complaint):
+    HeatmapStore.create(tmp_path / "new", annotations, heatmap_size=4)
+    root = tmp_path / "new" / "zarr.json"
+    described = json.loads(root.read_text())
+    values = described["attributes"]["bigscl"]
+    del values["features"], values["crc32"]
+    described["attributes"]["bigscl"] = seal(values if features is None else {**values, "features": features})
+    root.write_text(json.dumps(described))
+    with pytest.raises(OtherFormat, match=complaint):
+        HeatmapStore.open(tmp_path / "new")
 
 
 def test_half_created_store_is_recognised_and_created_again(tmp_path, annotations):

@@ -20,7 +20,7 @@ def record_epoch(store, annotations, epoch):
 def recorded(place, annotations):
     """(backend, what opens the store for writing) of a store with two epochs of history."""
     url, options = place
-    HeatmapStore.create(url, annotations, heatmap_size=4, tracked=[0, 6], options=options)
+    HeatmapStore.create(url, annotations, heatmap_size=4, history_samples=[0, 6], options=options)
 
     def writer():
         return HeatmapStore.open(url, annotations=annotations, mode="w", run="run", options=options)
@@ -47,7 +47,7 @@ NAMES = [
 def test_damaged_metadata_is_found_and_written_again(recorded, annotations, caplog, name):
     backend, writer = recorded
     before = backend.read(name)
-    damage(backend, name, before.index(b"tracked" if name == NAMES[0] else b"shape"))
+    damage(backend, name, before.index(b"history_samples" if name == NAMES[0] else b"shape"))
     with writer() as store:
         (fault,) = history_faults(backend, store.spec)
         assert fault[0] == name

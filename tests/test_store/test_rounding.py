@@ -1,4 +1,4 @@
-"""The codec `compact`: heatmaps of a byte per cell, rounded once and without bias."""
+"""The codec `uint8`: heatmaps of a byte per cell, rounded once and without bias."""
 
 import json
 
@@ -75,9 +75,11 @@ def test_running_averages_have_no_bias():
     assert nearest.max() > 2 * target
 
 
-def make(tmp_path, annotations, heatmap_size=4, codec="compact", **layout):
+def make(tmp_path, annotations, heatmap_size=4, codec="uint8", **layout):
     group = GroupSpec(codec=codec, **layout)
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=heatmap_size, group=group, tracked=2)
+    HeatmapStore.create(
+        tmp_path / "store", annotations, heatmap_size=heatmap_size, group=group, history_samples=2
+    )
     return HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w", run="test")
 
 
@@ -150,7 +152,7 @@ def test_a_compacted_store_may_change_to_the_codec_and_back(tmp_path, annotation
         update(store, 2, ids, random_update(store, len(ids), seed=0))
         store.commit(epoch=2)
         before = store.read(ids)
-        store.compact(4, codec="compact")
+        store.compact(4, codec="uint8")
         found = store.read(ids)
         for place, n in enumerate(ids):
             expected = slowly_rounded(before.heatmaps[place], int(n), 2)

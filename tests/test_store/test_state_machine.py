@@ -62,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         layout=st.sampled_from(["dense", "topk", "scores"]),
         slots=st.integers(2, 4),
         ranked=st.booleans(),
-        codec=st.sampled_from(["none", "compact"]),
+        codec=st.sampled_from(["none", "uint8"]),
     )
     def create(self, layout, slots, ranked, codec):
         """With `ranked` the store has the optional array."""
@@ -76,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.place,
             self.annotations,
             heatmap_size=SIZE,
-            tracked=2,
+            history_samples=2,
             group=GroupSpec(layout=layout, top=self.top, slots=slots, codec=codec, spatial_score=ranked),
         )
         self.epoch = 0
@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def as_stored(self, n, epoch):
         """What the codec keeps of a sample's heatmaps."""
-        return lambda maps: slowly_rounded(maps, int(n), epoch) if self.codec == "compact" else maps
+        return lambda maps: slowly_rounded(maps, int(n), epoch) if self.codec == "uint8" else maps
 
     @rule()
     def commit(self):

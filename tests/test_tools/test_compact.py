@@ -93,14 +93,14 @@ def test_a_compacted_store_is_compacted_further_and_compressed(topk):
 
 def test_a_store_is_rewritten_with_rounded_heatmaps(topk):
     before = read(topk)
-    done = bigscl("compact", topk, "--codec", "compact", "--apply", "--json").json()
+    done = bigscl("compact", topk, "--codec", "uint8", "--apply", "--json").json()
     assert done["bytes_after"] < done["bytes_before"] / 2
     after = read(topk)
     np.testing.assert_array_equal(after.scores, before.scores)
     assert np.isin(after.heatmaps, LEVELS).all()
     assert 0 < np.abs(after.heatmaps.astype(float) - before.heatmaps).max() < 0.0064
     assert bigscl("verify", topk).code == 0
-    assert ", compact," in bigscl("show", topk).out
+    assert ", uint8," in bigscl("show", topk).out
 
 
 def test_checkpoints_that_lose_their_snapshot_are_named(run):

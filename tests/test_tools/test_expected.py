@@ -99,7 +99,7 @@ def unlabelled(tmp_path, index):
     """(run, index) whose shards do not say what is there, so that pictures show what is expected."""
     bare = with_fingerprint(replace(index, labels=None))
     bare.save(tmp_path / "bare.npz")
-    HeatmapStore.create(tmp_path / "run" / "store", bare.annotations(), heatmap_size=SIDE, tracked=2)
+    HeatmapStore.create(tmp_path / "run" / "store", bare.annotations(), heatmap_size=SIDE, history_samples=2)
     with HeatmapStore.open(tmp_path / "run" / "store", annotations=bare.annotations(), mode="w") as store:
         for epoch in range(3):
             learn(store, index, epoch, (epoch + 1) / 3, np.random.default_rng(epoch))
@@ -113,7 +113,7 @@ def unlabelled(tmp_path, index):
 def test_render_marks_what_export_expects(unlabelled, tmp_path, monkeypatch, epochs):
     run, bare = unlabelled
     save_in_mid_epoch(run, bare)
-    samples = HeatmapStore.open(run / "store").spec.tracked
+    samples = HeatmapStore.open(run / "store").spec.history_samples
     seen = []
 
     def classes_to_show(rows, kinds, count, reserve=True):

@@ -31,7 +31,7 @@ def test_a_heatmap_is_read_by_key_with_json_and_zarr_alone(runs, index, layout, 
     run = request.getfixturevalue("run" if layout == "dense" else "topk")
     write_sample_list(index, run / "samples.json")
     if layout == "compact":
-        assert bigscl("compact", run, "--codec", "compact", "--apply").code == 0
+        assert bigscl("compact", run, "--codec", "uint8", "--apply").code == 0
     store = HeatmapStore.open(run / "store")
     for sample in (0, 9, int(index.ids()[-1])):
         rows = store.read([sample])
@@ -46,7 +46,7 @@ def test_the_history_of_a_tracked_sample_is_read_too(run, index):
     write_sample_list(index, run / "samples.json")
     store = HeatmapStore.open(run / "store")
     found = executed(run, index.key(0), index.class_names[0])
-    sample = store.spec.tracked[0]
+    sample = store.spec.history_samples[0]
     assert found["tracked_key"] == index.key(sample)
     history = store.history(sample)
     assert found["recorded"] == list(history)

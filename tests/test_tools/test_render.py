@@ -66,9 +66,9 @@ def test_a_class_restricts_random_samples_to_those_annotated_with_it(runs, index
 
 
 def test_epochs_are_drawn_for_tracked_samples(runs, tmp_path):
-    tracked = HeatmapStore.open(runs / "dense" / "store").spec.tracked
+    history_samples = HeatmapStore.open(runs / "dense" / "store").spec.history_samples
     ids = chosen(runs / "dense", "--epochs", "--count", 2, "--heatmaps", 2, "-o", tmp_path / "x.png")
-    assert ids == list(tracked[:2])
+    assert ids == list(history_samples[:2])
     answer = bigscl("render", runs / "dense", "--epochs", "--sample", 1, "-o", tmp_path / "y.png")
     assert answer.code == 2
     assert "Tracked samples have them" in answer.err

@@ -27,7 +27,7 @@ def wide_run(tmp_path, wide):
     """A run with two checkpoints, at snapshots 1 and 2; the second one is in mid-epoch."""
     folder = tmp_path / "run"
     url, annotations, ids = folder / "store", wide.annotations(), wide.ids()
-    HeatmapStore.create(url, annotations, heatmap_size=4, tracked=0)
+    HeatmapStore.create(url, annotations, heatmap_size=4, history_samples=0)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
         state = SnapshotState(selection=Cuts.none(wide.num_classes), next_epoch=1, skipped=[])
         attributes = state.attributes()
@@ -168,7 +168,7 @@ def test_a_topk_store_is_repaired_from_an_older_version(topk, index):
 
 
 def test_rounded_heatmaps_stay_as_they_are(topk, index):
-    assert bigscl("compact", topk, "--codec", "compact", "--apply").code == 0
+    assert bigscl("compact", topk, "--codec", "uint8", "--apply").code == 0
     ids = index.ids()
     before = rows_of(topk, ids)
     corrupt(chunks(topk, None, 1, "last_epoch")[0])
@@ -214,7 +214,7 @@ def answered_run(tmp_path, index, request):
     for name in ("run", "twin"):
         url = tmp_path / name / "store"
         group = GroupSpec(**{"spatial_score": True, **LAYOUTS[request.param]})
-        HeatmapStore.create(url, annotations, heatmap_size=4, group=group, tracked=0)
+        HeatmapStore.create(url, annotations, heatmap_size=4, group=group, history_samples=0)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
             state = SnapshotState(
                 selection=Cuts.none(annotations.num_classes), next_epoch=1, skipped=[], momentum=0.8
@@ -245,9 +245,9 @@ def test_rows_from_before_an_answer_get_the_answer(answered_run, index):
         HeatmapStore.open(run / "store", annotations=annotations)
         for run in (answered_run, answered_run.with_name("twin"))
     )
-    for name, array in twin.read_evidence(ids[bad]).items():
+    for name, array in twin.read_without_initial_value(ids[bad]).items():
         if name != "last_epoch":
-            np.testing.assert_array_equal(dict(after.read_evidence(ids[bad]))[name], array)
+            np.testing.assert_array_equal(dict(after.read_without_initial_value(ids[bad]))[name], array)
     assert after.snapshot.attributes["answers"] == twin.snapshot.attributes["answers"]
     assert bigscl("verify", answered_run, "--all").code == 0
 
@@ -263,7 +263,7 @@ def test_rows_that_start_again_start_with_the_answers(answered_run, index):
     is_own = np.isin(answered.rows, ids)
     assert not answered.late[is_own].any()
     assert answered.late[~is_own].any() == (store.group.layout != "scores")
-    rows = store.read_evidence(ids)
+    rows = store.read_without_initial_value(ids)
     says = np.where(answered.says >= 0, answered.says, answered.named)[is_own]
     np.testing.assert_array_equal(rows.scores[answered.rows[is_own] - 8, answered.classes[is_own]], says)
     if rows.heatmaps is not None:

@@ -96,13 +96,13 @@ def test_a_sample_shows_its_scores_labels_and_expected_classes(runs, index):
 
 def test_tracked_samples_show_how_they_moved(runs):
     store = HeatmapStore.open(runs / "dense" / "store")
-    tracked = store.spec.tracked[1]
-    (sample,) = bigscl("show", runs / "dense", "--sample", tracked, "--json").json()["samples"]
+    history_samples = store.spec.history_samples[1]
+    (sample,) = bigscl("show", runs / "dense", "--sample", history_samples, "--json").json()["samples"]
     first = sample["classes"][0]["class"]
     assert {int(epoch) for epoch in sample["history"]} == {0, 1, 2}
-    for epoch, rows in store.history(tracked).items():
+    for epoch, rows in store.history(history_samples).items():
         assert sample["history"][str(epoch)][0] == float(rows.scores[0, first])
-    assert "e0" in bigscl("show", runs / "dense", "--sample", tracked).out
+    assert "e0" in bigscl("show", runs / "dense", "--sample", history_samples).out
 
 
 def test_histograms_count_every_value_of_visited_samples(runs):

@@ -190,7 +190,7 @@ def test_sample_is_opened_and_looked_at_with_the_keyboard(page, site):
 
 def test_epochs_of_a_tracked_sample_are_stepped_through(page, site):
     store = site.runs[0].store
-    row = store.spec.tracked[1]
+    row = store.spec.history_samples[1]
     past = store.history(row)
     number = int(past[2].scores[0].argmax())
     page.goto(at(site, f"?page=sample&row={row}&focus={number}"))

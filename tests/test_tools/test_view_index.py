@@ -53,7 +53,7 @@ def reference(store, data):
     expected, found = expected_at(store), {}
     for row in data.index.ids().tolist():
         ids = np.array([row])
-        rows = store.read_evidence(ids)
+        rows = store.read_without_initial_value(ids)
         then = rows.scores if before is None else before.read(ids).scores
         hot = expected.of(rows.ranked_by(), ids)[0]
         named, there = data.index.labels_of(ids)[0], data.index.labels_of(ids, "labels")[0]
@@ -367,7 +367,7 @@ def test_peek_gives_the_rows_that_a_whole_read_gives(index, tmp_path, layout):
     store = HeatmapStore.open(tmp_path / "store", annotations=index.annotations())
     ids = np.random.default_rng(0).permutation(index.ids())
     for wanted in (ids, ids[:1], ids[:0], np.repeat(ids[:2], 2)):
-        mine, its = store.peek(wanted), store.read_evidence(wanted)
+        mine, its = store.peek(wanted), store.read_without_initial_value(wanted)
         for name, array in its.items():
             assert np.array_equal(array, mine[name]), name
 

@@ -287,7 +287,7 @@ def test_grid_has_pairs_with_their_heat(site):
     assert found["total"] == 30
     run = site.runs[0]
     for one in found["items"]:
-        rows = run.store.read_evidence([one["row"]])
+        rows = run.store.read_without_initial_value([one["row"]])
         assert one["score"] == rows.scores[0, one["class"]]
         heat = np.frombuffer(base64.b64decode(one["heat"]), np.uint8).reshape(12, 12)
         np.testing.assert_allclose(heat / 255, rows.heatmaps[0, one["class"]], atol=0.003)
@@ -308,7 +308,7 @@ def test_sample_has_classes_heatmaps_boxes_and_views(site):
     run = site.runs[2]  # top 4
     for row in (0, 9, 29):
         found = site.ask(f"/api/sample?run=2&row={row}").json()
-        rows = run.store.read_evidence([row])
+        rows = run.store.read_without_initial_value([row])
         assert found["maps"]["classes"] == rows.classes[0].tolist()
         heat = np.frombuffer(base64.b64decode(found["maps"]["heat"]), np.uint8).reshape(4, 12, 12)
         np.testing.assert_allclose(heat / 255, rows.heatmaps[0], atol=0.003)
@@ -349,16 +349,16 @@ def test_older_snapshot_of_a_sample_is_shown(site):
 
 def test_history_of_tracked_samples_has_each_epoch(site):
     run = site.runs[0]
-    tracked = run.store.spec.tracked[1]
-    found = site.ask(f"/api/history?row={tracked}").json()["epochs"]
+    history_samples = run.store.spec.history_samples[1]
+    found = site.ask(f"/api/history?row={history_samples}").json()["epochs"]
     assert list(found) == ["0", "1", "2"]
-    past = run.store.history(tracked)
+    past = run.store.history(history_samples)
     for epoch, one in found.items():
         rows = past[int(epoch)]
         assert all(score == rows.scores[0, int(number)] for number, score in one["scores"].items())
         heat = np.frombuffer(base64.b64decode(one["maps"]["heat"]), np.uint8)
         np.testing.assert_allclose(heat / 255, rows.heatmaps[0].ravel(), atol=0.003)
-    other = next(row for row in range(30) if row not in run.store.spec.tracked)
+    other = next(row for row in range(30) if row not in run.store.spec.history_samples)
     assert site.ask(f"/api/history?row={other}").json() == {"epochs": {}}
 
 

@@ -121,7 +121,7 @@ class Api:
             "samples": spec.num_samples,
             "classes": [printable(name) for name in run.data.index.class_names],
             "side": spec.heatmap_size,
-            "tracked": spec.tracked,
+            "tracked": spec.history_samples,
             "full_labels": run.data.index.labels is not None,
             "same_samples": [
                 other for other, same in enumerate(self._same[number]) if same and other != number
@@ -222,7 +222,7 @@ class Api:
             "snapshot": store.snapshot.id,
             "epoch": store.snapshot.epoch,
             "snapshots": [one.id for one in store.snapshots()],
-            "tracked": row in store.spec.tracked,
+            "tracked": row in store.spec.history_samples,
             "classes": _classes_of(run, rows, ids),
             "maps": _maps(rows),
             "boxes": pictures.boxes_of(index, row),
@@ -240,13 +240,13 @@ class Api:
         """Scores of a sample's classes after each epoch; of tracked samples with heatmaps."""
         run = self._run(parameters)
         row = self._row(parameters, run)
-        tracked = run.read(lambda store: store.history(row))
+        history_samples = run.read(lambda store: store.history(row))
         epochs = {
             epoch: {
                 "scores": {number: float(rows.scores[0, number]) for number in _shown(rows)},
                 "maps": _maps(rows),
             }
-            for epoch, rows in tracked.items()
+            for epoch, rows in history_samples.items()
         }
         return as_json({"epochs": epochs or _logged(run, row)})
 

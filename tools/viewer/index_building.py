@@ -182,8 +182,8 @@ class _Pass:
         peaks, has_heat = np.zeros(rows.scores.shape, np.uint8), np.zeros(rows.scores.shape, bool)
         if rows.heatmaps is None:
             return peaks, has_heat
-        start = self._store.start_values
-        heat = np.asarray((rows if start is None else start.evidence(rows, ids)).heatmaps)
+        start = self._store.initial_values
+        heat = np.asarray((rows if start is None else start.without_initial_value(rows, ids)).heatmaps)
         hottest = score_bits(heat).reshape(*heat.shape[:2], -1).max(axis=2)
         kept = rows.kept_classes().astype(np.int64)
         np.put_along_axis(peaks, kept, to_bytes(hottest.view(np.float16)), axis=1)

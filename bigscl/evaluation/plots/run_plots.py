@@ -94,7 +94,7 @@ def _stored_samples(config: Config, ids: NDArray[np.int64]) -> list[StoredSample
     data = open_data(config)
     annotated = data.train.labels_of(ids, config.data.labels) == 1
     with read_store(config, data.labelled) as store:
-        rows = store.read_evidence(ids)
+        rows = store.read_without_initial_value(ids)
     return [StoredSample(rows=rows.take(slice(n, n + 1)), annotated=annotated[n]) for n in range(len(ids))]
 
 
@@ -115,8 +115,8 @@ def draw_epoch(
     store: HeatmapStore, index: Index, selection: Selection, path: Path, count: int, title: str = ""
 ) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
-    ids = np.array(store.spec.tracked[:count], np.int64)
-    rows = store.read_evidence(ids)
+    ids = np.array(store.spec.history_samples[:count], np.int64)
+    rows = store.read_without_initial_value(ids)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
     kinds = _kinds(index, ids, rows.scores, selection)
     samples = [

@@ -16,7 +16,7 @@ from bigscl.store.spec import Array, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartValues:
+class InitialValues:
     """How the averages of a store forget their initial values."""
 
     annotations: Annotations
@@ -29,7 +29,9 @@ class StartValues:
         weights = visits == 0 if self.debiased else self.momentum**visits
         return np.asarray(weights, np.float32)[counts]
 
-    def evidence_of(self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array) -> Array:
+    def heatmaps_without_initial_value(
+        self, rows: Rows, ids: NDArray[np.int64], places: Array, classes: Array
+    ) -> Array:
         """`rows.heatmaps_of(places, classes)` without initial values; `ids` are the samples of the rows."""
         maps = rows.heatmaps_of(places, classes)
         places, classes = np.broadcast_arrays(places, classes)
@@ -38,10 +40,10 @@ class StartValues:
         maps[named] = np.maximum(left, 0)
         return maps
 
-    def evidence(self, rows: Rows, ids: NDArray[np.int64]) -> Rows:
+    def without_initial_value(self, rows: Rows, ids: NDArray[np.int64]) -> Rows:
         """The rows with heatmaps without initial values; `ids` are their samples."""
         if rows.heatmaps is None or "cell_visits" not in rows:
             return rows
         kept = rows.kept_classes().astype(np.int64)
-        seen = self.evidence_of(rows, ids, np.arange(len(rows))[:, None], kept)
+        seen = self.heatmaps_without_initial_value(rows, ids, np.arange(len(rows))[:, None], kept)
         return rows.replace(heatmaps=seen)

@@ -31,7 +31,7 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
         tmp_path / "store",
         ANNOTATIONS,
         heatmap_size=4,
-        tracked=[0, 6],
+        history_samples=[0, 6],
         group=GroupSpec(layout=layout, top=4 if layout == "topk" else None, debiased=debiased),
     )
     with HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS, mode="w", run="test") as store:
@@ -41,17 +41,19 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
         store.commit(epoch=0, attributes={"momentum": 0.7})
         store.record_history(0)
     store = HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS)
-    raw, seen = store.read(IDS), store.read_evidence(IDS)
+    raw, seen = store.read(IDS), store.read_without_initial_value(IDS)
     kept = raw.kept_classes().astype(np.int64)
     annotated = ANNOTATIONS.includes(np.repeat(IDS[:, None], kept.shape[1], 1), kept)
     remaining = method.remaining_start(torch.from_numpy(raw["cell_visits"]), 0.7, debiased=debiased)
-    expected = method.evidence(torch.from_numpy(raw.heatmaps), torch.from_numpy(annotated), remaining)
+    expected = method.without_initial_value(
+        torch.from_numpy(raw.heatmaps), torch.from_numpy(annotated), remaining
+    )
     np.testing.assert_allclose(seen.heatmaps, expected.numpy(), atol=1e-3)
     assert (seen.heatmaps[annotated] != raw.heatmaps[annotated]).any()
     np.testing.assert_array_equal(seen.heatmaps[~annotated], raw.heatmaps[~annotated])
     for place in range(len(IDS)):
         for number in range(7):
-            one = store.evidence_of(raw, IDS, np.array([place]), np.array([number]))
+            one = store.heatmaps_without_initial_value(raw, IDS, np.array([place]), np.array([number]))
             np.testing.assert_array_equal(one, seen.heatmaps_of(np.array([place]), np.array([number])))
     sample = store.history(6)[0]
     there = seen.take(np.flatnonzero(IDS == 6)).heatmaps_of(np.zeros(1, int), sample.classes[0])
@@ -66,4 +68,4 @@ def test_heatmaps_are_shown_as_they_are_where_the_start_is_not_known(tmp_path, m
         store.commit(epoch=0, attributes={} if missing == "momentum" else {"momentum": 0.7})
     annotations = None if missing == "annotations" else ANNOTATIONS
     store = HeatmapStore.open(tmp_path / "store", annotations=annotations)
-    np.testing.assert_array_equal(store.read_evidence(IDS).heatmaps, store.read(IDS).heatmaps)
+    np.testing.assert_array_equal(store.read_without_initial_value(IDS).heatmaps, store.read(IDS).heatmaps)
