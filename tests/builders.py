@@ -19,7 +19,7 @@ from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index
 from bigscl.data.read_samples import read_metadata
 from bigscl.datasets.scenes import scenes
-from bigscl.datasets.writing import write
+from bigscl.datasets.writer import write
 from bigscl.selection.selection import expected_counts, select
 from bigscl.store import GroupSpec, HeatmapStore, Rows, SingleProcess, update
 

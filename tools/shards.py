@@ -14,7 +14,7 @@ from bigscl.tools.progress import progress
 
 if TYPE_CHECKING:
     from bigscl.datasets.multilabel import Protocol
-    from bigscl.datasets.writing import Sample, Shards
+    from bigscl.datasets.writer import Sample, Shards
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +47,7 @@ class Writing:
 
     def run(self, shards: "Shards", out: Path) -> None:
         """Write the shards, except in a dry run, and print what they contain."""
-        from bigscl.datasets.writing import write
+        from bigscl.datasets.writer import write
 
         skipped = 0
         if not self.dry_run:

@@ -1,4 +1,4 @@
-"""What all commands share: options that are declared once, and the end of a command in an exit code.
+"""Helpers of all commands: options that are declared once, and the end of a command in an exit code.
 
 Neither torch nor zarr is imported here, so that `--help` answers at once.
 """

@@ -69,7 +69,7 @@ class DataConfig:
     workers: CountOrZero = 4
     """Loader processes per training process."""
     decoder: DecoderName = "torchvision"
-    """What decodes images. `nvimgcodec` (extra `fast-input`) decodes only the part of a JPEG that is seen."""
+    """Decoder of images. `nvimgcodec` (extra `fast-input`) decodes only the part of a JPEG that is seen."""
     shuffle_buffer: Count = 2000
     """Undecoded samples among which each loader process shuffles."""
     crop: RandomCrop = field(default_factory=RandomCrop)
@@ -149,7 +149,7 @@ class SelectionConfig:
     start_epoch: Count = 1
     """First epoch in which expected positives are used; before it only observed positives count."""
     by: RankBy = "score"
-    """What images are ranked by: the score in the memory (the paper), or score and heatmap (spatial)."""
+    """Value that ranks images: the score in the memory (the paper), or score and heatmap (spatial)."""
     per_class: bool | Literal["labelled"] = False
     """Give each class its own K, with the mean K over the labels: from the memory (`true`; assumes labels
     drawn uniformly from an image's classes), or from a data.val with full labels (`labelled`)."""
@@ -267,7 +267,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged of a run."""
+    """Settings of the log."""
 
     every_steps: Count = 20
     """Log the losses every so many steps."""
@@ -299,7 +299,7 @@ class Config:
     model: ModelConfig
     """The network."""
     objective: Objective = field(default_factory=Objective)
-    """What is minimised."""
+    """The loss."""
     selection: SelectionConfig = SelectionConfig()
     """Expected positives."""
     store: StoreConfig = StoreConfig()
@@ -317,7 +317,7 @@ class Config:
     validation: ValidationConfig = ValidationConfig()
     """Validation during training."""
     log: LogConfig = LogConfig()
-    """What is logged."""
+    """The log."""
 
     @property
     def store_url(self) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.data.open_tar import Unreadable
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""What is decoded, as Pillow calls it."""
+"""Formats that are decoded, by their names in Pillow."""
 # Pillow's own limit, beyond which it warns of a decompression bomb.
 MAX_PIXELS = 89_478_485
 # Encoders write about ten scans; each further scan costs a pass over the whole image.

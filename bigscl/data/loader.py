@@ -212,7 +212,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What one worker does in one epoch."""
+    """The work of a loader worker in an epoch."""
 
     stream: Stream
     batch_size: int

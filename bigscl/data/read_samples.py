@@ -172,7 +172,7 @@ def are_boxes(found: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ImageHead:
-    """What the file of an image says without being decoded."""
+    """Facts of an image file that need no decoding."""
 
     name: str
     """Of the file in its tar; bytes that are not UTF-8 are escaped, as in keys."""

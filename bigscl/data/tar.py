@@ -70,7 +70,7 @@ def expand(shards: str | Sequence[str]) -> list[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """What the braces of a pattern stand for."""
+    """Yield the names that the braces of a pattern stand for."""
     try:
         yield from braceexpand(pattern)
     except ValueError as error:

@@ -17,7 +17,7 @@ from bigscl.datasets.multilabel import (
     fraction,
     multi_label_shards,
 )
-from bigscl.datasets.writing import Shards
+from bigscl.datasets.writer import Shards
 
 
 def coco(

@@ -1,4 +1,7 @@
-"""Multi-label datasets under the single-positive protocol: the common part of VOC and COCO."""
+"""Multi-label datasets: the common part of VOC and COCO.
+
+The single-positive protocol is that of Cole et al. (CVPR 2021), bit for bit.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +16,10 @@ from bigscl.common.files import BadFile
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.datasets.image_files import ImageFile, Resize, key_of
-from bigscl.datasets.protocol import observe, split
-from bigscl.datasets.writing import MultiLabel, Sample, Shards
+from bigscl.datasets.writer import MultiLabel, Sample, Shards
 
+SEED = 1200
+VALIDATION_SHARE = 0.2
 Box = tuple[int, float, float, float, float]
 
 
@@ -116,3 +120,38 @@ def existing(path: Path, what: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{printable(str(path))}: not there, expected {what}")
     return path
+
+
+# The protocol
+
+
+def observe(
+    labels: NDArray[np.bool_], *, seed: int = SEED, num_positives: int = 1, num_negatives: int = 0
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return (observed positives, observed negatives) of each row of a `[N, L]` label matrix.
+
+    A row with fewer labels gives all of them. The positives do not depend on `num_negatives`.
+    """
+    if num_positives < 1 or num_negatives < 0:
+        raise UserError(
+            f"observed labels: {num_positives} positives and {num_negatives} negatives, "
+            f"expected at least 1 and 0"
+        )
+    random = np.random.RandomState(seed)
+    positives, negatives = [], []
+    for row in labels.astype(bool):
+        present, absent = np.flatnonzero(row), np.flatnonzero(~row)
+        random.shuffle(present)
+        # Also if no negative is kept: the published label files were drawn from this stream.
+        random.shuffle(absent)
+        positives.append(tuple(sorted(present[:num_positives].tolist())))
+        negatives.append(tuple(sorted(absent[:num_negatives].tolist())))
+    return positives, negatives
+
+
+def split(num_samples: int, *, seed: int = SEED) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (training rows, validation rows) of the official training set, each ascending."""
+    order = np.random.RandomState(seed).permutation(num_samples)
+    # np.round is half to even, as in the published splits.
+    num_training = num_samples - int(np.round(VALIDATION_SHARE * num_samples))
+    return np.sort(order[:num_training]), np.sort(order[num_training:])

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bigscl.common.user_error import UserError
-from bigscl.datasets.multilabel import Box, fraction, label_matrix
-from bigscl.datasets.protocol import observe
-from bigscl.datasets.writing import MultiLabel, Sample, Shards
+from bigscl.datasets.multilabel import Box, fraction, label_matrix, observe
+from bigscl.datasets.writer import MultiLabel, Sample, Shards
 
 # Fractions of the 1,797 source digits: no digit is in two parts.
 SOURCES = {"single": 0.35, "train": 0.3, "val": 0.1, "test": 0.25}

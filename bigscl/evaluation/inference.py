@@ -39,7 +39,7 @@ class Predictions:
     map_logits: NDArray[np.float32] | None = None
     """[n,L], by map pooling."""
     measured: Arrays = field(default_factory=dict)
-    """What `measure` returned for all batches, concatenated in the order in which they were predicted."""
+    """Results of `measure` for all batches, concatenated in the order in which they were predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

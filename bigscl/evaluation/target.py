@@ -1,4 +1,4 @@
-"""What is evaluated: a run, a checkpoint, a weights file or published weights, and its preprocessing."""
+"""Targets of an evaluation: a run, a checkpoint, weights in a file or published, and their preprocessing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

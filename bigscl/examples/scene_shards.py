@@ -5,7 +5,7 @@ from pathlib import Path
 from bigscl.data.build_index import scan
 from bigscl.data.index import Index, default_path, load_index
 from bigscl.datasets.scenes import scenes
-from bigscl.datasets.writing import write
+from bigscl.datasets.writer import write
 
 SIZES = {"single": 1, "train": 100, "val": 1, "test": 1}
 SIDE = 48

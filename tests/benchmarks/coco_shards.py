@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.common.user_error import UserError
-from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
+from bigscl.datasets.writer import MultiLabel, Sample, Shards, write
 
 SEED = 1200
 

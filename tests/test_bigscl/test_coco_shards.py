@@ -9,7 +9,7 @@ import pytest
 
 from bigscl.common.user_error import UserError
 from bigscl.data.build_index import scan
-from bigscl.datasets.writing import write
+from bigscl.datasets.writer import write
 from tests.benchmarks.coco_shards import coco_shards, find_images, share_of
 
 IDS = [9, 25, 30, 100012, 581929]

@@ -10,11 +10,9 @@ import pytest
 from PIL import Image
 
 from bigscl.datasets.coco import coco
-from bigscl.datasets.folder import FlatLabels, folder
-from bigscl.datasets.ground_truth import read_synsets
+from bigscl.datasets.folder import FlatLabels, folder, read_synsets
 from bigscl.datasets.image_files import ImageFile, Resize, key_of
-from bigscl.datasets.multilabel import BoxedImage, Protocol, multi_label_shards
-from bigscl.datasets.protocol import observe, split
+from bigscl.datasets.multilabel import BoxedImage, Protocol, multi_label_shards, observe, split
 from bigscl.datasets.voc import CLASSES, voc
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
 

@@ -30,7 +30,7 @@ from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.tar import members
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.datasets.coco import coco
-from bigscl.datasets.ground_truth import read_ground_truth, read_synsets
+from bigscl.datasets.folder import read_ground_truth, read_synsets
 from bigscl.datasets.image_files import ImageFile, Resize
 from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc

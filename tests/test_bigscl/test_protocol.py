@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.datasets.protocol import observe, split
+from bigscl.datasets.multilabel import observe, split
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 VOC = DATA / "voc2012_labels" / "voc2012_spml.npz"

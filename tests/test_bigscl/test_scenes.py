@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 from sklearn.datasets import load_digits
 
 from bigscl.datasets.scenes import SIDE, Digit, Scene, scenes
-from bigscl.datasets.writing import write
+from bigscl.datasets.writer import write
 
 SIZES = {"single": 60, "train": 60, "val": 30, "test": 60}
 

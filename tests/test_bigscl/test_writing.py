@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.datasets.writing import MultiLabel, Sample, Shards, write
+from bigscl.datasets.writer import MultiLabel, Sample, Shards, write
 from tests.builders import encoded, picture
 
 

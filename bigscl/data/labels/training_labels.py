@@ -25,7 +25,7 @@ class TrainingLabels:
     labelled: Index
     """The same samples without answers of people: a store is created for these."""
     answers: Answers
-    """What people said."""
+    """Answers of people."""
     answered: Answered
     """The same by rows and classes."""
     annotations: Annotations

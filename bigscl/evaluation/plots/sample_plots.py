@@ -17,7 +17,7 @@ from bigscl.common.user_error import UserError
 from bigscl.store import Rows
 
 Kind = Literal["annotated", "unannotated", "expected", "negative", "unknown"]
-"""What the labels say of a class in an image. Where they are incomplete, others are expected or unknown."""
+"""Label of a class in an image. Where they are incomplete, others are expected or unknown."""
 Box = tuple[float, float, float, float]
 
 # Distinguishable for people with red-green colour blindness, too.

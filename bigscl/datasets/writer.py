@@ -75,7 +75,7 @@ class Shards:
     parts: Mapping[str, Sequence[Sample]]
     """Samples by part (`train`, `val`, ...), in the order in which they go to the shards."""
     settings: dict[str, Any]
-    """What the samples depend on; a command with other settings does not resume this one."""
+    """Settings that the samples depend on; a command with other settings does not resume this one."""
     samples_per_shard: int = 1000
 
     def __post_init__(self) -> None:
