@@ -1,51 +1,31 @@
 """The `bigscl` command: finds the verb and imports its file."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from bigscl.common.command_line import HELP, make_command, run
 
-# Each verb is a function `command` in the file tools/<verb>.py, or an `app` of sub-commands. Only the verb
-# that is called is imported, and a verb imports torch only inside the function that needs it, so that
-# `bigscl show` answers at once. The groups are in the order in which a project uses them.
+# Each verb is a function `command` in tools/verbs/<verb>.py, or an `app` of sub-commands; the first line of
+# the file is its help. Only the verb that is called is imported, and a verb imports torch only inside the
+# function that needs it, so that `bigscl show` answers at once. The groups are in the order in which a
+# project uses them.
 GROUPS = {
-    "Data": {
-        "shards": "Write a dataset as tar shards.",
-        "index": "Scan tar shards once and write their index.",
-        "configs": "List the configs that come with bigscl, and copy them.",
-    },
-    "Train": {
-        "quickstart": "Run the whole system in minutes, offline.",
-        "plan": "Estimate disk space, RAM and I/O of a run.",
-        "preflight": "Rehearse a run, or check this machine or cluster.",
-        "train": "Train a classifier from a config, or resume it.",
-        "stop": "Ask a run to save and exit.",
-        "study": "Train and compare configs over several seeds.",
-    },
-    "Evaluate": {
-        "evaluate": "Evaluate a run, a checkpoint or published weights.",
-        "score": "Make the report of saved predictions.",
-        "compare": "Compare the predictions of several runs.",
-        "publish": "Write a run's network for others: weights, card, ONNX.",
-    },
-    "Look": {
-        "view": "Look at runs in the browser, while they train or after.",
-        "show": "Show a store, or its memory of a sample.",
-        "render": "Draw samples with their heatmaps.",
-        "review": "List doubtful labels, ask people, use their answers.",
-        "export": "Write found labels, scores or heatmaps to files.",
-        "diff": "Compare two snapshots, or two stores of the same data.",
-    },
-    "Store": {
-        "verify": "Check every byte of a store.",
-        "repair": "Reset the damaged rows of a store.",
-        "compact": "Make a store smaller.",
-        "unlock": "Break the lease of a dead run.",
-    },
+    "Data": ("shards", "index", "configs"),
+    "Train": ("quickstart", "plan", "preflight", "train", "stop", "study"),
+    "Evaluate": ("evaluate", "report", "compare", "publish"),
+    "Look": ("view", "show", "render", "review", "export", "diff"),
+    "Store": ("verify", "repair", "compact", "unlock"),
 }
-VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
+VERBS = tuple(verb for verbs in GROUPS.values() for verb in verbs)
+
+
+def help_of(verb: str) -> str:
+    """Return the first line of a verb's file, which is not imported."""
+    with (Path(__file__).parent / "verbs" / f"{verb}.py").open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"')
 
 
 class Verbs(typer.core.TyperGroup):
@@ -68,8 +48,8 @@ class Verbs(typer.core.TyperGroup):
             return None
         if self._listing:
             panel = next(name for name, verbs in GROUPS.items() if cmd_name in verbs)
-            return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], rich_help_panel=panel)
-        module = importlib.import_module(f"bigscl.tools.{cmd_name}")
+            return typer.core.TyperCommand(cmd_name, help=help_of(cmd_name), rich_help_panel=panel)
+        module = importlib.import_module(f"bigscl.tools.verbs.{cmd_name}")
         if hasattr(module, "app"):
             group = typer.main.get_command(module.app)
             group.name = cmd_name

@@ -33,7 +33,7 @@ class EvaluationOptions:
 
     Published weights get the preprocessing that they were published with, unless the options below change it.
 
-    It writes report.md, report.json, scores.png and predictions.zarr. From the latter `bigscl score` makes
+    It writes report.md, report.json, scores.png and predictions.zarr. From the latter `bigscl report` makes
     the same report without the network, and `bigscl compare` compares several networks.
     """
 

@@ -20,7 +20,7 @@ import pytest
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, append_answers
 from bigscl.store import StoreError
-from bigscl.tools.opening import DataFlags, StorageFlags
+from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from tests.builders import index_of, make_shards, write_config
 from tests.forks import ForkServer
@@ -179,7 +179,7 @@ READERS: dict[str, Callable[[Path], Said]] = {
     "audit": lambda run: bigscl("review", "list", run, "--json"),
     "verify": verify,
     "show": lambda run: bigscl("show", run, "--json"),
-    "score": lambda run: bigscl("score", run / "evaluation", "--json"),
+    "report": lambda run: bigscl("report", run / "evaluation", "--json"),
     "view": look_at,
 }
 

@@ -96,7 +96,7 @@ def verbs() -> Iterator[Verb]:
     for name in VERBS:
         if name in ("train", "evaluate"):  # they have such tests of their own
             continue
-        module = importlib.import_module(f"bigscl.tools.{name}")
+        module = importlib.import_module(f"bigscl.tools.verbs.{name}")
         if hasattr(module, "app"):
             for command in module.app.registered_commands:
                 function = command.callback

@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_bigscl.test_curves import write_metrics
 from tests.test_bigscl.test_report import pooled_twice, problem, saved
-from tests.test_tools.test_score import run
+from tests.test_tools.test_report_verb import run
 
 
 @pytest.fixture

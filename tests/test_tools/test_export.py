@@ -19,7 +19,7 @@ from bigscl.data.read_samples import read_metadata
 from bigscl.selection.selection import Selection
 from bigscl.store import HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
-from bigscl.tools import tables
+from bigscl.tools.shared import tables
 from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
 
@@ -164,7 +164,7 @@ def test_scores_are_never_all_in_memory(tmp_path):
         "from pathlib import Path\n"
         "import numpy as np\n"
         "from store import Annotations, GroupSpec, HeatmapStore\n"
-        "from bigscl.tools.score_files import write_scores\n"
+        "from bigscl.tools.verbs.export import write_scores\n"
         "shards, rows, classes = 100, 500, 2000\n"
         "annotations = Annotations(fingerprint='x' * 64, num_classes=classes, rows_per_shard=rows,\n"
         "    shard_sizes=np.full(shards, rows), offsets=np.arange(shards * rows + 1),\n"

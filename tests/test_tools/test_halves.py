@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bigscl.tools.halves import to_float32
+from bigscl.tools.shared.shard_passes import to_float32
 
 
 def test_every_half_becomes_the_same_float_as_in_numpy():

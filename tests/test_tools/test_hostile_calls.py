@@ -73,7 +73,7 @@ def no_commands(monkeypatch):
     def refuse(self, words, **options):
         raise UserError(f"this command failed: {' '.join(words)}")
 
-    monkeypatch.setattr("bigscl.tools.running.Runner.run", refuse)
+    monkeypatch.setattr("bigscl.tools.shared.running.Runner.run", refuse)
     # Trying bf16 in another process takes seconds, and is tested with the code that does it.
     monkeypatch.setattr("bigscl.preflight.environment._bf16", lambda: True)
     # The lease of a damaged run is that of another host.

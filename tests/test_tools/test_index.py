@@ -100,7 +100,7 @@ def test_wrong_usage_is_one_line_and_exit_2(tmp_path, capsys, arguments, message
 
 
 def test_the_verb_does_not_load_torch(tmp_path):
-    code = "import sys, bigscl.tools.index; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigscl.tools.verbs.index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

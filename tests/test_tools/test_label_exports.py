@@ -143,7 +143,7 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
 
 
 def test_a_card_without_settings_or_full_labels_says_so(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("bigscl.tools.relabelled._count", blind(monkeypatch))
+    monkeypatch.setattr("bigscl.tools.shared.relabelled._count", blind(monkeypatch))
     card = (export(runs / "dense", tmp_path, "dataset", "mined") / "README.md").read_text()
     assert "Precision of the found labels: not known" in card
     assert "Not known: the store has no run" in card
@@ -153,7 +153,7 @@ def blind(monkeypatch):
     """The count of labels, of shards without full labels."""
     from dataclasses import replace
 
-    from bigscl.tools import relabelled
+    from bigscl.tools.shared import relabelled
 
     count = relabelled._count
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from bigscl.common.user_error import UserError
-from bigscl.tools.label_formats import FILES, Label, LabelledImage, label_writer
+from bigscl.tools.shared.label_formats import FILES, Label, LabelledImage, label_writer
 
 HOSTILE = [
     "cat",
@@ -223,7 +223,7 @@ def test_labels_are_never_all_in_memory(tmp_path):
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bigscl.tools.label_formats import FILES, Label, LabelledImage, label_writer\n"
+        "from bigscl.tools.shared.label_formats import FILES, Label, LabelledImage, label_writer\n"
         "labels = [Label(number=n, score=0.5, box=(0.1, 0.2, 0.3, 0.4)) for n in range(5)]\n"
         "def peak():\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"

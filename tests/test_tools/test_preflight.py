@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bigscl.tools import preflight
+from bigscl.tools.verbs import preflight
 
 TOPK = SimpleNamespace(group=SimpleNamespace(layout="topk"), image_bytes=100.0)
 NEEDS = SimpleNamespace(phases=(TOPK,), num_steps=50)

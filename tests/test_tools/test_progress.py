@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from bigscl.tools import progress
+from bigscl.tools.shared import terminal as progress
 
 WORK = (
-    "from bigscl.tools.progress import progress\n"
+    "from bigscl.tools.shared.terminal import progress\n"
     "with progress('writing', 3, 'shards') as advance:\n"
     "    for name in 'abc':\n"
     "        advance(1, f'shard {name}')\n"

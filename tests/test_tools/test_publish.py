@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from bigscl.config import make_config, to_yaml
 from bigscl.data.build_index import scan
 from bigscl.models.spatial import build_model
-from bigscl.tools import portable_files, publish
+from bigscl.tools.shared import portable_files
+from bigscl.tools.verbs import publish
 from tests.builders import labelled, write_tar
 from tests.test_bigscl.test_evaluate import same_process_afterwards  # noqa: F401
-from tests.test_tools.test_score import run
+from tests.test_tools.test_report_verb import run
 
 NAMES = ["cat", "dog", "cow"]
 OWN = "bigscl.models.smallnet:small_resnet"

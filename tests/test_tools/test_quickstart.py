@@ -11,7 +11,8 @@ from bigscl.config import load_config, make_config, to_yaml
 from bigscl.config.presets import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
-from bigscl.tools.quickstart import (
+from bigscl.tools.shared.running import Runner
+from bigscl.tools.verbs.quickstart import (
     DEFAULT_FOLDER,
     METHODS,
     QuickstartRun,
@@ -20,7 +21,6 @@ from bigscl.tools.quickstart import (
     _mined,
     _table,
 )
-from bigscl.tools.running import Runner
 from tests.builders import make_store
 from tests.test_bigscl.test_report import saved
 

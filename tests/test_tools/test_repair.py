@@ -10,7 +10,7 @@ from bigscl.selection.ranking import Cuts
 from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
-from bigscl.tools.text import ranges
+from bigscl.tools.shared.terminal import ranges
 from tests.builders import scene_index
 from tests.test_store.conftest import assert_same_rows, random_update
 from tests.test_tools.conftest import add_config, bigscl

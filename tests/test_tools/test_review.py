@@ -12,8 +12,8 @@ from bigscl.data.build_index import scan
 from bigscl.data.labels.sampling import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
-from bigscl.tools.expected import expected_at
-from bigscl.tools.questions import Question, Source, read_tool_answers, write_questions
+from bigscl.tools.shared.expected import expected_at
+from bigscl.tools.shared.questions import Question, Source, read_tool_answers, write_questions
 from tests.builders import SIDE, centres, labelled, make_store, write_tar
 from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl

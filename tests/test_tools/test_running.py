@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from bigscl.tools.running import Runner
+from bigscl.tools.shared.running import Runner
 
 
 def python(code):

@@ -13,8 +13,8 @@ from bigscl.config import make_config, to_yaml
 from bigscl.data.labels.sampling import draw_given
 from bigscl.selection.selection import Selection
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, update
-from bigscl.tools.expected import Expected, expected_at
-from bigscl.tools.show import histogram
+from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.verbs.show import histogram
 from tests.builders import make_store
 from tests.test_tools.conftest import bigscl
 

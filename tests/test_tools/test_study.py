@@ -17,9 +17,9 @@ import pytest
 from bigscl.config import ConfigError
 from bigscl.config.presets import FOLDER as CONFIGS
 from bigscl.data.build_index import scan
-from bigscl.tools import study
-from bigscl.tools.study import plan_trials
-from bigscl.tools.study_report import mean_and_spread, to_table
+from bigscl.tools.shared.study_report import mean_and_spread, to_table
+from bigscl.tools.verbs import study
+from bigscl.tools.verbs.study import plan_trials
 from tests.builders import labelled, settings, write_config, write_shards, write_tar
 from tests.forks import ROOT, Child
 from tests.test_tools.conftest import bigscl
@@ -170,7 +170,7 @@ def forked_commands(monkeypatch, trainer_server):
     # Commands name files from where the study is called, which is where the server runs.
     monkeypatch.chdir(ROOT)
     patched = SimpleNamespace(Popen=start, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr("bigscl.tools.running.subprocess", patched)
+    monkeypatch.setattr("bigscl.tools.shared.running.subprocess", patched)
 
 
 @pytest.mark.timeout(300)

@@ -1,6 +1,6 @@
 import pytest
 
-from bigscl.tools.text import bars, counted, moment, size, table, tell
+from bigscl.tools.shared.terminal import bars, counted, moment, size, table, tell
 
 
 @pytest.mark.parametrize(

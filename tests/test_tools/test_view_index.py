@@ -11,9 +11,9 @@ import pytest
 
 from bigscl.store import ChunkCorrupt, HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
-from bigscl.tools.choosing import snapshot_before
-from bigscl.tools.expected import expected_at
-from bigscl.tools.opening import DataFlags, StorageFlags, open_store
+from bigscl.tools.shared.expected import expected_at
+from bigscl.tools.shared.find_samples import snapshot_before
+from bigscl.tools.shared.open_store import DataFlags, StorageFlags, open_store
 from bigscl.tools.viewer import index_building, listing
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against, Query, listed, rows_with

@@ -28,8 +28,8 @@ from bigscl.data.crops import RandomCrop
 from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_encoded
 from bigscl.store import HeatmapStore, StoreError
-from bigscl.tools.opening import DataFlags, StorageFlags
-from bigscl.tools.questions import Questions
+from bigscl.tools.shared.open_store import DataFlags, StorageFlags
+from bigscl.tools.shared.questions import Questions
 from bigscl.tools.viewer import open_run, pictures, server
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC

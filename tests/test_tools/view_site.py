@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from bigscl.tools.opening import DataFlags, StorageFlags
+from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.api import Api
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import Server

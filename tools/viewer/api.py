@@ -16,10 +16,9 @@ from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.store import Array, Rows, StoreError, read_holder
-from bigscl.tools.choosing import next_epoch
-from bigscl.tools.halves import to_float32
-from bigscl.tools.opening import checkpoints_by_snapshot
-from bigscl.tools.show import bytes_by_array, is_alive, snapshot_facts
+from bigscl.tools.shared.find_samples import next_epoch
+from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
+from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.curves import curves_of
 from bigscl.tools.viewer.listing import Order, Query, listed

@@ -20,11 +20,10 @@ from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
 from bigscl.memory.score_history import highest_classes
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
-from bigscl.tools.choosing import snapshot_before
-from bigscl.tools.expected import Expected, count_by_class, expected_at
-from bigscl.tools.halves import to_float32
-from bigscl.tools.opening import Data
-from bigscl.tools.passes import pass_over
+from bigscl.tools.shared.expected import Expected, count_by_class, expected_at
+from bigscl.tools.shared.find_samples import snapshot_before
+from bigscl.tools.shared.open_store import Data
+from bigscl.tools.shared.shard_passes import pass_over, to_float32
 from bigscl.tools.viewer.score_index import (
     ABSENT,
     ANNOTATED,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index
 from bigscl.store import Array
-from bigscl.tools.halves import to_float32
+from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer.score_index import (
     ABSENT,
     ANNOTATED,

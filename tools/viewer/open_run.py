@@ -16,7 +16,15 @@ from bigscl.common.errors import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
-from bigscl.tools.opening import Data, DataFlags, StorageFlags, locate, open_store, run_folder, with_snapshot
+from bigscl.tools.shared.open_store import (
+    Data,
+    DataFlags,
+    StorageFlags,
+    locate,
+    open_store,
+    run_folder,
+    with_snapshot,
+)
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against
 from bigscl.tools.viewer.score_index import ScoreIndex, disagreement, open_index

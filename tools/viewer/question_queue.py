@@ -13,9 +13,9 @@ from bigscl.data.answers import Answer, Answers, AnswersFile, now
 from bigscl.data.index import Index
 from bigscl.evaluation.review import Pairs, best_of_each_class, first_values, next_questions
 from bigscl.store import Array
-from bigscl.tools.halves import to_float32
-from bigscl.tools.questions import answers_files
-from bigscl.tools.samples import answer_key
+from bigscl.tools.shared.find_samples import answer_key
+from bigscl.tools.shared.questions import answers_files
+from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer.listing import rows_with
 from bigscl.tools.viewer.open_run import OpenRun
 from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows

@@ -1,0 +1,274 @@
+"""What all verbs over a store share: where the store is, how to reach it, and the data it was created for."""
+
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from bigscl.common.digests import read_sealed
+from bigscl.common.files import BadFile
+from bigscl.common.user_error import UserError
+from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.store import (
+    Annotations,
+    HeatmapStore,
+    Holder,
+    IndexMismatch,
+    Snapshot,
+    StorageOptions,
+    process_start,
+)
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bigscl.config import DataConfig, StoreConfig
+    from bigscl.data.index import Index, Labels
+
+Store = Annotated[
+    str,
+    typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az)."),
+]
+AtSnapshot = Annotated[
+    int | None, typer.Option("--snapshot", help="Read this snapshot. Default: the newest.")
+]
+Apply = Annotated[bool, typer.Option("--apply", help="Do it. Without this, only print what would be done.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFlags:
+    """How to reach an object store."""
+
+    endpoint: Annotated[str | None, typer.Option(help="Address of an S3-compatible server.")] = None
+    region: Annotated[str | None, typer.Option(help="Region of the bucket.")] = None
+    anonymous: Annotated[
+        bool, typer.Option("--anonymous", help="Read a public bucket without credentials.")
+    ] = False
+
+    @property
+    def options(self) -> StorageOptions:
+        """The same for the store."""
+        return StorageOptions(endpoint=self.endpoint, region=self.region, anonymous=self.anonymous)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Data:
+    """The samples that a store was created for, with the labels that training saw."""
+
+    index: "Index"
+    labels: "Labels"
+    """Which labels of the index are the annotated ones."""
+    annotations: Annotations
+    """What the store was created for, without answers of people; its snapshots say which they know of."""
+    labelled: "Index"
+    """The same samples without answers of people."""
+    answers: Path | None
+    """The answers that are among the labels."""
+
+    def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return `[n,L]`: which classes are annotated positives."""
+        mask: NDArray[np.bool_] = self.index.labels_of(ids, self.labels) == 1
+        return mask
+
+    def present(self, ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Return `[n,L]`: which classes are present; None if the shards do not say."""
+        return None if self.index.labels is None else self.index.labels_of(ids, "labels") == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFlags:
+    """Where the data of a store is."""
+
+    shards: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Tars that the store was created for: a folder, glob or brace pattern. Default: those in "
+            "the config.yaml of the store's run."
+        ),
+    ] = None
+    index: Annotated[
+        Path | None, typer.Option("--index", help="Index of these tars, if it is not in their folder.")
+    ] = None
+
+    def find(self, store: str, fingerprint: str) -> Data | None:
+        """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
+        from bigscl.data.index import load_index
+        from bigscl.data.labels.training_labels import training_labels
+
+        settings = _data_settings(store, needed=self.shards is None)
+        patterns = self.shards or (None if settings is None else settings.train)
+        if patterns is None:
+            return None
+        file = self.index
+        if file is None and self.shards is None and settings is not None:
+            file = settings.train_index
+        for labelled, labels in _labellings(load_index(patterns, file), settings):
+            annotations = labelled.annotations(labels)
+            if annotations.fingerprint == fingerprint:
+                answers = None if settings is None else settings.answers
+                return Data(
+                    index=training_labels(labelled, labels, answers).index,
+                    labels=labels,
+                    annotations=annotations,
+                    labelled=labelled,
+                    answers=answers,
+                )
+        raise IndexMismatch(
+            f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the observed nor "
+            f"the full labels of {patterns}. Give the shards that this store was created from; if its "
+            f"run drew the observed labels itself (data.observed), config.yaml must be next to the store."
+        )
+
+    def need(self, what: str, store: str, fingerprint: str) -> Data:
+        """Return the data of a store, or raise an error that says what it is needed for."""
+        data = self.find(store, fingerprint)
+        if data is None:
+            raise UserError(
+                f"{what}: needs the shards, and no config.yaml next to {locate(store)} names them. "
+                f"Add --shards PATTERN, and --index FILE if their index is not in their folder."
+            )
+        return data
+
+
+def locate(store: str) -> str:
+    """Return where the store is: the place itself, or that of the run whose folder it is.
+
+    UserError for the folder of a run that keeps no memory on disk.
+    """
+    if "://" in store or (Path(store) / "zarr.json").exists():
+        return store
+    inner = Path(store) / "store"
+    if inner.is_dir():
+        return str(inner)
+    settings = _store_settings(Path(store))
+    if settings is None:
+        return store
+    if settings.kind != "disk":
+        why = {
+            "none": "its objective needs none (store.kind: none)",
+            "ram": "it was in RAM and ended with the run (store.kind: ram)",
+        }[settings.kind]
+        raise UserError(f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at.")
+    return settings.url or str(inner)
+
+
+def _store_settings(folder: Path) -> "StoreConfig | None":
+    """Return the store section of the config in the folder of a run; None if there is none."""
+    from bigscl.config import load_config
+
+    file = folder / "config.yaml"
+    return load_config(file).store if file.is_file() else None
+
+
+def with_snapshot(place: str) -> tuple[str, int | None]:
+    """Return (store, snapshot) of `store@7`."""
+    url, at, number = place.rpartition("@")
+    return (url, int(number)) if at and number.isdecimal() else (place, None)
+
+
+def run_folder(store: str) -> Path | None:
+    """Return the folder of the run that is given, or that a local store belongs to; None without one."""
+    if (Path(store) / "config.yaml").is_file():
+        return Path(store).absolute()
+    folder = Path(locate(store)).absolute().parent
+    return folder if "://" not in store and (folder / "config.yaml").exists() else None
+
+
+def open_store(
+    store: str, snapshot: int | None, storage: StorageFlags, data: Data | None = None
+) -> HeatmapStore:
+    """Open the store for reading. With its data, samples that were never visited are readable too."""
+    return HeatmapStore.open(
+        locate(store),
+        snapshot=snapshot,
+        options=storage.options,
+        annotations=None if data is None else data.annotations,
+    )
+
+
+def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
+    """Yield every set of labels that a run may have taken from these shards, that of its config first."""
+    from bigscl.data.labels.training_labels import with_given_labels
+
+    if settings is not None:
+        index = with_given_labels(index, settings.labels_file, None)
+        if settings.observed is not None and index.labels is not None:
+            drawn = with_given_labels(index, None, settings.observed)
+            yield drawn, "observed"
+    yield index, "observed"
+    if index.labels is not None:
+        yield index, "labels"
+
+
+def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":
+    """Return the data section of the config that the store's run saved; None without a run.
+
+    A config that cannot be read is an error if it is needed, else a warning.
+    """
+    from bigscl.config import ConfigError, load_data_settings
+
+    folder = run_folder(store)
+    if folder is None:
+        return None
+    try:
+        return load_data_settings(folder / "config.yaml")
+    except ConfigError as error:
+        if needed:
+            raise ConfigError(f"{error}. Or give --shards") from None
+        logger.warning("%s. Its data settings are ignored", " ".join(str(error).split()))
+        return None
+
+
+def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
+    """Return the names of a run's checkpoints by the snapshot from which each of them resumes."""
+    found: dict[int, list[str]] = {}
+    for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
+        try:
+            snapshot = read_sealed(file, "A run does not resume from it.").get("snapshot")
+        except BadFile as error:
+            logger.warning("%s", error)
+            continue
+        if isinstance(snapshot, int):
+            found.setdefault(snapshot, []).append(file.parent.name)
+    return found
+
+
+def is_alive(holder: Holder) -> bool | None:
+    """Return whether the process that holds the lease is alive; None if it is on another host."""
+    here = holder.host == socket.gethostname()
+    return process_start(holder.pid) == holder.started if here else None
+
+
+def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
+    """Return facts about a snapshot as JSON, for commands and the page."""
+    state = SnapshotState.of(snapshot, num_classes)
+    return {
+        "id": snapshot.id,
+        "epoch": snapshot.epoch,
+        "step": snapshot.step,
+        "time": snapshot.time,
+        "run": snapshot.run,
+        "group": snapshot.group,
+        "shards_written": sum(slot >= 0 for slot in snapshot.slots),
+        "selection": state.selection.any,
+        "mid_epoch": state.within_epoch,
+        "skipped": len(state.skipped),
+    }
+
+
+def bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
+    """Return the bytes of each array as `group/array`, of the history, of the snapshots and of the rest."""
+    totals: dict[str, int] = {}
+    for key, num_bytes in listing:
+        parts = key.split("/")
+        folder = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else parts[0]
+        name = folder if len(parts) > 1 else "other"
+        totals[name] = totals.get(name, 0) + num_bytes
+    return totals

@@ -1,0 +1,199 @@
+"""The relabelled dataset: labels and boxes as Parquet, with a card that says how they were made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from bigscl.common.files import load_pyarrow, write_text
+from bigscl.common.text import printable
+from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.tools.shared.found_labels import COLUMNS, Fit, FoundLabels
+from bigscl.tools.shared.label_formats import check_folder
+from bigscl.tools.shared.tables import Batch, table_writer
+
+LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
+RULES = {
+    "mined": "labels that are not annotated, but expected",
+    "expected": "expected labels; annotated ones that are not expected are left out",
+    "all": "annotated labels, and labels that are not annotated, but expected",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counts:
+    """Numbers of labels of each class, `[L]`."""
+
+    annotated: NDArray[np.int64]
+    mined: NDArray[np.int64]
+    checked: NDArray[np.int64]
+    """Mined ones of images whose full labels are known."""
+    right: NDArray[np.int64]
+    """Those of them that are among the full labels."""
+
+    def __add__(self, other: "Counts") -> "Counts":
+        pairs = zip(self._fields(), other._fields(), strict=True)
+        return Counts(*(one + two for one, two in pairs))
+
+    def _fields(self) -> Sequence[NDArray[np.int64]]:
+        return self.annotated, self.mined, self.checked, self.right
+
+
+def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Path) -> int:
+    """Write the labels of images, one row per label with its box, and the card; return the number of labels.
+
+    The labels are a file that `data.labels_file` of a config reads.
+    """
+    check_folder(folder, "a dataset", (LABELS, BOXES, CARD))
+    load_pyarrow(folder, "another --format")
+    counts = Counts(*np.zeros((4, found.store.spec.num_classes), np.int64))
+    num_images = 0
+    with (
+        table_writer(folder / LABELS, {"key": str, "positives": list, "negatives": list}) as write_labels,
+        table_writer(folder / BOXES, COLUMNS) as write_boxes,
+    ):
+        for shard, labels in found.passed_over(partial(found.of_shard, share=fit.share)):
+            images = _images(found, shard, labels)
+            write_labels(images)
+            write_boxes(labels)
+            num_images += len(images["key"])
+            counts += _count(found, labels)
+    write_text(folder / CARD, _card(found, fit, run, counts, num_images, folder.name))
+    return int(counts.annotated.sum() + counts.mined.sum())
+
+
+def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
+    """Return the labels by image; of `all` also images without labels."""
+    index = found.data.index
+    every = found.store.spec.sample_ids(shard)
+    ids = every if found.which == "all" else np.unique(labels["id"])
+    name = found.shard_names[shard]
+    ends = np.searchsorted(labels["id"], ids, side="right")
+    starts = np.searchsorted(labels["id"], ids, side="left")
+    positives = [labels["class"][start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+    known = index.labels_of(ids, "observed") == 0
+    return {
+        "key": _objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
+        "positives": _objects(positives),
+        "negatives": _objects([np.flatnonzero(row).tolist() for row in known]),
+    }
+
+
+def _objects(values: Sequence[Any]) -> NDArray[Any]:
+    """Return an array of objects, even of lists of equal length."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _count(found: FoundLabels, labels: Batch) -> Counts:
+    index, width = found.data.index, found.store.spec.num_classes
+    classes, annotated = labels["class"], labels["annotated"]
+    ids, places = np.unique(labels["id"], return_inverse=True)
+    checked, right = np.zeros((2, len(classes)), bool)
+    if index.labels is not None:
+        truth = index.labels_of(ids, "labels")[places, classes]
+        checked, right = ~annotated & (truth >= 0), ~annotated & (truth == 1)
+    masks = (annotated, ~annotated, checked, right)
+    return Counts(*(np.bincount(classes[mask], minlength=width) for mask in masks))
+
+
+# The card
+
+
+def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_images: int, title: str) -> str:
+    files = {LABELS.split(".")[0]: LABELS, BOXES.split(".")[0]: BOXES}
+    front = {
+        "license": "unknown",
+        "task_categories": ["image-classification", "object-detection"],
+        "tags": ["multi-label", "machine-generated", "spatial-consistency-loss"],
+        "configs": [{"config_name": name, "data_files": file} for name, file in files.items()],
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {printable(title)}",
+        f"Labels of {num_images:,} images of {len(counts.mined):,} classes: {counts.annotated.sum():,} that "
+        f"are annotated in the dataset, and {counts.mined.sum():,} that the memory of a training run found. "
+        f"Nobody has checked the found ones. The images are not here: `key` is the name of the "
+        f"tar and the key of the sample in it.",
+        "## Files",
+        f"- `{LABELS}`: a row per image: `key`, `positives`, `negatives` (classes known to be absent), as "
+        f"numbers of classes. bigscl trains on it with `data.labels_file`.",
+        f"- `{BOXES}`: a row per label: `class`, `name`, `score` (moving average of the prediction, 0 to 1), "
+        f"`annotated`, `expected`, and the box `x0`, `y0`, `x1`, `y1` as fractions of the upright image; no "
+        f"box where the memory kept no heatmap.",
+        "## How they were made",
+        "\n".join(f"- {line}" for line in _steps(found, fit, run, counts)),
+        "## Classes",
+        _classes(found, counts),
+        "## Settings of the run",
+        _settings(run),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> list[str]:
+    snapshot = found.store.snapshot
+    source = "a store" if run is None else f"run `{printable(run.name)}`"
+    total = SnapshotState.of(snapshot, found.store.spec.num_classes).selection.num_expected
+    number = "" if total is None else f", {sum(total) / found.store.spec.num_samples:.3f} per image"
+    return [
+        f"By bigscl {version('bigscl')}, from the memory of {source}: snapshot {snapshot.id}, epoch "
+        f"{snapshot.epoch}, data {found.store.spec.fingerprint[:12]}.",
+        f"Labels: {RULES[found.which]}. Classes known to be absent are never labels.",
+        f"Expected: of each class a number of images, those of the highest rank in the memory, ties by the "
+        f"lowest id{number} ({found.expected.note}).",
+        f"The {fit}. A box is around the connected cells at the peak of the heatmap.",
+        _precision(counts),
+    ]
+
+
+def _precision(counts: Counts) -> str:
+    checked, right = int(counts.checked.sum()), int(counts.right.sum())
+    if not checked:
+        return "Precision of the found labels: not known, since there are no full labels to compare with."
+    return (
+        f"Precision of the found labels: {100 * right / checked:.1f}%, {right:,} of the {checked:,} whose "
+        f"images have full labels."
+    )
+
+
+def _classes(found: FoundLabels, counts: Counts) -> str:
+    from bigscl.evaluation.report_files import markdown_table, percent
+
+    with np.errstate(invalid="ignore"):
+        precision = counts.right / counts.checked
+    rows = [
+        [_plain(name), str(number), f"{named:,}", f"{mined:,}", percent(float(share))]
+        for number, (name, named, mined, share) in enumerate(
+            zip(found.data.index.class_names, counts.annotated, counts.mined, precision, strict=True)
+        )
+    ]
+    return markdown_table(["name", "class", "annotated", "found", "precision %"], rows)
+
+
+def _plain(name: str) -> str:
+    """Return a class name that Markdown shows as it is, in a row of a table."""
+    escaped = name.replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_[]" else letter for letter in escaped)
+
+
+def _settings(run: Path | None) -> str:
+    from bigscl.config import ConfigError, load_config
+    from bigscl.tools.shared.model_card import method, published_settings
+
+    unknown = "Not known: the store has no run with a usable config.yaml."
+    if run is None:
+        return unknown
+    try:
+        config = load_config(run / "config.yaml")
+    except (ConfigError, OSError):
+        return unknown
+    settings = yaml.safe_dump(published_settings(config), sort_keys=False)
+    return f"Trained with {method(config)}, K {config.selection.K}.\n\n```yaml\n{settings}```"

@@ -1,0 +1,12 @@
+"""Evaluate a run, a checkpoint or published weights."""
+
+from bigscl.evaluation.evaluate_options import SEVERAL, EvaluationOptions
+
+several = SEVERAL
+
+
+def command(options: EvaluationOptions) -> None:
+    """Import the evaluation, and with it torch, only when it starts."""
+    from bigscl.evaluate import evaluate
+
+    evaluate(options)

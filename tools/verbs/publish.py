@@ -1,0 +1,134 @@
+"""Write a run's network for others: weights, card, ONNX."""
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
+from bigscl.tools.shared.terminal import tell
+
+if TYPE_CHECKING:
+    from bigscl.evaluation.target import EvaluationTarget
+
+PACKAGES = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "huggingface_hub": "hub"}
+"""Packages of the extra `publish`, and what needs them."""
+
+
+def command(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run (its best weights), a checkpoint or its weights file."),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; it must not exist.")],
+    classes: Annotated[
+        Path | None, typer.Option(help="Class names, one per line. Default: those of the training shards.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Title of the model card. Default: the run's name.")
+    ] = None,
+    license: Annotated[  # noqa: A002
+        str | None, typer.Option(help="Licence of the weights, as `apache-2.0`. Default: not stated.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Name of the training data. Default: the names of the shards.")
+    ] = None,
+    data_license: Annotated[str | None, typer.Option(help="Licence or terms of the training data.")] = None,
+    onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Write model.onnx.")] = True,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload the folder to this repository of the Hugging Face Hub."
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the network of a run for other people: weights, model card, preprocessing, ONNX.
+
+    bigscl publish runs/mine published/mine --license apache-2.0 --push-to-hub me/mine
+
+    All files are checked: the library's own network with the written weights and model.onnx must give the
+    logits of the run. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
+    the validation. Local paths are not published.
+    """
+    if private and push_to_hub is None:
+        raise UserError("--private: has no effect without --push-to-hub")
+    _check_packages({"onnx": onnx, "hub": push_to_hub is not None})
+    if folder.exists():
+        raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
+    from bigscl.evaluation.target import find_target
+    from bigscl.tools.shared.model_card import Licences, model_card
+    from bigscl.tools.shared.portable_files import write_portable_files
+
+    target = find_target(run, None, None)
+    assert target.config is not None
+    names = _class_names(target, classes)
+    from bigscl.common.files import atomic_folder
+
+    with atomic_folder(folder) as partial:
+        differences = write_portable_files(target, names, partial, onnx=onnx)
+        licences = Licences(weights=license, dataset=dataset, data=data_license)
+        card = model_card(
+            target,
+            names,
+            name or target.config.run.name,
+            licences,
+            files=sorted(differences),
+            repository=push_to_hub,
+        )
+        (partial / "README.md").write_text(card)
+    if push_to_hub is not None:
+        _push(folder, push_to_hub, private)
+    facts = {"folder": str(folder), "differences": differences, "pushed_to": push_to_hub}
+    tell(facts, _text(folder, differences, push_to_hub), as_json)
+
+
+def _check_packages(needed: dict[str, bool]) -> None:
+    """Refuse what needs a package that is not installed: now, not after the export."""
+    missing = [package for package, what in PACKAGES.items() if needed[what] and find_spec(package) is None]
+    if missing:
+        other = ", or leave ONNX out with --no-onnx" if "huggingface_hub" not in missing else ""
+        raise UserError(
+            f"publish: needs {', '.join(missing)}, not installed: pip install 'bigscl[publish]'{other}"
+        )
+
+
+def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
+    """Return the names of the classes, as many as the network has outputs."""
+    from bigscl.common.files import parse_errors
+    from bigscl.data.index import load_index
+
+    assert target.config is not None
+    if file is None:
+        try:
+            return list(load_index(target.config.data.train, target.config.data.train_index).class_names)
+        except (ValueError, OSError) as error:
+            raise UserError(f"class names: {error} Or give --classes FILE.") from None
+    with parse_errors(file, "a list of class names", "Give a text file with one name per line."):
+        return file.read_text().splitlines()
+
+
+def _push(folder: Path, repository: str, private: bool) -> None:
+    hub: Any = importlib.import_module("huggingface_hub")
+    api = hub.HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Published by bigscl")
+    except Exception as error:  # of the network, of the service, of credentials
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"--push-to-hub {repository}: {reason}. {folder} is complete: after `hf auth login`, "
+            f"`hf upload {repository} {folder}` uploads it."
+        ) from error
+
+
+def _text(folder: Path, differences: dict[str, float], repository: str | None) -> str:
+    lines = [f"{folder}: logits of the run, largest difference:"]
+    lines += [f"  {name:18} {difference:.1e}" for name, difference in differences.items()]
+    if repository is not None:
+        lines.append(f"uploaded to {repository}")
+    return "\n".join(lines)

@@ -1,0 +1,224 @@
+"""Draw samples with their heatmaps."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from bigscl.common.command_line import AsJson
+from bigscl.common.user_error import UserError
+from bigscl.evaluation.plots.sample_plots import (
+    Panel,
+    SamplePicture,
+    boxes_by_class,
+    classes_to_show,
+    draw_samples,
+    kinds_of,
+    panel_of,
+)
+from bigscl.store import HeatmapStore, Rows
+from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.find_samples import Choice, choose_samples, find_class, find_samples
+from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.shared.terminal import tell
+
+MAX_EPOCHS = 8
+SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
+
+
+def command(
+    store: Store,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
+    sample: Annotated[
+        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
+    ] = None,
+    choose: Annotated[
+        Choice,
+        typer.Option(
+            help="How to choose samples: random; tracked; most-changed: largest change of a score since the "
+            "previous snapshot; confident: highest score of a class that is not annotated."
+        ),
+    ] = "random",
+    class_name: Annotated[
+        str | None, typer.Option("--class", help="Choose by this class only, by name or number.")
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Number of samples to choose. Default: 8; with --epochs: 2."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0,
+    heatmaps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1000, help="Number of heatmaps per sample. Default: 6; with --epochs: 2 classes."
+        ),
+    ] = None,
+    epochs: Annotated[
+        bool,
+        typer.Option("--epochs", help="Draw one row per class and one column per epoch, of tracked samples."),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="STORE", help="Second store of the same data, drawn below each sample."),
+    ] = None,
+    across: Annotated[int, typer.Option(min=1, max=100, help="Number of samples in a row.")] = 1,
+    snapshot: AtSnapshot = None,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
+    as_json: AsJson = False,
+) -> None:
+    """Draw samples with the heatmaps of annotated classes, of others that are present or expected, and more.
+
+    Heatmaps show what was seen since their start: what is left of their initial values is taken out.
+
+    Where boxes are known, the hottest cell is marked: inside or outside of them.
+
+    Example: bigscl render runs/quickstart --choose confident --count 12 -o mined.png
+    """
+    if output.suffix not in SUFFIXES:
+        raise UserError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
+    fingerprint = open_store(store, snapshot, storage).spec.fingerprint
+    data = source.need("render", store, fingerprint)
+    opened = open_store(store, snapshot, storage, data)
+    stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
+    number = None if class_name is None else find_class(class_name, data.index)
+    choice: Choice = "tracked" if epochs else choose
+    if sample:
+        ids = find_samples(sample, opened.spec, data.index)
+    else:
+        # By default the picture fits on a screen.
+        ids = choose_samples(opened, data, choice, count or (2 if epochs else 8), number, seed)
+    if epochs and against is not None:
+        raise UserError("--epochs: has no effect with --against; draw one picture for each store")
+    # The expected positives are needed only if the shards do not say which classes are present.
+    expected = None if data.index.labels is not None else expected_at(opened)
+    images = _Images(opened, data, ids, expected)
+    draw = _over_epochs if epochs else _side_by_side
+    pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
+    chosen = "samples as named" if sample else _how_chosen(choice, seed, class_name)
+    title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}\n{chosen}"
+    draw_samples(pictures, output, title=title, across=across)
+    facts: dict[str, Any] = {
+        "output": str(output),
+        "chosen": chosen,
+        "samples": [_named(data, int(one)) for one in ids],
+    }
+    facts |= {} if expected is None else {"selection": expected.to_json()}
+    note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
+    tell(facts, f"{output}: {len(ids)} samples: {chosen}\n{_listed(facts)}{note}", as_json)
+
+
+def _how_chosen(choice: Choice, seed: int, class_name: str | None) -> str:
+    """Return how the samples were chosen, in a few words for the picture."""
+    words = {
+        "random": f"random samples, seed {seed}",
+        "tracked": "tracked samples, evenly over the set",
+        "most-changed": "largest change of a score since the snapshot before",
+        "confident": "highest score of a class that is not annotated",
+    }[choice]
+    return words if class_name is None else f"{words}, class {class_name}"
+
+
+def _named(data: Data, sample: int) -> dict[str, Any]:
+    return {"id": sample, "name": data.index.name(sample)}
+
+
+def _listed(facts: dict[str, Any]) -> str:
+    return "\n".join(f"  {one['id']:>9}  {one['name']}" for one in facts["samples"])
+
+
+class _Images:
+    """What a picture needs from the shards for each sample: pixels, labels, boxes."""
+
+    def __init__(
+        self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: Expected | None
+    ) -> None:
+        from bigscl.data.open_tar import Unreadable
+        from bigscl.data.read_samples import read_images, read_metadata
+
+        try:
+            self.images = read_images(data.index, ids)
+            metadata = read_metadata(data.index, ids)
+        except Unreadable as error:
+            raise UserError(f"{error}. Choose other samples, or write the shards again.") from error
+        self.boxes = {sample: boxes_by_class(found.get("boxes", [])) for sample, found in metadata.items()}
+        self.names = data.index.class_names
+        annotated, present = data.annotated(ids), data.present(ids)
+        if present is not None:
+            kinds = [kinds_of(annotated[n], present=present[n]) for n in range(len(ids))]
+        else:
+            assert expected is not None
+            found = expected.of(store.read(ids).ranked_by(), ids)
+            negatives = data.index.labels_of(ids) == 0
+            kinds = [
+                kinds_of(annotated[n], expected=found[n], negatives=negatives[n]) for n in range(len(ids))
+            ]
+        self.kinds = kinds
+        """The kinds of all classes in each sample."""
+
+    def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
+        """Return the sample's picture with these panels."""
+        return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
+
+
+def _side_by_side(
+    stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """Return one picture per sample and store, with the classes that are strongest in the first store."""
+    memories = [store.read_without_initial_value(ids) for store in stores]
+    pictures = []
+    for place, sample in enumerate(ids.tolist()):
+        first = memories[0].take(slice(place, place + 1))
+        kinds = images.kinds[place]
+        classes = classes_to_show(first, kinds, count)
+        for store, memory in zip(stores, memories, strict=True):
+            rows = memory.take(slice(place, place + 1))
+            panels = [panel_of(rows, number, images.names, kinds, images.boxes[sample]) for number in classes]
+            title = data.index.name(sample)
+            title += f"   {store.backend.url}" if len(stores) > 1 else ""
+            pictures.append(images.picture(sample, title, panels))
+    return pictures
+
+
+def _over_epochs(
+    stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """Return one picture per sample and class, with its heatmap in each epoch."""
+    store = stores[0]
+    pictures: list[SamplePicture] = []
+    for place, sample in enumerate(ids.tolist()):
+        history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
+        if not history:
+            raise UserError(
+                f"{data.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
+                f"{', '.join(data.index.key(one) for one in store.spec.history_samples[:8])} ..."
+            )
+        pictures += _epochs_of(images, place, sample, history, count, data.index.name(sample))
+    return pictures
+
+
+def _epochs_of(
+    images: _Images,
+    place: int,
+    sample: int,
+    history: dict[int, Rows],
+    count: int,
+    name: str,
+) -> Iterator[SamplePicture]:
+    last = history[max(history)]
+    kinds = images.kinds[place]
+    shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
+    for number in classes_to_show(last, kinds, count, reserve=False):
+        panels = [
+            replace(
+                panel_of(history[epoch], number, images.names, kinds, images.boxes[sample]),
+                name=f"e{epoch} {images.names[number]}",
+            )
+            for epoch in shown
+        ]
+        yield images.picture(sample, f"{name}: {images.names[number]}", panels)

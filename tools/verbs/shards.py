@@ -1,0 +1,238 @@
+"""Write a dataset as tar shards."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bigscl.common.command_line import AsJson, with_options
+from bigscl.common.user_error import UserError
+from bigscl.tools.shared.terminal import progress
+
+if TYPE_CHECKING:
+    from bigscl.datasets.multilabel import Protocol
+    from bigscl.datasets.writer import Sample, Shards
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Write a dataset as tar shards. Run the same command again to resume: finished shards are skipped.",
+)
+
+Source = Annotated[Path, typer.Argument(help="Folder of the unpacked dataset.")]
+Out = Annotated[Path, typer.Argument(help="Folder for the shards; created if it does not exist.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order, the split and the labels.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How the shards are written."""
+
+    samples_per_shard: Annotated[int, typer.Option(min=1, max=10**7, help="Number of samples per shard.")] = (
+        1000
+    )
+    workers: Annotated[
+        int,
+        typer.Option(min=0, max=1024, help="Number of processes that write shards; the bytes are the same."),
+    ] = 0
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be written, and write nothing.")
+    ] = False
+    as_json: AsJson = False
+
+    def run(self, shards: "Shards", out: Path) -> None:
+        """Write the shards, except in a dry run, and print what they contain."""
+        from bigscl.datasets.writer import write
+
+        skipped = 0
+        if not self.dry_run:
+            total = sum(len(samples) for samples in shards.parts.values())
+            with progress(str(out), total, "samples") as advance:
+                for shard in write(shards, out, self.workers):
+                    skipped += shard.skipped
+                    advance(shard.num_samples, f"{shard.name}{' exists' if shard.skipped else ''}")
+        summary = _summary(shards, out, written=not self.dry_run, skipped=skipped)
+        typer.echo(json.dumps(summary) if self.as_json else _as_text(summary))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SceneWriting(Writing):
+    """The same, with small shards."""
+
+    samples_per_shard: Annotated[int, typer.Option(min=1, max=10**7, help="Number of samples per shard.")] = (
+        50
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewLabels:
+    """Which labels of a multi-label dataset training may see, and how its images are stored."""
+
+    positives: Annotated[
+        int, typer.Option(min=1, max=10**7, help="Number of positive labels kept per image.")
+    ] = 1
+    negatives: Annotated[
+        int, typer.Option(min=0, max=10**7, help="Number of negative labels kept per image.")
+    ] = 0
+    seed: Seed = 1200
+    resize: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Resize images to this square. Default: original bytes."),
+    ] = None
+
+    def protocol(self) -> "Protocol":
+        """The same for the dataset."""
+        from bigscl.datasets.multilabel import Protocol
+
+        return Protocol(num_positives=self.positives, num_negatives=self.negatives, seed=self.seed)
+
+
+@app.command()
+@with_options
+def folder(
+    source: Source,
+    out: Out,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Split to write; may be repeated. Default: all.")
+    ] = None,
+    ground_truth: Annotated[
+        Path | None, typer.Option(help="Labels of a split whose images are all in one folder.")
+    ] = None,
+    synsets: Annotated[
+        Path | None, typer.Option(help="Classes of the numbers in the ground truth: meta.mat or a list.")
+    ] = None,
+    resize: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Shrink the shorter side to this. Default: original bytes."),
+    ] = None,
+    seed: Seed = 0,
+    *,
+    writing: Writing,
+) -> None:
+    """Write a dataset with one label per image: SOURCE/train/<class>/<image> or SOURCE/<class>/<image>."""
+    from bigscl.datasets.folder import FlatLabels
+    from bigscl.datasets.folder import folder as read
+
+    if synsets is not None and ground_truth is None:
+        raise UserError(f"--synsets {synsets}: has no effect without --ground-truth")
+    flat = FlatLabels(ground_truth=ground_truth, synsets=synsets) if ground_truth is not None else None
+    shards = read(
+        source,
+        splits=split or [],
+        flat=flat,
+        resize=resize,
+        seed=seed,
+        samples_per_shard=writing.samples_per_shard,
+    )
+    writing.run(shards, out)
+
+
+@app.command()
+@with_options
+def voc(
+    source: Source,
+    out: Out,
+    year: Annotated[int, typer.Option(min=2000, max=2100, help="VOC<year> of the devkit.")] = 2012,
+    *,
+    labels: FewLabels,
+    writing: Writing,
+) -> None:
+    """Write Pascal VOC: SOURCE is a VOCdevkit. Official train becomes train and val, official val test."""
+    from bigscl.datasets.voc import voc as read
+
+    shards = read(
+        source,
+        year=year,
+        protocol=labels.protocol(),
+        resize=labels.resize,
+        samples_per_shard=writing.samples_per_shard,
+    )
+    writing.run(shards, out)
+
+
+@app.command()
+@with_options
+def coco(
+    source: Source,
+    out: Out,
+    year: Annotated[int, typer.Option(min=2000, max=2100, help="train<year> and val<year>.")] = 2014,
+    *,
+    labels: FewLabels,
+    writing: Writing,
+) -> None:
+    """Write COCO: SOURCE has annotations/, train2014/ and val2014/. Splits as for VOC."""
+    from bigscl.datasets.coco import coco as read
+
+    shards = read(
+        source,
+        year=year,
+        protocol=labels.protocol(),
+        resize=labels.resize,
+        samples_per_shard=writing.samples_per_shard,
+    )
+    writing.run(shards, out)
+
+
+@app.command()
+@with_options
+def scenes(
+    out: Out,
+    single: Annotated[
+        int, typer.Option(min=1, max=10**7, help="Number of images of one digit, for pretraining.")
+    ] = 3000,
+    train: Annotated[
+        int, typer.Option(min=1, max=10**7, help="Number of training scenes of 2-4 digits.")
+    ] = 500,
+    val: Annotated[int, typer.Option(min=1, max=10**7, help="Number of validation scenes.")] = 500,
+    test: Annotated[int, typer.Option(min=1, max=10**7, help="Number of test scenes.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the scenes.")] = 0,
+    *,
+    writing: SceneWriting,
+) -> None:
+    """Write scenes of handwritten digits over photographs, made from images in scikit-learn: no download."""
+    from bigscl.datasets.scenes import scenes as draw
+
+    sizes = {"single": single, "train": train, "val": val, "test": test}
+    writing.run(draw(sizes, seed, writing.samples_per_shard), out)
+
+
+def _summary(shards: "Shards", out: Path, *, written: bool, skipped: int) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "kind": shards.kind,
+        "written": written,
+        "shards_already_there": skipped,
+        "classes": len(shards.classes),
+        "samples_per_shard": shards.samples_per_shard,
+        "parts": {
+            part: {"samples": len(samples), "shards": len(shards.names(part)), **_label_counts(samples)}
+            for part, samples in shards.parts.items()
+        },
+    }
+
+
+def _label_counts(samples: "Sequence[Sample]") -> dict[str, int]:
+    """Return how many labels there are, and how many of them training may see."""
+    labels = observed = 0
+    for sample in samples:
+        labels += 1 if isinstance(sample.label, int) else len(sample.label.labels)
+        observed += 1 if isinstance(sample.label, int) else len(sample.label.observed)
+    return {"labels": labels, "observed": observed}
+
+
+def _as_text(summary: dict[str, Any]) -> str:
+    verb = "contains" if summary["written"] else "would contain"
+    lines = [f"{summary['out']} {verb} {summary['kind']}, {summary['classes']} classes:"]
+    for part, counts in summary["parts"].items():
+        lines.append(
+            f"  {part}: {counts['samples']} samples in {counts['shards']} shards of up to "
+            f"{summary['samples_per_shard']}, {counts['observed']} of {counts['labels']} labels observed"
+        )
+    if summary["shards_already_there"]:
+        lines.append(f"  {summary['shards_already_there']} shards existed already")
+    return "\n".join(lines)

@@ -1,0 +1,302 @@
+"""Show a store, or its memory of a sample."""
+
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from bigscl.common.command_line import AsJson
+from bigscl.store import (
+    FORMAT,
+    Array,
+    HeatmapStore,
+    Rows,
+    by_version,
+    read_holder,
+    snapshot_bytes,
+)
+from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.find_samples import class_name, find_samples, name_of
+from bigscl.tools.shared.open_store import (
+    AtSnapshot,
+    Data,
+    DataFlags,
+    StorageFlags,
+    Store,
+    bytes_by_array,
+    checkpoints_by_snapshot,
+    is_alive,
+    open_store,
+    run_folder,
+    snapshot_facts,
+)
+from bigscl.tools.shared.shard_passes import pass_over
+from bigscl.tools.shared.terminal import bars, counted, moment, size, table, tell
+
+BINS = 10
+MAX_EPOCHS_SHOWN = 12
+
+
+def command(
+    store: Store,
+    snapshot: AtSnapshot = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(help="Sample whose memory is shown, by key or id; may be repeated."),
+    ] = None,
+    classes: Annotated[
+        int, typer.Option(min=1, help="Number of classes shown of a sample, by falling score.")
+    ] = 10,
+    histograms: Annotated[
+        bool,
+        typer.Option("--histograms", help="Show histograms of scores and heatmaps; reads the whole store."),
+    ] = False,
+    *,
+    source: DataFlags,
+    storage: StorageFlags,
+    as_json: AsJson = False,
+) -> None:
+    """Show a store: layout, size, snapshots, lease and visited rows; or its memory of a sample.
+
+    Example: bigscl show runs/quickstart/store --sample train_000003
+    """
+    opened = open_store(store, snapshot, storage)
+    fingerprint = opened.spec.fingerprint
+    if sample:
+        wants_keys = not all(name.isdecimal() for name in sample)
+        # Ids can be shown without the data, if they were visited.
+        data = (
+            source.need("--sample KEY", store, fingerprint) if wants_keys else source.find(store, fingerprint)
+        )
+        opened = open_store(store, opened.snapshot.id, storage, data)
+        ids = find_samples(sample, opened.spec, None if data is None else data.index)
+        expected = expected_at(opened)
+        facts: dict[str, Any] = {
+            "samples": [_sample(opened, int(n), data, classes, expected) for n in ids],
+            "selection": expected.to_json(),
+        }
+        texts = [_sample_text(one) for one in facts["samples"]]
+        text = "\n\n".join([*texts, expected.note] if expected.recomputed else texts)
+    elif histograms:
+        facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
+        text = _histogram_text(facts)
+    else:
+        facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
+        text = _text(facts)
+    tell(facts, text, as_json)
+
+
+# The store as a whole
+
+
+def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, Any]:
+    spec, backend = store.spec, store.backend
+    holder = read_holder(backend)
+    listing = list(backend.sizes(""))
+    versions, snapshots = by_version(listing), store.snapshots()
+    named = snapshot_bytes(snapshots, versions)
+    return {
+        "url": backend.url,
+        "format": FORMAT,
+        "fingerprint": spec.fingerprint,
+        "samples": spec.num_samples,
+        "shards": spec.num_shards,
+        "rows_per_shard": spec.rows_per_shard,
+        "classes": spec.num_classes,
+        "heatmap_size": spec.heatmap_size,
+        "tracked": len(spec.history_samples),
+        "snapshot": store.snapshot.id,
+        "layout": store.group.to_json(),
+        "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
+        "bytes": bytes_by_array(listing),
+        "visited": _visits(store),
+        "snapshots": [
+            {
+                **snapshot_facts(one, store.spec.num_classes),
+                "bytes": named[one.id].all,
+                "bytes_only_here": named[one.id].only_here,
+                "checkpoints": checkpoints.get(one.id, []),
+            }
+            for one in snapshots
+        ],
+    }
+
+
+def _visits(store: HeatmapStore) -> dict[str, int]:
+    """Return how many samples were last visited in each epoch, or `never`."""
+    sizes = np.asarray(store.spec.shard_sizes)
+    real = np.arange(store.spec.rows_per_shard) < sizes[:, None]
+    epochs, counts = np.unique(store.last_epochs().reshape(real.shape)[real], return_counts=True)
+    return {
+        "never" if epoch < 0 else str(epoch): int(count) for epoch, count in zip(epochs, counts, strict=True)
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['url']}: heatmap store, format {facts['format']}",
+        f"  data      {counted(facts['samples'], 'sample')} in {counted(facts['shards'], 'shard')} of up to "
+        f"{facts['rows_per_shard']}, {facts['classes']} classes, fingerprint {facts['fingerprint'][:12]}",
+        f"  layout    {_layout_text(facts)}",
+        f"  lease     {_lease_text(facts['lease'])}",
+        f"  visited   {_visits_text(facts['visited'])} (at snapshot {facts['snapshot']})",
+        f"  size      {size(sum(facts['bytes'].values()))}",
+        *(f"    {size(count):>9}  {name}" for name, count in sorted(facts["bytes"].items())),
+        "  snapshots",
+        table(
+            ("id", "epoch", "step", "time (UTC)", "run", "arrays", "shards", "size", "only here", "notes"),
+            [_snapshot_row(one, facts) for one in facts["snapshots"]],
+            indent="    ",
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _layout_text(facts: dict[str, Any]) -> str:
+    layout = facts["layout"]
+    side = facts["heatmap_size"]
+    maps = {
+        "dense": f"heatmaps {side} x {side} of all classes",
+        "topk": f"heatmaps {side} x {side} of the {layout['top']} strongest classes",
+        "scores": "scores only",
+    }[layout["layout"]]
+    parts = [f"{layout['layout']}: {maps}", counted(layout["slots"], "slot")]
+    parts.append("checksums" if layout["checksum"] else "no checksums")
+    parts.append("no compression" if layout["codec"] == "none" else layout["codec"])
+    return ", ".join([*parts, f"{facts['tracked']} tracked samples"])
+
+
+def _lease_text(lease: dict[str, Any] | None) -> str:
+    if lease is None:
+        return "free"
+    lives = {True: "alive", False: "dead: see `bigscl unlock`", None: "on another host"}[lease["alive"]]
+    since = moment(lease["since"])
+    return f"held by run {lease['run']}, host {lease['host']}, pid {lease['pid']}, since {since} ({lives})"
+
+
+def _visits_text(visits: dict[str, int]) -> str:
+    parts = [f"{visits[epoch]:,} in epoch {epoch}" for epoch in visits if epoch != "never"]
+    return ", ".join([*reversed(parts), *([f"{visits['never']:,} never"] if "never" in visits else [])])
+
+
+def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
+    notes = ["shown"] if one["id"] == facts["snapshot"] else []
+    notes += ["selection"] if one["selection"] else []
+    notes += ["mid-epoch"] if one["mid_epoch"] else []
+    notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
+    notes += [f"checkpoint {name}" for name in one["checkpoints"]]
+    head = [one["id"], one["epoch"], one["step"], moment(one["time"]), one["run"][:12] or "-", one["group"]]
+    return [*head, one["shards_written"], size(one["bytes"]), size(one["bytes_only_here"]), ", ".join(notes)]
+
+
+# One sample
+
+
+def _sample(
+    store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: Expected
+) -> dict[str, Any]:
+    ids = np.array([sample])
+    rows = store.read_without_initial_value(ids)
+    annotated = None if data is None else data.annotated(ids)[0]
+    present = None if data is None else data.present(ids)
+    expected = expected_there.of(rows.ranked_by(), ids)[0]
+    order = _by_score(rows.scores[0], annotated)[:count]
+    index = None if data is None else data.index
+    return {
+        "id": sample,
+        "name": name_of(sample, index),
+        "shard": sample // store.spec.rows_per_shard,
+        "snapshot": store.snapshot.id,
+        "visited": int(rows["last_epoch"][0]),
+        "tracked": sample in store.spec.history_samples,
+        "classes": [
+            {
+                "class": int(number),
+                "name": class_name(int(number), index),
+                "score": float(rows.scores[0, number]),
+                "annotated": None if annotated is None else bool(annotated[number]),
+                "present": None if present is None else bool(present[0, number]),
+                "expected": bool(expected[number]),
+                "peak": _peak(rows, int(number)),
+            }
+            for number in order
+        ],
+        "history": {
+            epoch: [float(then.scores[0, number]) for number in order]
+            for epoch, then in store.history(sample).items()
+        },
+    }
+
+
+def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """Return the classes, annotated ones first, then by falling score."""
+    first = np.zeros(len(scores), bool) if annotated is None else annotated
+    return np.lexsort((np.arange(len(scores)), -scores.astype(np.float32), ~first))
+
+
+def _peak(rows: Rows, number: int) -> float | None:
+    """Return the largest value of a class's heatmap; None if it is not kept."""
+    from bigscl.evaluation.plots.sample_plots import heatmap_of
+
+    heatmap = heatmap_of(rows, number)
+    return None if heatmap is None else float(heatmap.max())
+
+
+def _sample_text(facts: dict[str, Any]) -> str:
+    when = "never visited" if facts["visited"] < 0 else f"last visited in epoch {facts['visited']}"
+    epochs = list(facts["history"])[-MAX_EPOCHS_SHOWN:]
+    rows = []
+    for place, one in enumerate(facts["classes"]):
+        words = [word for word in ("annotated", "expected") if one[word]]
+        words += ["present, not annotated"] if one["present"] and not one["annotated"] else []
+        peak = "-" if one["peak"] is None else f"{one['peak']:.3f}"
+        moved = [f"{facts['history'][epoch][place]:.2f}" for epoch in epochs]
+        rows.append([one["name"], f"{one['score']:.3f}", peak, ", ".join(words), *moved])
+    heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
+    title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
+    tail = "\n  on the right: scores after each epoch" if epochs else ""
+    return f"{title}\n{table(heads, rows)}{tail}"
+
+
+# Distributions
+
+
+def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
+    """Return histograms of the values of all visited samples, in ten bins from 0 to 1."""
+    written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
+    counts: dict[str, NDArray[np.int64]] = {}
+    for _, found in pass_over("reading", written, partial(_histograms_of_shard, store), [store]):
+        for name, histogram in found.items():
+            counts[name] = counts.get(name, 0) + histogram
+    return {name: found.tolist() for name, found in counts.items() if found.any()}
+
+
+def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[np.int64]]:
+    rows = store.load_shard(shard)
+    seen = rows["last_epoch"] >= 0
+    seen[store.spec.shard_sizes[shard] :] = False
+    arrays = {"scores": rows.scores, "heatmaps": rows.heatmaps}
+    return {
+        name: histogram(values if seen.all() else values[seen])
+        for name, values in arrays.items()
+        if values is not None
+    }
+
+
+def histogram(values: Array) -> NDArray[np.int64]:
+    """Return `np.histogram` of float16 values in 0 to 1, computed from their bits: 46 times as fast."""
+    edges = np.linspace(0, 1, BINS + 1, dtype=np.float16).view(np.uint16)
+    bits = values.reshape(-1).view(np.uint16)
+    at_least = [np.count_nonzero(bits >= edge) for edge in edges[1:-1]]
+    return -np.diff([bits.size, *at_least, 0])
+
+
+def _histogram_text(facts: dict[str, Any]) -> str:
+    labels = [f"{low / BINS:.1f} - {(low + 1) / BINS:.1f}" for low in range(BINS)]
+    parts = [f"{facts['url']}: values of visited samples at snapshot {facts['snapshot']}"]
+    for name, counts in facts["histograms"].items():
+        parts.append(f"{name}\n{bars(labels, counts)}")
+    return "\n".join(parts if facts["histograms"] else [*parts, "  no sample has been visited yet"])
