@@ -74,7 +74,7 @@ class EpochTypeMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measurement:
     """What one rank measured."""
 
     host: str
@@ -130,7 +130,7 @@ class RehearsalTrainer(Trainer):
         rows = self.data.train.rows_per_shard
         return replace(plan, remaining=first_batches(plan.whole, count, rows))
 
-    def measure(self, kinds: list[EpochType]) -> Measured:
+    def measure(self, kinds: list[EpochType]) -> Measurement:
         """Rehearse each kind of epochs, then the loader alone."""
         started = time.perf_counter()
         measured = []
@@ -143,7 +143,7 @@ class RehearsalTrainer(Trainer):
         with self.metrics.working("comparing this device with the CPU"):
             differences = self._differences()
         self._check_stop()
-        return Measured(
+        return Measurement(
             host=os.uname().nodename,
             device=self._device_name(),
             precision=self._precision,

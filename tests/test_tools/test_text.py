@@ -1,6 +1,6 @@
 import pytest
 
-from bigscl.tools.shared.terminal import bars, counted, moment, size, table, tell
+from bigscl.tools.shared.terminal import histogram_text, plural, print_result, size, table, utc_time
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_sizes_have_three_digits_and_a_unit(num_bytes, text):
 
 
 def test_counts_agree_with_their_noun():
-    assert (counted(1, "shard"), counted(1281, "shard")) == ("1 shard", "1,281 shards")
+    assert (plural(1, "shard"), plural(1281, "shard")) == ("1 shard", "1,281 shards")
 
 
 def test_numbers_stand_to_the_right_and_words_to_the_left():
@@ -27,16 +27,16 @@ def test_numbers_stand_to_the_right_and_words_to_the_left():
 
 
 def test_the_longest_bar_is_the_largest_count_and_few_are_still_seen():
-    lines = bars(["a", "b", "c"], [400, 1, 0], width=10).splitlines()
+    lines = histogram_text(["a", "b", "c"], [400, 1, 0], width=10).splitlines()
     assert lines == ["  a  ########## 400", "  b  # 1", "  c   0"]
 
 
 def test_people_get_no_control_characters_and_machines_get_facts(capsys):
-    tell({"key": "a\x1b[2J"}, "a\x1b[2J\n\tb\u202e", as_json=False)
-    tell({"key": "a\x1b[2J"}, "", as_json=True)
+    print_result({"key": "a\x1b[2J"}, "a\x1b[2J\n\tb\u202e", as_json=False)
+    print_result({"key": "a\x1b[2J"}, "", as_json=True)
     assert capsys.readouterr().out == 'a\\x1b[2J\n\tb\\u202e\n{"key": "a\\u001b[2J"}\n'
 
 
 def test_moments_beyond_all_years_are_seconds():
-    assert moment(86_400) == "1970-01-02 00:00:00"
-    assert (moment(1e30), moment(float("inf"))) == ("1e+30 s", "inf s")
+    assert utc_time(86_400) == "1970-01-02 00:00:00"
+    assert (utc_time(1e30), utc_time(float("inf"))) == ("1e+30 s", "inf s")

@@ -14,7 +14,7 @@ from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import class_name, name_of, next_epoch
 from bigscl.tools.shared.found_labels import strongest_boxes
 from bigscl.tools.shared.open_store import Data
-from bigscl.tools.shared.terminal import counted, table
+from bigscl.tools.shared.terminal import plural, table
 
 Kind = Literal["wrong", "missing"]
 KINDS: dict[Kind, str] = {"wrong": "labels likely wrong", "missing": "labels likely missing"}
@@ -155,7 +155,7 @@ def _rows(columns: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
 def doubtful_labels_text(facts: dict[str, Any], data: Data, output: Path | None) -> str:
     epochs = facts["epochs"]
     lines = [
-        f"{counted(facts['num_images'], 'image')}, {counted(len(epochs), 'epoch')} "
+        f"{plural(facts['num_images'], 'image')}, {plural(len(epochs), 'epoch')} "
         f"({epochs[0] + 1} to {epochs[-1] + 1})"
     ]
     for kind, title in KINDS.items():

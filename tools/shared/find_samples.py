@@ -101,7 +101,7 @@ def find_class(name: str, index: "Index") -> int:
 # Samples to look at
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
-Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
+ScoredSamples = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def choose_samples(
@@ -148,10 +148,10 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
     return found
 
 
-def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
+def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
     """Yield the highest score of a class that is not annotated, for each sample, shard by shard."""
 
-    def work(shard: int) -> Scored:
+    def work(shard: int) -> ScoredSamples:
         ids, scores = next(store.scores_by_shard([shard]))
         return ids, _largest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
 
@@ -159,7 +159,7 @@ def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[
     return (found for _, found in pass_over("searching confident samples", shards, work, [store]))
 
 
-def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Scored]:
+def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
     """Yield the change of the scores since the previous snapshot, for the shards that changed."""
     older = snapshot_before(store)
     if older is None:
@@ -174,7 +174,7 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
         if (store.snapshot.group, new) != (older.group, old)
     ]
 
-    def work(shard: int) -> Scored:
+    def work(shard: int) -> ScoredSamples:
         (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
         return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
 
@@ -190,7 +190,7 @@ def snapshot_before(store: HeatmapStore) -> Snapshot | None:
     return older[-1] if older else None
 
 
-def _best(ranked: Iterator[Scored]) -> NDArray[np.int64]:
+def _best(ranked: Iterator[ScoredSamples]) -> NDArray[np.int64]:
     """Return all ids by falling value; equal values by id."""
     parts = list(ranked)
     if not parts:

@@ -12,12 +12,12 @@ from bigscl.common.text import printable
 from bigscl.common.text import size as size
 
 
-def tell(facts: Any, text: str, as_json: bool) -> None:
+def print_result(facts: Any, text: str, as_json: bool) -> None:
     """Print the facts as JSON, or the text with control characters escaped."""
     print(json.dumps(facts) if as_json else printable(text, keep="\n\t"))
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """Return `1 shard`, `2 shards`, `1,281 shards`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
@@ -35,7 +35,7 @@ def ranges(numbers: Sequence[int], most: int = 5) -> str:
     return f"{told} and {left:,} more" if left else told
 
 
-def moment(seconds: float) -> str:
+def utc_time(seconds: float) -> str:
     """Return a time in UTC; the number of seconds itself if a damaged file has an impossible one."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -58,7 +58,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = 
     return "\n".join(lines)
 
 
-def bars(labels: Sequence[str], counts: Sequence[int], width: int = 40, indent: str = "  ") -> str:
+def histogram_text(labels: Sequence[str], counts: Sequence[int], width: int = 40, indent: str = "  ") -> str:
     """Return a histogram with horizontal bars."""
     most, room = max([*counts, 1]), max(map(len, labels), default=0)
     return "\n".join(

@@ -26,7 +26,7 @@ from bigscl.tools.shared.open_store import (
     open_store,
     run_folder,
 )
-from bigscl.tools.shared.terminal import counted, progress, size, tell
+from bigscl.tools.shared.terminal import plural, print_result, progress, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def command(
             facts["bytes_after"] = sum(writer.sizes().values())
             facts["snapshot"] = writer.snapshot.id
     facts["applied"] = apply
-    tell(facts, _text(facts), as_json)
+    print_result(facts, _text(facts), as_json)
     if facts["holder"] is not None and not apply:
         raise typer.Exit(1)
 
@@ -173,7 +173,7 @@ def _text(facts: dict[str, Any]) -> str:
             lines.append(f"  needs {size(facts['bytes_needed_meanwhile'])} more while it runs")
     if facts["drop"]:
         verb = "dropped" if done else "drop"
-        lines.append(f"  {verb} {counted(len(facts['drop']), 'snapshot')}: {_numbers(facts['drop'])}")
+        lines.append(f"  {verb} {plural(len(facts['drop']), 'snapshot')}: {_numbers(facts['drop'])}")
     if facts["checkpoints_lost"]:
         lost = ", ".join(facts["checkpoints_lost"])
         lines.append(f"  no longer possible: resuming from {lost}")

@@ -9,7 +9,7 @@ import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import write_text
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 from bigscl.tools.verbs.report import Activation, Poolings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def command(
     )
     if output is not None:
         _write(compared, predictions, output)
-    tell(_facts(compared), _text(compared), as_json)
+    print_result(_facts(compared), _text(compared), as_json)
 
 
 def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import atomic_write
 from bigscl.common.user_error import UserError
-from bigscl.tools.shared.terminal import counted, table, tell
+from bigscl.tools.shared.terminal import plural, print_result, table
 
 
 def command(
@@ -31,13 +31,13 @@ def command(
     files = _chosen(names or [])
     if to is None:
         about = {name: _first_comment(path) for name, path in files.items()}
-        tell(about, table(("name", "what it is"), list(about.items()), indent=""), as_json)
+        print_result(about, table(("name", "what it is"), list(about.items()), indent=""), as_json)
         return
     copied = [str(path) for path in _copy(files, to)]
     there = len(files) - len(copied)
-    same = f"; {counted(there, 'file')} had the same content" if there else ""
-    text = "\n".join([*copied, f"copied {counted(len(copied), 'file')}{same}"])
-    tell({"copied": copied, "there": there}, text, as_json)
+    same = f"; {plural(there, 'file')} had the same content" if there else ""
+    text = "\n".join([*copied, f"copied {plural(len(copied), 'file')}{same}"])
+    print_result({"copied": copied, "there": there}, text, as_json)
 
 
 def _chosen(names: list[str]) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from bigscl.tools.shared.expected import Expected, count_by_class, expected_at
 from bigscl.tools.shared.find_samples import class_name, name_of
 from bigscl.tools.shared.open_store import Data, DataFlags, StorageFlags, open_store, with_snapshot
 from bigscl.tools.shared.shard_passes import pass_over, to_float32
-from bigscl.tools.shared.terminal import table, tell
+from bigscl.tools.shared.terminal import print_result, table
 
 Place = Annotated[str, typer.Argument(help="A store or the folder of a run; STORE@ID is snapshot ID of it.")]
 
@@ -30,7 +30,7 @@ Both = tuple[Expected, Expected]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Compared:
+class ShardChanges:
     """The differences in one shard: by sample, by array and by class."""
 
     ids: NDArray[np.int64]
@@ -64,7 +64,7 @@ def command(
     facts = _facts(one, other, results, data, count)
     for side, found in zip("ab", expected, strict=True):
         facts[side]["selection"] = found.to_json()
-    tell(facts, _text(facts), as_json)
+    print_result(facts, _text(facts), as_json)
     if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
         raise typer.Exit(1)
 
@@ -87,7 +87,7 @@ def _open_both(
     return one, other, data
 
 
-def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Compared]:
+def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[ShardChanges]:
     """Compare row by row the shards that are not the same version on both sides."""
     same_store = one.backend.url == other.backend.url and one.snapshot.group == other.snapshot.group
     same = [
@@ -101,12 +101,12 @@ def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Com
     return [found for _, found in pass_over("comparing", wanted, work, [one, other])]
 
 
-def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard: int) -> Compared:
+def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard: int) -> ShardChanges:
     ids = one.spec.sample_ids(shard)
     mine, its = (_first_rows(store.load_shard(shard), len(ids)) for store in (one, other))
     change = np.abs(to_float32(mine.scores) - to_float32(its.scores))
     of_a, of_b = (each.of(rows.ranked_by(), ids) for each, rows in zip(expected, (mine, its), strict=True))
-    return Compared(
+    return ShardChanges(
         ids=ids,
         differs=_differing(mine, its),
         change=change.max(axis=1, initial=0),
@@ -157,7 +157,7 @@ def _heatmaps_differ(mine: Rows, its: Rows) -> NDArray[np.bool_]:
 
 
 def _facts(
-    one: HeatmapStore, other: HeatmapStore, results: list[Compared], data: Data | None, count: int
+    one: HeatmapStore, other: HeatmapStore, results: list[ShardChanges], data: Data | None, count: int
 ) -> dict[str, Any]:
     rows: Counter[str] = Counter()
     any_row = 0
@@ -188,7 +188,7 @@ def _side(store: HeatmapStore) -> dict[str, Any]:
     return {"url": store.backend.url, "snapshot": at.id, "epoch": at.epoch, "layout": store.group.layout}
 
 
-def _most_changed(results: list[Compared], count: int) -> list[tuple[int, float]]:
+def _most_changed(results: list[ShardChanges], count: int) -> list[tuple[int, float]]:
     if not results:
         return []
     ids = np.concatenate([found.ids for found in results])
@@ -197,7 +197,7 @@ def _most_changed(results: list[Compared], count: int) -> list[tuple[int, float]
     return [(int(ids[n]), float(change[n])) for n in order if change[n] > 0]
 
 
-def _expected(results: list[Compared], index: Any, count: int) -> dict[str, Any]:
+def _expected(results: list[ShardChanges], index: Any, count: int) -> dict[str, Any]:
     """Return how the expected positives of the compared shards differ, in total and by class."""
     if not results:
         return {"only_a": 0, "only_b": 0, "both": 0, "classes": []}

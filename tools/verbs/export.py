@@ -38,7 +38,7 @@ from bigscl.tools.shared.open_store import (
 )
 from bigscl.tools.shared.shard_passes import scores_by_shard
 from bigscl.tools.shared.tables import table_writer
-from bigscl.tools.shared.terminal import size, tell
+from bigscl.tools.shared.terminal import print_result, size
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def command(
         told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
         facts["region"] = asdict(fit)
         told += f"\n  {fit}"
-    tell(facts, told, as_json)
+    print_result(facts, told, as_json)
 
 
 def _is_empty_folder(path: Path) -> bool:

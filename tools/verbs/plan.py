@@ -10,7 +10,7 @@ import typer
 from bigscl.common.command_line import AsJson, Settings
 from bigscl.common.files import free_bytes
 from bigscl.common.user_error import UserError
-from bigscl.tools.shared.terminal import counted, size, table, tell
+from bigscl.tools.shared.terminal import plural, print_result, size, table
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -60,7 +60,7 @@ def command(
     facts["expected"] = _expected(run, samples)
     if probe is not None:
         facts["probe"] = _probe(run, spec, facts, probe)
-    tell(facts, _text(facts), as_json)
+    print_result(facts, _text(facts), as_json)
     if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
         raise typer.Exit(1)
 
@@ -220,7 +220,7 @@ def _probe(config: "Config", spec: "StoreSpec", facts: dict[str, Any], place: st
 
 def _text(facts: dict[str, Any]) -> str:
     one = facts
-    data = f"{one['samples']:,} samples in {counted(one['shards'], 'shard')}, {one['classes']} classes"
+    data = f"{one['samples']:,} samples in {plural(one['shards'], 'shard')}, {one['classes']} classes"
     shards = f"{_span(one['shards_per_rank'])} per process, {_span(one['shards_per_worker'])} per worker"
     lines = [
         f"{one['run']}: {data}",

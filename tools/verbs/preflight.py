@@ -14,7 +14,7 @@ from bigscl.common.failures import report_to_launcher
 from bigscl.common.files import free_bytes
 from bigscl.common.user_error import UserError
 from bigscl.tools.shared.open_store import StorageFlags
-from bigscl.tools.shared.terminal import counted, size, table, tell
+from bigscl.tools.shared.terminal import plural, print_result, size, table
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -80,7 +80,7 @@ def command(
     facts = _rehearse(run, steps)
     if facts is None:  # another rank reports
         return
-    tell(facts, _text(facts), as_json)
+    print_result(facts, _text(facts), as_json)
     if facts["problems"]:
         # Torch's launcher prints it as the last thing.
         report_to_launcher("bigscl preflight: problems found\n" + "\n".join(facts["problems"]))
@@ -92,7 +92,7 @@ def _check_environment(place: str | None, storage: StorageFlags, as_json: bool) 
 
     facts = check_environment(place, storage.options)
     if facts is not None:
-        tell(facts, environment_text(facts), as_json)
+        print_result(facts, environment_text(facts), as_json)
         if facts["problems"]:
             raise typer.Exit(1)
 
@@ -282,7 +282,7 @@ def _problems(facts: Facts) -> Iterator[str]:
                 f"{kind['stages'][kind['bound']]:,.0f} images/s. To change: {kind['advice']}"
             )
     if facts["skipped"]:
-        yield f"{counted(facts['skipped'], 'image')} could not be read: `bigscl index` checks all shards"
+        yield f"{plural(facts['skipped'], 'image')} could not be read: `bigscl index` checks all shards"
 
 
 # For people
@@ -293,9 +293,9 @@ def _text(facts: Facts) -> str:
 
     one = facts
     lines = [
-        f"{one['run']}: world size {one['world_size']} on {counted(one['hosts'], 'host')}, "
+        f"{one['run']}: world size {one['world_size']} on {plural(one['hosts'], 'host')}, "
         f"{one['device']}, {one['precision']}, batch {one['batch_size']} and "
-        f"{counted(one['workers'], 'loader worker')} per process",
+        f"{plural(one['workers'], 'loader worker')} per process",
         *_speed_lines(one),
         *_memory_lines(one),
         "  this device against the CPU in float64, differences at the worst image:",

@@ -9,7 +9,7 @@ import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 
 if TYPE_CHECKING:
     from bigscl.evaluation.target import EvaluationTarget
@@ -84,7 +84,7 @@ def command(
     if push_to_hub is not None:
         _push(folder, push_to_hub, private)
     facts = {"folder": str(folder), "differences": differences, "pushed_to": push_to_hub}
-    tell(facts, _text(folder, differences, push_to_hub), as_json)
+    print_result(facts, _text(folder, differences, push_to_hub), as_json)
 
 
 def _check_packages(needed: dict[str, bool]) -> None:

@@ -24,7 +24,7 @@ from bigscl.store import HeatmapStore, Rows
 from bigscl.tools.shared.expected import Expected, expected_at
 from bigscl.tools.shared.find_samples import Choice, choose_samples, find_class, find_samples
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 
 MAX_EPOCHS = 8
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
@@ -110,7 +110,7 @@ def command(
     }
     facts |= {} if expected is None else {"selection": expected.to_json()}
     note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
-    tell(facts, f"{output}: {len(ids)} samples: {chosen}\n{_listed(facts)}{note}", as_json)
+    print_result(facts, f"{output}: {len(ids)} samples: {chosen}\n{_listed(facts)}{note}", as_json)
 
 
 def _how_chosen(choice: Choice, seed: int, class_name: str | None) -> str:

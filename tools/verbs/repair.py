@@ -37,7 +37,7 @@ from bigscl.tools.shared.open_store import (
     run_folder,
 )
 from bigscl.tools.shared.shard_passes import pass_over
-from bigscl.tools.shared.terminal import counted, ranges, tell
+from bigscl.tools.shared.terminal import plural, print_result, ranges
 
 MAX_LINES = 20
 
@@ -93,7 +93,7 @@ def command(
             options=storage.options,
         ) as writer:
             facts |= {"applied": True, **repair(writer, report, folder)}
-    tell(facts, _text(facts), as_json)
+    print_result(facts, _text(facts), as_json)
     if facts["shards"] and not apply:
         raise typer.Exit(1)
 
@@ -219,7 +219,7 @@ def _text(facts: dict[str, Any]) -> str:
     if not facts["shards"]:
         lines = [f"{facts['url']}: {at} is intact; nothing to repair"]
     else:
-        found = counted(len(facts["shards"]), "damaged shard")
+        found = plural(len(facts["shards"]), "damaged shard")
         lines = [f"{facts['url']}: {at} has {found} of {facts['num_shards']}", *_damage_lines(facts)]
     lines += _other_lines(facts)
     if facts["applied"]:
@@ -254,7 +254,7 @@ def _other_lines(facts: dict[str, Any]) -> Iterator[str]:
     for one in facts["others"]:
         at = _named(one["snapshot"], one["checkpoints"])
         if one["shards"]:
-            yield f"  {at} is also damaged, in {counted(len(one['shards']), 'shard')}; it is not changed"
+            yield f"  {at} is also damaged, in {plural(len(one['shards']), 'shard')}; it is not changed"
         elif facts["shards"] and one["checkpoints"] and not facts["applied"]:
             yield f"  {at} is intact: training can also resume from it, with --resume CHECKPOINT"
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 
 Activation = Literal["sigmoid", "softmax"]
 Pooling = Literal["plain", "map"]
@@ -54,4 +54,4 @@ def command(
     )
     if output is not None:
         write_report(report, output)
-    tell(to_json(report), summary(report), as_json)
+    print_result(to_json(report), summary(report), as_json)

@@ -38,7 +38,7 @@ from bigscl.tools.shared.questions import (
     write_questions,
 )
 from bigscl.tools.shared.tables import table_writer
-from bigscl.tools.shared.terminal import counted, table, tell
+from bigscl.tools.shared.terminal import plural, print_result, table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -135,7 +135,7 @@ def list_labels(
         with table_writer(output, COLUMNS) as write:
             for columns in lists.values():
                 write(columns)
-    tell(facts, doubtful_labels_text(facts, data, output), as_json)
+    print_result(facts, doubtful_labels_text(facts, data, output), as_json)
 
 
 def _run_of(store: str) -> Path:
@@ -178,10 +178,10 @@ def ask(
     questions, data, path, snapshot = flags.open(store, source, storage, simulate or flags.count)
     session = Session(questions, path, who or (SIMULATED if simulate else getpass.getuser()), snapshot)
     if simulate is not None:
-        tell(*_simulate(session, data, simulate), as_json)
+        print_result(*_simulate(session, data, simulate), as_json)
     elif listing or as_json:
         chosen = questions.next(flags.count)
-        tell([asdict(question) for question in chosen], _listed(chosen), as_json)
+        print_result([asdict(question) for question in chosen], _listed(chosen), as_json)
     else:
         _ask(session, flags.count)
 
@@ -236,7 +236,7 @@ def _ask(session: Session, count: int) -> None:
                 print(f"  {KEYS}")
                 again = question
     num_yes = sum(yes for _, yes in session.answered)
-    told = counted(len(session.answered), "answer")
+    told = plural(len(session.answered), "answer")
     print(f"{told}, {num_yes} of them yes, in {printable(str(session.file.path))}")
 
 
@@ -283,8 +283,8 @@ def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any],
         "file": str(session.file.path),
     }
     told = (
-        f"{session.file.path}: {counted(len(session.answered), 'answer')} of the full labels: "
-        f"{counted(found, 'missing positive')} found, {counted(refuted, 'label')} refuted"
+        f"{session.file.path}: {plural(len(session.answered), 'answer')} of the full labels: "
+        f"{plural(found, 'missing positive')} found, {plural(refuted, 'label')} refuted"
     )
     return facts, told
 
@@ -321,7 +321,7 @@ def export(
     chosen, names = questions.next(flags.count), data.index.class_names
     write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(images))
     facts = {"output": str(output), "format": form, "questions": len(chosen)}
-    tell(facts, f"{output}: {counted(len(chosen), 'question')} for {form}", as_json)
+    print_result(facts, f"{output}: {plural(len(chosen), 'question')} for {form}", as_json)
 
 
 @app.command("import")
@@ -353,4 +353,4 @@ def import_answers(
     dated = [answer for answer in new if answer.when != given.when]
     num_new = kept.append(dated, dated=True) + kept.append(answer for answer in new if answer not in dated)
     facts = {"answers": len(found), "new": num_new, "file": str(path)}
-    tell(facts, f"{file}: {counted(len(found), 'answer')}, {num_new} of them new in {path}", as_json)
+    print_result(facts, f"{file}: {plural(len(found), 'answer')}, {num_new} of them new in {path}", as_json)

@@ -34,7 +34,7 @@ from bigscl.tools.shared.open_store import (
     snapshot_facts,
 )
 from bigscl.tools.shared.shard_passes import pass_over
-from bigscl.tools.shared.terminal import bars, counted, moment, size, table, tell
+from bigscl.tools.shared.terminal import histogram_text, plural, print_result, size, table, utc_time
 
 BINS = 10
 MAX_EPOCHS_SHOWN = 12
@@ -86,7 +86,7 @@ def command(
     else:
         facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
         text = _text(facts)
-    tell(facts, text, as_json)
+    print_result(facts, text, as_json)
 
 
 # The store as a whole
@@ -138,7 +138,7 @@ def _visits(store: HeatmapStore) -> dict[str, int]:
 def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['url']}: heatmap store, format {facts['format']}",
-        f"  data      {counted(facts['samples'], 'sample')} in {counted(facts['shards'], 'shard')} of up to "
+        f"  data      {plural(facts['samples'], 'sample')} in {plural(facts['shards'], 'shard')} of up to "
         f"{facts['rows_per_shard']}, {facts['classes']} classes, fingerprint {facts['fingerprint'][:12]}",
         f"  layout    {_layout_text(facts)}",
         f"  lease     {_lease_text(facts['lease'])}",
@@ -163,7 +163,7 @@ def _layout_text(facts: dict[str, Any]) -> str:
         "topk": f"heatmaps {side} x {side} of the {layout['top']} strongest classes",
         "scores": "scores only",
     }[layout["layout"]]
-    parts = [f"{layout['layout']}: {maps}", counted(layout["slots"], "slot")]
+    parts = [f"{layout['layout']}: {maps}", plural(layout["slots"], "slot")]
     parts.append("checksums" if layout["checksum"] else "no checksums")
     parts.append("no compression" if layout["codec"] == "none" else layout["codec"])
     return ", ".join([*parts, f"{facts['tracked']} tracked samples"])
@@ -173,7 +173,7 @@ def _lease_text(lease: dict[str, Any] | None) -> str:
     if lease is None:
         return "free"
     lives = {True: "alive", False: "dead: see `bigscl unlock`", None: "on another host"}[lease["alive"]]
-    since = moment(lease["since"])
+    since = utc_time(lease["since"])
     return f"held by run {lease['run']}, host {lease['host']}, pid {lease['pid']}, since {since} ({lives})"
 
 
@@ -188,7 +188,7 @@ def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
     notes += ["mid-epoch"] if one["mid_epoch"] else []
     notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
     notes += [f"checkpoint {name}" for name in one["checkpoints"]]
-    head = [one["id"], one["epoch"], one["step"], moment(one["time"]), one["run"][:12] or "-", one["group"]]
+    head = [one["id"], one["epoch"], one["step"], utc_time(one["time"]), one["run"][:12] or "-", one["group"]]
     return [*head, one["shards_written"], size(one["bytes"]), size(one["bytes_only_here"]), ", ".join(notes)]
 
 
@@ -298,5 +298,5 @@ def _histogram_text(facts: dict[str, Any]) -> str:
     labels = [f"{low / BINS:.1f} - {(low + 1) / BINS:.1f}" for low in range(BINS)]
     parts = [f"{facts['url']}: values of visited samples at snapshot {facts['snapshot']}"]
     for name, counts in facts["histograms"].items():
-        parts.append(f"{name}\n{bars(labels, counts)}")
+        parts.append(f"{name}\n{histogram_text(labels, counts)}")
     return "\n".join(parts if facts["histograms"] else [*parts, "  no sample has been visited yet"])

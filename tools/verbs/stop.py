@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 from bigscl.training.stop_file import StopFile
 
 POLL_SECONDS = 0.5
@@ -35,12 +35,12 @@ def command(
     file = StopFile(run)
     if cancel:
         file.clear()
-        tell({"run": str(run), "requested": False}, f"{run}: the request is taken back", as_json)
+        print_result({"run": str(run), "requested": False}, f"{run}: the request is taken back", as_json)
         return
     file.request()
     saved = _wait(file, wait)
     state = "is saved" if saved else "will save and exit after its step, if it is training"
-    tell({"run": str(run), "requested": True, "saved": saved}, f"{run}: {state}", as_json)
+    print_result({"run": str(run), "requested": True, "saved": saved}, f"{run}: {state}", as_json)
     if wait and not saved:
         raise typer.Exit(1)
 

@@ -18,7 +18,7 @@ from bigscl.store import (
     read_spec,
 )
 from bigscl.tools.shared.open_store import Apply, StorageFlags, Store, locate
-from bigscl.tools.shared.terminal import tell
+from bigscl.tools.shared.terminal import print_result
 
 
 def command(
@@ -61,7 +61,7 @@ def command(
         "dead": lease.dead,
         "broken": broken,
     }
-    tell(facts, _text(backend.url, lease, may, broken), as_json)
+    print_result(facts, _text(backend.url, lease, may, broken), as_json)
     if lease.exists and not may:
         raise typer.Exit(1)
 

@@ -42,7 +42,7 @@ from bigscl.tools.shared.open_store import (
     run_folder,
 )
 from bigscl.tools.shared.shard_passes import pass_over
-from bigscl.tools.shared.terminal import counted, size, tell
+from bigscl.tools.shared.terminal import plural, print_result, size
 
 MAX_LINES = 20
 
@@ -58,7 +58,7 @@ class Finding:
 
     def __str__(self) -> str:
         at = "" if self.snapshot is None else f"snapshot {self.snapshot}, "
-        who = f" ({counted(len(self.samples), 'sample')} from {self.samples[0]} on)" if self.samples else ""
+        who = f" ({plural(len(self.samples), 'sample')} from {self.samples[0]} on)" if self.samples else ""
         return f"{at}{self.where}{who}: {self.reason}"
 
 
@@ -110,7 +110,7 @@ def command(
         "index": data is not None,
         "problems": [asdict(finding) for finding in findings],
     }
-    tell(facts, _text(facts, findings), as_json)
+    print_result(facts, _text(facts, findings), as_json)
     if findings:
         raise typer.Exit(1)
 
@@ -220,12 +220,12 @@ def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -
 
 def _text(facts: dict[str, Any], findings: list[Finding]) -> str:
     rate = size(facts["bytes"] / max(facts["seconds"], 1e-9))
-    what = f"{counted(facts['versions'], 'shard')} of {counted(len(facts['snapshots']), 'snapshot')}"
+    what = f"{plural(facts['versions'], 'shard')} of {plural(len(facts['snapshots']), 'snapshot')}"
     lines = [str(finding) for finding in findings[:MAX_LINES]]
     if len(findings) > MAX_LINES:
         lines.append(f"... and {len(findings) - MAX_LINES} more; --json lists them all")
     lines.append(
-        f"{facts['url']}: {counted(len(findings), 'problem') if findings else 'all is well'}; read {what}, "
+        f"{facts['url']}: {plural(len(findings), 'problem') if findings else 'all is well'}; read {what}, "
         f"{size(facts['bytes'])} at {rate}/s"
     )
     if not facts["checksums"]:
