@@ -20,7 +20,8 @@ from bigscl.data.index import Index, load_index
 from bigscl.data.read_samples import read_metadata
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writer import write
-from bigscl.selection.selection import expected_counts, select
+from bigscl.selection.ranking import select
+from bigscl.selection.thresholds import expected_counts
 from bigscl.store import GroupSpec, HeatmapStore, Rows, SingleProcess, update
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"

@@ -336,8 +336,9 @@ def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("by", "per_class"):
             if getattr(selection, name) != getattr(SelectionConfig(), name):
                 yield f"selection.{name}", f"has no effect with base {config.objective.base}"
-    if "asserted" not in config.objective.needs and selection.asserted != SelectionConfig().asserted:
-        yield "selection.asserted", f"has no effect with base {config.objective.base}"
+    share, default = selection.pseudo_positive_share, SelectionConfig().pseudo_positive_share
+    if share != default and "pseudo_positives" not in config.objective.needs:
+        yield "selection.pseudo_positive_share", f"has no effect with base {config.objective.base}"
     if selection.by == "spatial" and store.top is None and store.warmup_heatmaps == "scores":
         yield "selection.by", "spatial needs heatmaps, and store.warmup_heatmaps: scores keeps none"
 

@@ -153,8 +153,8 @@ class SelectionConfig:
     per_class: bool | Literal["labelled"] = False
     """Give each class its own K, with the mean K over the labels: from the memory (`true`; assumes labels
     drawn uniformly from an image's classes), or from a data.val with full labels (`labelled`)."""
-    asserted: Share = 0.5
-    """Share of the unnamed expected positives, the surest first, that `enp` counts as positives."""
+    pseudo_positive_share: Share = 0.5
+    """Share of the expected positives (not given, highest scores first) that `enp` counts as positives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

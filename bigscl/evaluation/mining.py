@@ -10,7 +10,8 @@ from bigscl.config import Config
 from bigscl.data.index import Index, true_labels
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.k import estimate_k
-from bigscl.selection.selection import expected_counts, select, selection_of
+from bigscl.selection.ranking import select
+from bigscl.selection.thresholds import expected_counts
 from bigscl.store import Answered, HeatmapStore, SingleProcess, label_counts
 from bigscl.training.run_folder import open_data, read_store
 
@@ -58,7 +59,7 @@ def mined_positives(
     shards = range(store.spec.num_shards)
     state = SnapshotState.of(store.snapshot, store.spec.num_classes)
     if state.selection.any and not state.within_epoch:
-        selection = selection_of(state.selection)
+        selection = state.selection
     else:
         num_expected = expected_counts(
             label_counts(index.annotations("observed"), answered or Answered.of()), positives_per_image
@@ -66,7 +67,7 @@ def mined_positives(
         selection = select(store.ranked_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
     for ids, values in store.ranked_by_shard(shards):
-        expected = selection.expected(torch.from_numpy(values), torch.from_numpy(ids)).numpy()
+        expected = selection.expected(values, ids)
         truth = index.labels_of(ids, "labels")
         # Pairs that are unknown in the full labels do not count.
         open_pairs = (index.labels_of(ids, "observed") != 1) & (truth != -1)

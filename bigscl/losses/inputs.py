@@ -34,8 +34,8 @@ class LossInputs:
     """[B,k], distinct: the classes that have a heatmap, the others' is 0; None: all have one."""
     expected: Tensor | None = None
     """bool [B,L]: the expected positives."""
-    asserted: Tensor | None = None
-    """bool [B,L]: the surest of them, which count as positives."""
+    pseudo_positives: Tensor | None = None
+    """bool [B,L]: those of them with the highest scores, which count as positives."""
 
     # From the run
 
@@ -69,7 +69,7 @@ class LossInputs:
     """[L]: share of the images with each class as a given positive."""
 
 
-FROM_MEMORY = frozenset({"scores", "target", "weight", "classes", "expected", "asserted"})
+FROM_MEMORY = frozenset({"scores", "target", "weight", "classes", "expected", "pseudo_positives"})
 """Fields that the memory has."""
-EXPECTED = frozenset({"expected", "asserted"})
+EXPECTED = frozenset({"expected", "pseudo_positives"})
 """Fields that the selection of expected positives gives."""

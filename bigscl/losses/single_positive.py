@@ -46,14 +46,15 @@ def ep(logits: Tensor, labels: Tensor, expected: Tensor) -> Tensor:
     return positives(logits, positive) + negatives(logits, ~positive)
 
 
-def enp(logits: Tensor, labels: Tensor, expected: Tensor, asserted: Tensor) -> Tensor:
-    """Expected negative and positive: as `en`, but the surest expected positives count as positives.
+def enp(logits: Tensor, labels: Tensor, expected: Tensor, pseudo_positives: Tensor) -> Tensor:
+    """Expected negative and positive: as `en`, but some expected positives count as positives.
 
-    `asserted` are those: none of the unknown labels gives `en`, all of the expected ones `ep`.
+    `pseudo_positives` are those: none of the unknown labels gives `en`, all of the expected ones `ep`.
     """
     unknown = labels == -1
-    positive = (labels == 1) | (unknown & asserted)
-    return positives(logits, positive) + negatives(logits, (labels == 0) | (unknown & ~expected & ~asserted))
+    positive = (labels == 1) | (unknown & pseudo_positives)
+    negative = (labels == 0) | (unknown & ~expected & ~pseudo_positives)
+    return positives(logits, positive) + negatives(logits, negative)
 
 
 base_loss("bce", bce)

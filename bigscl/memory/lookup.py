@@ -24,8 +24,8 @@ from bigscl.memory.heatmaps import (
     to_view,
     without_initial_value,
 )
-from bigscl.selection.selection import Selection
 from bigscl.selection.spatial_ranking import spatial_ranking
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import MAX_COUNT, Rows
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
@@ -66,7 +66,7 @@ class MemoryBatch:
     """float32 [B,5]"""
     erased: Tensor | None
     """float32 [B,4]; None if nothing can be erased."""
-    selection: Selection
+    selection: Thresholds
     arrays: Mapping[str, Tensor]
     """The store's arrays by name, with the shapes of one row of the store behind B; those of its layout."""
     annotations: AnnotatedClasses
@@ -99,10 +99,10 @@ class MemoryBatch:
         return self.selection.expected(self.ranked_by, self.ids)
 
     @property
-    def asserted(self) -> Tensor | None:
-        """The surest of them, bool [B,L]; None if the selection does not say."""
-        surest = self.selection.surest
-        return None if surest is None else surest.expected(self.ranked_by, self.ids)
+    def pseudo_positives(self) -> Tensor | None:
+        """Those with the highest scores, bool [B,L]; None if they were not selected."""
+        fewer = self.selection.pseudo_positives
+        return None if fewer is None else fewer.expected(self.ranked_by, self.ids)
 
     @property
     def annotated(self) -> Tensor:
@@ -178,14 +178,14 @@ class MemoryBatch:
             weight=weight,
             classes=self.classes,
             expected=self.expected,
-            asserted=self.asserted,
+            pseudo_positives=self.pseudo_positives,
         )
 
 
 def to_device(
     rows: Rows,
     sample_views: CheckedViews,
-    selection: Selection,
+    selection: Thresholds,
     annotations: AnnotatedClasses,
     *,
     device: torch.device,

@@ -40,7 +40,6 @@ from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapsho
 from bigscl.memory.visits import EpochVisits
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule, selection_rule
-from bigscl.selection.selection import selection_of
 from bigscl.store import (
     Annotations,
     Answered,
@@ -97,7 +96,7 @@ class Memory(Closing):
         selection_start: int = 1,
         rank_by: RankBy = "score",
         k_per_class: bool | NDArray[np.float64] = False,
-        asserted: float | None = None,
+        pseudo_positive_share: float | None = None,
         device: torch.device | str = "cpu",
         ranks: Transport | None = None,
     ) -> None:
@@ -107,7 +106,7 @@ class Memory(Closing):
         positives are selected at the end of epochs, for epochs from `selection_start` on; without K never.
         Images are ranked by their scores, or with `rank_by` spatial by scores and heatmaps together. With
         `k_per_class` each class has a K of its own, given or estimated at the end of epochs; their mean is K.
-        `asserted` is the share of the unnamed expected positives that the base loss enp counts as positives.
+        `pseudo_positive_share` of the expected positives count as positives in the base loss enp.
         The ranks are those of torch.distributed unless given.
 
         For a store with trained rows, `load_state_dict` or `reset` must say where to start. Each commit drops
@@ -119,7 +118,7 @@ class Memory(Closing):
             start_epoch=selection_start,
             rank_by=rank_by,
             k_per_class=k_per_class,
-            asserted=asserted,
+            pseudo_positive_share=pseudo_positive_share,
         )
         settings = checked_settings(settings, drops_snapshots=True)
         ranks = ranks or process_group()
@@ -179,7 +178,7 @@ class Memory(Closing):
         state = SnapshotState.of(self.store.snapshot, self.store.spec.num_classes)
         self.epoch = state.next_epoch if epoch is None else epoch
         """The epoch that is being trained, or comes next."""
-        selection = selection_of(state.selection)
+        selection = state.selection
         if self._rule is not None:
             selection = self._rule.completed(selection)
         self.selection = selection.to(self._device)
@@ -373,7 +372,7 @@ class Memory(Closing):
 
     def _commit(self, step: int, *, next_epoch: int) -> None:
         state = SnapshotState(
-            selection=self.selection.cuts(),
+            selection=self.selection,
             epoch=self.epoch,
             next_epoch=next_epoch,
             skipped=[] if next_epoch != self.epoch else self._visits.all_skipped(),

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.selection.ranking import Cuts
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Snapshot, StoreError
 
 REQUIRED = ("selection", "next_epoch", "skipped")
@@ -18,7 +18,7 @@ REQUIRED = ("selection", "next_epoch", "skipped")
 class SnapshotState:
     """State of the memory at a snapshot. The store itself reads the answers of people and the momentum."""
 
-    selection: Cuts
+    selection: Thresholds
     """The expected positives of `next_epoch`."""
     epoch: int = -1
     """The epoch that has updated rows last; -1 before the first."""
@@ -36,13 +36,13 @@ class SnapshotState:
         """Return the state that a commit has written; StoreError if an attribute is missing or wrong."""
         attributes = snapshot.attributes
         if not any(name in attributes for name in REQUIRED):
-            return cls(selection=Cuts.none(num_classes), epoch=snapshot.epoch, skipped=[])
+            return cls(selection=Thresholds.none(num_classes), epoch=snapshot.epoch, skipped=[])
         if missing := [name for name in REQUIRED if name not in attributes]:
             raise StoreError(f"snapshot {snapshot.id}: has no attribute {', '.join(missing)}")
         try:
             ratios, momentum = attributes.get("class_ratios"), attributes.get("momentum")
             state = cls(
-                selection=Cuts.from_json(attributes["selection"]),
+                selection=Thresholds.from_json(attributes["selection"]),
                 epoch=snapshot.epoch,
                 next_epoch=int(attributes["next_epoch"]),
                 skipped=[int(sample) for sample in attributes["skipped"]],
@@ -52,7 +52,7 @@ class SnapshotState:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = str(error) if isinstance(error, UserError) else repr(error)
             raise StoreError(f"snapshot {snapshot.id}: its attributes cannot be read ({reason})") from None
-        for name, values in (("tau", state.selection.tau), ("class_ratios", state.class_ratios)):
+        for name, values in (("score", state.selection.score), ("class_ratios", state.class_ratios)):
             if values is not None and values.shape != (num_classes,):
                 raise StoreError(
                     f"snapshot {snapshot.id}: its selection has {values.size} values of {name}, expected "

@@ -12,7 +12,7 @@ from bigscl.config import Config
 from bigscl.data.index import Index, true_labels
 from bigscl.losses.objective import BASES
 from bigscl.selection.class_ratios import labelled_ratios
-from bigscl.selection.selection import expected_counts
+from bigscl.selection.thresholds import expected_counts
 
 logger = logging.getLogger(__name__)
 

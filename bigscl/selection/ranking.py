@@ -10,74 +10,21 @@ fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
 
 # Shapes: L classes, n rows of a chunk.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.selection.class_ratios import count_positives
+from bigscl.selection.thresholds import ONE, Thresholds
 from bigscl.store import Annotations, Transport
 
 SCORE_BITS = 14
-ONE = int(np.float16(1).view(np.uint16))
 NOTHING = np.uint64(2**64 - 1)
 """A floor that no key exceeds: the floor of a class that expects no positives."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cuts:
-    """A cut per class, as `bigscl.selection.selection.Selection` has them, in numpy."""
-
-    tau: NDArray[np.float16]
-    last_id: NDArray[np.int64]
-    num_expected: NDArray[np.int64] | None = None
-    """How many positives of each class were requested; None before the first selection."""
-    surest: "Cuts | None" = None
-    """The cuts of fewer positives, the surest of these, if asked for."""
-    positives: NDArray[np.int64] | None = None
-    """Positives, annotated or expected, of all images that are annotated with each class, if asked for."""
-    named_first: bool = False
-    """Whether annotated positives were ranked before all others, whatever their values."""
-
-    @classmethod
-    def none(cls, num_classes: int) -> "Cuts":
-        """Return cuts that select nothing, as before the first selection."""
-        return cls(tau=np.ones(num_classes, np.float16), last_id=np.full(num_classes, -1))
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Cuts":
-        """Return the cuts that `to_json` described, bit for bit."""
-        cuts = cls(
-            tau=np.array(values["tau"], np.float16),
-            last_id=np.array(values["last_id"], np.int64),
-            num_expected=np.array(values["num_expected"], np.int64) if "num_expected" in values else None,
-            surest=cls.from_json(values["surest"]) if "surest" in values else None,
-            named_first=bool(values.get("named_first", False)),
-        )
-        for name in ("last_id", "num_expected"):
-            numbers = getattr(cuts, name)
-            if numbers is not None and numbers.shape != cuts.tau.shape:
-                raise UserError(
-                    f"selection: {cuts.tau.size} values of tau but {numbers.size} of {name}, expected as many"
-                )
-        if cuts.num_expected is None and cuts.any:
-            raise UserError("selection: num_expected is missing")
-        return cuts
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the cuts as plain numbers, which represent every float16 exactly."""
-        counts = {} if self.num_expected is None else {"num_expected": self.num_expected.tolist()}
-        named = {"named_first": True} if self.named_first else {}
-        surest = {} if self.surest is None else {"surest": self.surest.to_json()}
-        return {"tau": self.tau.tolist(), "last_id": self.last_id.tolist(), **counts, **surest, **named}
-
-    @property
-    def any(self) -> bool:
-        """Whether they select any sample."""
-        return bool((self.last_id >= 0).any())
 
 
 Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
@@ -94,52 +41,60 @@ def counted(chunks: Iterable[Item], show: Callable[[int], None]) -> Iterator[Ite
         yield chunk
 
 
-def named_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
-    """Yield the chunks with the value 1 for annotated positives, so that they are always expected."""
+def given_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
+    """Yield the chunks with the value 1 for given positives, so that they are always expected."""
     for ids, values in chunks:
         values = values.copy()
         values[annotations.of_rows(ids)] = 1
         yield ids, values
 
 
-def rank(
+def select(
     chunks: Iterable[Chunk],
     num_expected: NDArray[np.int64],
     transport: Transport,
     *,
     gather_bytes: int = 2**26,
-    num_surest: NDArray[np.int64] | None = None,
+    num_pseudo_positives: NDArray[np.int64] | None = None,
     annotations: Annotations | None = None,
-) -> Cuts:
-    """Return the cuts of `bigscl.selection.selection.select`, on every rank.
+) -> Thresholds:
+    """Select the `num_expected[i]` samples of highest score as expected positives of each class i.
 
-    `num_surest`, at most `num_expected`, asks for the cuts of fewer positives of each class too. With
-    `annotations`, the positives of the images of each class are counted: see `count_positives`.
+    The result is exact, ties by lowest id; a class that expects more positives than there are samples takes
+    all. It is the same on every rank, for any division of the samples. Each rank passes its own (ids [n],
+    scores [n,L]), no id twice; they are read once. Memory beyond a chunk is about 60 bytes per expected
+    positive: it grows with K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at
+    a time.
+
+    `num_pseudo_positives`, at most `num_expected`, asks for the thresholds of fewer positives of each class
+    too. With `annotations`, the positives of the images of each class are counted: see `count_positives`.
     """
     contenders = _Contenders(num_expected)
     for ids, scores in chunks:
         contenders.add(ids, scores)
     merged = _merge(contenders, transport, gather_bytes)
-    floors = [num_expected, *([] if num_surest is None else [num_surest])]
+    floors = [num_expected, *([] if num_pseudo_positives is None else [num_pseudo_positives])]
     payload = None
     if merged is not None:
-        cuts = [merged.cuts(numbers) for numbers in floors]
+        thresholds = [merged.thresholds(numbers) for numbers in floors]
         counted = [] if annotations is None else [count_positives(annotations, *merged.expected())]
-        payload = b"".join(each.tobytes() for each in [*(cut.last_id for cut in cuts), *counted])
-        payload += b"".join(cut.tau.tobytes() for cut in cuts)
-    return _unpack_cuts(transport.broadcast(payload), floors, has_positives=annotations is not None)
+        payload = b"".join(each.tobytes() for each in [*(each.tie_id for each in thresholds), *counted])
+        payload += b"".join(each.score.tobytes() for each in thresholds)
+    return _unpack_thresholds(transport.broadcast(payload), floors, has_positives=annotations is not None)
 
 
-def _unpack_cuts(payload: bytes, floors: list[NDArray[np.int64]], *, has_positives: bool) -> Cuts:
+def _unpack_thresholds(payload: bytes, floors: list[NDArray[np.int64]], *, has_positives: bool) -> Thresholds:
     num_classes = len(floors[0])
     shape = len(floors) + has_positives, num_classes
     numbers = np.frombuffer(payload, np.int64, shape[0] * shape[1]).reshape(shape).copy()
-    tau = np.frombuffer(payload, np.float16, offset=numbers.nbytes).reshape(len(floors), num_classes).copy()
+    score = np.frombuffer(payload, np.float16, offset=numbers.nbytes).reshape(len(floors), num_classes).copy()
     first, *others = [
-        Cuts(tau=tau[n], last_id=numbers[n], num_expected=floor) for n, floor in enumerate(floors)
+        Thresholds(score=score[n], tie_id=numbers[n], num_expected=floor) for n, floor in enumerate(floors)
     ]
     return replace(
-        first, surest=others[0] if others else None, positives=numbers[-1] if has_positives else None
+        first,
+        pseudo_positives=others[0] if others else None,
+        positives=numbers[-1] if has_positives else None,
     )
 
 
@@ -218,7 +173,7 @@ class _Contenders:
         classes = np.searchsorted(self.first_keys, self.best, side="right") - 1
         return self._unpack(self.best)[1], classes
 
-    def cuts(self, numbers: NDArray[np.int64]) -> Cuts:
+    def thresholds(self, numbers: NDArray[np.int64]) -> Thresholds:
         """Return the worst of the best `numbers` of each class, at most `num_expected`, after `compact`."""
         starts = np.searchsorted(self.best, self.first_keys)
         ends = np.append(starts[1:], len(self.best))
@@ -228,7 +183,7 @@ class _Contenders:
         bits, ids = self._unpack(floor)
         # Where a class has room left, the floor 0 unpacks to score 0 and the largest id: all are expected.
         bits[floor == NOTHING], ids[floor == NOTHING] = ONE, -1
-        return Cuts(tau=bits.view(np.float16), last_id=ids, num_expected=numbers)
+        return Thresholds(score=bits.view(np.float16), tie_id=ids, num_expected=numbers)
 
     def _add_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> None:
         floor_bits, floor_ids = self._unpack(self.floor)

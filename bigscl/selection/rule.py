@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.config import RankBy
 from bigscl.selection import ranking
 from bigscl.selection.class_ratios import at_level, class_ratios
-from bigscl.selection.selection import Selection, expected_counts, selection_of, surest_counts
+from bigscl.selection.thresholds import Thresholds, expected_counts, pseudo_positive_counts
 from bigscl.store import Annotations, Transport
 
 
@@ -29,19 +29,19 @@ class SelectionRule:
     given_ratios: NDArray[np.float64] | None = None
     """K of each class if it is known, up to the level: their mean becomes K."""
 
-    asserted: float | None = None
-    """Share of the unnamed expected positives whose cut is wanted too, the surest first."""
+    pseudo_positive_share: float | None = None
+    """Share of the expected positives that are not given, the highest scores, which get thresholds too."""
 
     @property
-    def named_first(self) -> bool:
-        """Whether annotated positives are always expected: the paper ranks by the score alone."""
+    def given_first(self) -> bool:
+        """Whether given positives are always expected: the paper ranks by the score alone."""
         return self.per_class or self.given_ratios is not None or self.rank_by == "spatial"
 
-    def completed(self, selection: Selection) -> Selection:
-        """Return a committed selection; before the first one no expected positive is asserted."""
-        if self.asserted is None or selection.surest is not None:
-            return selection
-        return replace(selection, surest=Selection.none(len(selection.tau)))
+    def completed(self, thresholds: Thresholds) -> Thresholds:
+        """Return committed thresholds; before the first ones there are no pseudo-positives."""
+        if self.pseudo_positive_share is None or thresholds.pseudo_positives is not None:
+            return thresholds
+        return replace(thresholds, pseudo_positives=Thresholds.none(len(thresholds.score)))
 
     def select(
         self,
@@ -50,7 +50,7 @@ class SelectionRule:
         labels: NDArray[np.int64],
         ratios: NDArray[np.float64] | None,
         ranks: Transport,
-    ) -> tuple[Selection, NDArray[np.float64] | None]:
+    ) -> tuple[Thresholds, NDArray[np.float64] | None]:
         """Return the selection over the chunks of all ranks, and K of each class for the next one.
 
         `chunks` are what samples are ranked by: each rank gives those of its own shards. `labels` are those
@@ -69,14 +69,17 @@ class SelectionRule:
         num_expected = expected_counts(labels, used)
         if has_answers:
             num_expected = np.maximum(num_expected, counts)
-        surest = None if self.asserted is None else surest_counts(counts, num_expected, self.asserted)
-        if self.named_first:
-            chunks = ranking.named_first(chunks, annotations)
+        share = self.pseudo_positive_share
+        fewer = None if share is None else pseudo_positive_counts(counts, num_expected, share)
+        if self.given_first:
+            chunks = ranking.given_first(chunks, annotations)
         named = annotations if self.per_class else None
-        cuts = ranking.rank(chunks, num_expected, ranks, num_surest=surest, annotations=named)
-        if cuts.positives is not None:
-            ratios = class_ratios(k, counts, cuts.positives)
-        return selection_of(replace(cuts, named_first=self.named_first)), ratios
+        thresholds = ranking.select(
+            chunks, num_expected, ranks, num_pseudo_positives=fewer, annotations=named
+        )
+        if thresholds.positives is not None:
+            ratios = class_ratios(k, counts, thresholds.positives)
+        return replace(thresholds, given_first=self.given_first), ratios
 
 
 def selection_rule(
@@ -85,7 +88,7 @@ def selection_rule(
     start_epoch: int,
     rank_by: RankBy,
     k_per_class: bool | NDArray[np.float64],
-    asserted: float | None,
+    pseudo_positive_share: float | None,
 ) -> SelectionRule | None:
     """Return the rule for K; None without K, when nothing is selected."""
     if positives_per_image is None:
@@ -96,5 +99,5 @@ def selection_rule(
         rank_by=rank_by,
         per_class=k_per_class is True,
         given_ratios=None if isinstance(k_per_class, bool) else k_per_class,
-        asserted=asserted,
+        pseudo_positive_share=pseudo_positive_share,
     )

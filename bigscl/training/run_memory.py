@@ -29,12 +29,13 @@ class RunMemory(Memory):
         config = run.config
         url = config.store_url if config.store.kind == "disk" else None
         settings = replace(config.store, url=url, compact_after=config.compact_after)
+        share = config.selection.pseudo_positive_share
         rule = selection_rule(
             run.data.positives_per_image if "expected" in config.objective.needs else None,
             start_epoch=config.selection.start_epoch,
             rank_by=config.selection.by,
             k_per_class=run.data.k_per_class,
-            asserted=config.selection.asserted if "asserted" in config.objective.needs else None,
+            pseudo_positive_share=share if "pseudo_positives" in config.objective.needs else None,
         )
         self._shown_by = show_work
         start = MemoryStart(

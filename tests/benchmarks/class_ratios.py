@@ -5,7 +5,7 @@
 
 The labels are real (VOC-2012 train, COCO-2014 train): one is drawn uniformly for each image. The memory is
 simulated: its scores separate present from absent classes as far as `--separation` says, from nothing (0)
-to nearly everything (6). Selection and estimates are the product's, repeated over `--epochs`; K is the
+to nearly everything (6). Thresholds and estimates are the product's, repeated over `--epochs`; K is the
 true one. Real memories also raise what is named and see best what is large and alone. Printed are,
 each class weighted by its labels, the mean error of K_c in percent of the true K_c, and precision and recall
 of the unnamed positives that are selected.
@@ -23,8 +23,8 @@ import numpy as np
 from bigscl.data.index import load_index
 from bigscl.data.labels.sampling import draw_given
 from bigscl.selection.class_ratios import class_ratios
-from bigscl.selection.ranking import named_first, rank
-from bigscl.selection.selection import expected_counts
+from bigscl.selection.ranking import given_first, select
+from bigscl.selection.thresholds import expected_counts
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.label_weights import label_weights
 
@@ -60,8 +60,8 @@ def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
     ratios = np.full(num_classes, k)
     for _ in range(epochs):
         chunks = ((part, scores[part]) for part in np.array_split(ids, -(-num_samples // CHUNK)))
-        cuts = rank(
-            named_first(chunks, annotations),
+        cuts = select(
+            given_first(chunks, annotations),
             expected_counts(counts, ratios),
             SingleProcess(),
             annotations=annotations,
@@ -71,7 +71,7 @@ def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
             ratios = class_ratios(k, counts, cuts.positives)
     values = scores.copy()
     values[ids, observed] = 1
-    expected = (values > cuts.tau) | ((values == cuts.tau) & (ids[:, None] <= cuts.last_id))
+    expected = (values > cuts.score) | ((values == cuts.score) & (ids[:, None] <= cuts.tie_id))
     return used, expected
 
 

@@ -37,7 +37,7 @@ from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.models.head import Tap
 from bigscl.models.spatial import SpatialClassifier, build_model, pool
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Annotations
 
 MOMENTUM = 0.8
@@ -56,7 +56,7 @@ class Inputs:
     scores: Tensor
     classes: Tensor
     heatmaps: Tensor
-    selection: Selection
+    selection: Thresholds
     stored: MemoryBatch
 
 
@@ -70,9 +70,9 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
     extent = 0.5 + 0.5 * torch.rand(batch, 2)
     flips = torch.randint(2, (batch, 1)).float()
     annotations = Annotations.of((labels == 1).nonzero()[:, 1:].tolist(), num_classes)
-    cuts = Selection(tau=torch.full((num_classes,), 0.99).half(), last_id=torch.full((num_classes,), -1)).to(
-        device
-    )
+    cuts = Thresholds(
+        score=torch.full((num_classes,), 0.99).half(), tie_id=torch.full((num_classes,), -1)
+    ).to(device)
     shared = {
         "ids": torch.arange(batch).to(device),
         "views": torch.cat([(1 - extent) * torch.rand(batch, 2), extent, flips], 1).to(device),
@@ -86,7 +86,7 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
         **shared,
         rows=np.arange(batch),
         erased=None,
-        selection=replace(cuts, surest=cuts),
+        selection=replace(cuts, pseudo_positives=cuts),
         arrays={
             **arrays,
             "sample_visits": torch.full((batch,), 5, dtype=torch.uint8).to(device),

@@ -128,7 +128,10 @@ def make_store(place: Path, index: Index) -> None:
             for shard in range(min(REAL, store.spec.num_shards)):
                 store.save_shard(shard, _learnt(store, shard, epoch, random))
             # Of 1,000 classes one in five images has one more than its label.
-            cuts = {"tau": [0.7988] * index.num_classes, "last_id": [store.spec.num_rows] * index.num_classes}
+            cuts = {
+                "score": [0.7988] * index.num_classes,
+                "tie_id": [store.spec.num_rows] * index.num_classes,
+            }
             store.commit(epoch=epoch, step=epoch, attributes={"selection": cuts, "momentum": 0.8})
         ids = [one.id for one in store.snapshots()][-2:]
     for number in ids:

@@ -8,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from bigscl.distributed.ranks import process_group
-from bigscl.selection.selection import select
+from bigscl.selection.ranking import select
 
 WORLD_SIZES = (1, 2, 3, 4)
 NUM_SAMPLES, NUM_CLASSES = 600, 7

@@ -1,4 +1,4 @@
-"""The same for SCL+: corrected targets, spatial ranking, K of each class, asserted positives."""
+"""The same for SCL+: corrected targets, spatial ranking, K of each class, pseudo-positives."""
 
 import math
 
@@ -16,7 +16,7 @@ class ReferencePlus(Reference):
     def __init__(self, config, index, world_size=1):
         super().__init__(config, index, world_size)
         self.looks = np.zeros((len(self.scores), *self.heatmaps.shape[2:]), int)
-        self.asserted = np.zeros_like(self.annotated)
+        self.pseudo_positives = np.zeros_like(self.annotated)
         self.ratios = [config.selection.K] * self.annotated.shape[1]
         self.cuts = []
 
@@ -39,9 +39,9 @@ class ReferencePlus(Reference):
             )
             target = torch.from_numpy(to_view(np.minimum(seen, 1).astype(np.float32), view, side))
             trust = torch.from_numpy(to_view((1 - left).astype(np.float32)[None], view, side))
-            annotated, asserted = self.annotated[row], self.asserted[row]
-            positive = annotated | asserted
-            negative = ~annotated & ~asserted & ~self.expected[row]
+            annotated, pseudo_positives = self.annotated[row], self.pseudo_positives[row]
+            positive = annotated | pseudo_positives
+            negative = ~annotated & ~pseudo_positives & ~self.expected[row]
             enp = -(pooled.log()[positive].sum() + (1 - pooled).log()[negative].sum()) / len(pooled)
             scl = (trust * (maps - target).square()).mean()
             yield (
@@ -81,11 +81,11 @@ class ReferencePlus(Reference):
         for i, ratio in enumerate(self.ratios):
             count = int(self.annotated[:, i].sum())
             number = round(ratio * count)
-            surest = count + round(self.config.selection.asserted * (number - count))
+            fewer = count + round(self.config.selection.pseudo_positive_share * (number - count))
             order = sorted(range(len(values)), key=lambda row, i=i: (-values[row, i], row))
             expected[order[:number], i] = True
             worst = [
-                (values[order[most - 1], i], order[most - 1]) if most else None for most in (number, surest)
+                (values[order[most - 1], i], order[most - 1]) if most else None for most in (number, fewer)
             ]
             self.cuts.append(worst)
         self.ratios = self.new_ratios(expected)
@@ -105,12 +105,12 @@ class ReferencePlus(Reference):
         ]
 
     def apply_cuts(self):
-        """Which classes are expected and asserted by the cuts; once per epoch, before anything is learnt."""
+        """Which classes are expected and pseudo-positive; once per epoch, before anything is learnt."""
         if not self.cuts:
             return
         values = np.array([self.ranked_by(row) for row in range(len(self.scores))])
         for i, worst in enumerate(self.cuts):
-            for found, cut in zip((self.expected, self.asserted), worst, strict=True):
+            for found, cut in zip((self.expected, self.pseudo_positives), worst, strict=True):
                 for row in range(len(values)):
                     found[row, i] = cut is not None and (-values[row, i], row) <= (-cut[0], cut[1])
         self.cuts = []

@@ -8,10 +8,9 @@ two steps away. The network has no batch statistics, which belong to each rank's
 
 import numpy as np
 import pytest
-import torch
 
 from bigscl.config import load_config
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store.rounding import LEVELS, to_bytes
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.builders import index_of, make_shards, write_config
@@ -57,9 +56,9 @@ def assert_equals_reference(folder, shards, world_size):
         kept = spread(np.ones_like(rows.classes, bool), rows.classes, index.num_classes)
         np.testing.assert_array_equal(kept, wanted["kept"])
         assert_same_halves(spread(rows.heatmaps, rows.classes, index.num_classes), wanted["heatmaps"])
-        selection = Selection.from_json(store.snapshot.attributes["selection"])
-        expected = selection.expected(torch.from_numpy(rows.scores), torch.from_numpy(index.ids()))
-        np.testing.assert_array_equal(expected.numpy(), wanted["expected"])
+        selection = Thresholds.from_json(store.snapshot.attributes["selection"])
+        expected = selection.expected(rows.scores, index.ids())
+        np.testing.assert_array_equal(expected, wanted["expected"])
         assert_same_weights(checkpoint.tensors("model.safetensors"), wanted["weights"], WEIGHTS)
 
 

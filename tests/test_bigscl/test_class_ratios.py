@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bigscl.selection.class_ratios import at_level, class_ratios, count_positives, labelled_ratios
-from bigscl.selection.ranking import named_first, rank
+from bigscl.selection.ranking import given_first, select
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
 
@@ -74,7 +74,7 @@ def test_annotated_positives_come_first_and_are_counted_with_the_others():
     ids = np.arange(200)
     chunks = [(part, values[part]) for part in np.array_split(ids, 7)]
     num_expected = 2 * annotations.counts()
-    cuts = rank(named_first(chunks, annotations), num_expected, SingleProcess(), annotations=annotations)
+    cuts = select(given_first(chunks, annotations), num_expected, SingleProcess(), annotations=annotations)
     forced = values[ids].astype(np.float64)
     for n, annotated in enumerate(positives):
         forced[n, annotated] = 1

@@ -309,7 +309,7 @@ def objective_inputs(seed=8):
         target=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
         weight=torch.rand(B, 1, G, G, generator=generator, dtype=torch.float64),
         expected=expected,
-        asserted=expected & (labels != 0) & (torch.arange(L) % 2 == 0),
+        pseudo_positives=expected & (labels != 0) & (torch.arange(L) % 2 == 0),
         positives_per_image=K,
         estimates=estimates,
         corrections=torch.rand(B, L, generator=generator) < 0.2,
@@ -415,18 +415,18 @@ def test_needs_say_which_objectives_need_a_memory_and_k(base, consistency, memor
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_asserted_positives_are_positives_and_the_other_expected_ones_have_no_loss(seed):
+def test_pseudo_positives_are_positives_and_the_other_expected_ones_have_no_loss(seed):
     logits, labels, expected, _ = random_case(seed)
-    asserted = expected & (torch.rand(B, L, generator=torch.Generator().manual_seed(seed)) < 0.5)
+    pseudo_positives = expected & (torch.rand(B, L, generator=torch.Generator().manual_seed(seed)) < 0.5)
     f, total = logits.sigmoid(), torch.zeros(B, dtype=logits.dtype)
     for n in range(B):
         for i in range(L):
             z = int(labels[n, i])
-            if z == 1 or (z == -1 and asserted[n, i]):
+            if z == 1 or (z == -1 and pseudo_positives[n, i]):
                 total[n] -= torch.log(f[n, i]).detach() / L
             elif z == 0 or not expected[n, i]:
                 total[n] -= torch.log(1 - f[n, i]).detach() / L
-    torch.testing.assert_close(losses.enp(logits, labels, expected, asserted).detach(), total)
+    torch.testing.assert_close(losses.enp(logits, labels, expected, pseudo_positives).detach(), total)
 
 
 def test_enp_lies_between_en_and_ep():

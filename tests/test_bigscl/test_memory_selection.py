@@ -34,7 +34,7 @@ RULES = {
     "per class": {"k_per_class": True},
     "both": {"rank_by": "spatial", "k_per_class": True},
     "given per class": {"k_per_class": np.array([1.0, 2, 1.5, 1, 4, 1, 2])},
-    "asserted": {"rank_by": "spatial", "asserted": 0.5},
+    "pseudo-positives": {"rank_by": "spatial", "pseudo_positive_share": 0.5},
 }
 
 
@@ -118,22 +118,22 @@ def test_given_k_of_each_class_is_used_at_the_level(tmp_path, settings):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("k_per_class", [False, True])
-def test_the_surest_expected_positives_are_asserted(tmp_path, share, k_per_class):
-    options = {"asserted": share, "k_per_class": k_per_class, "rank_by": "spatial"}
+def test_expected_positives_of_high_score_are_pseudo_positives(tmp_path, share, k_per_class):
+    options = {"pseudo_positive_share": share, "k_per_class": k_per_class, "rank_by": "spatial"}
     with open_memory(tmp_path / "store", **options) as memory:
-        assert not memory.lookup(IDS[:4]).asserted.any()
+        assert not memory.lookup(IDS[:4]).pseudo_positives.any()
         for _ in range(2):
             ratios = K if memory.class_ratios is None else memory.class_ratios
             train_epoch(memory)
             memory.end_epoch()
         counts = ANNOTATIONS.counts()
         num_expected = np.rint(ratios * counts).astype(int)
-        surest = counts + np.rint(share * (num_expected - counts)).astype(int)
+        fewer = counts + np.rint(share * (num_expected - counts)).astype(int)
         rows = rows_at(tmp_path / "store")
-        found = np.concatenate([memory.lookup(ids).asserted for ids in batches_of(IDS)])
-        np.testing.assert_array_equal(found, slow_selection(rows.ranked_by(), surest))
+        found = np.concatenate([memory.lookup(ids).pseudo_positives for ids in batches_of(IDS)])
+        np.testing.assert_array_equal(found, slow_selection(rows.ranked_by(), fewer))
         expected = np.concatenate([memory.lookup(ids).expected for ids in batches_of(IDS)])
-        assert (expected | ~found).all(), "what is asserted is expected"
+        assert (expected | ~found).all(), "pseudo-positives are expected"
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -167,7 +167,7 @@ def test_ratios_of_a_run_that_is_resumed_without_k_per_class_are_forgotten(tmp_p
         train_epoch(memory)
         memory.end_epoch()
         assert memory.class_ratios is None
-        num_expected = memory.selection.num_expected.numpy()
+        num_expected = memory.selection.num_expected
     np.testing.assert_array_equal(num_expected, np.rint(K * ANNOTATIONS.counts()))
 
 
@@ -247,7 +247,13 @@ class AnsweredMemory(Memory):
     """A memory that starts with answers, as that of a run."""
 
     def __init__(self, annotations, settings, answered, *, heatmap_size, positives_per_image, **options):
-        rule = {"start_epoch": 1, "rank_by": "score", "k_per_class": False, "asserted": None, **options}
+        rule = {
+            "start_epoch": 1,
+            "rank_by": "score",
+            "k_per_class": False,
+            "pseudo_positive_share": None,
+            **options,
+        }
         start = MemoryStart(run="mine", snapshot=0, epoch=0, answered=answered)
         self._open(
             annotations,
@@ -261,7 +267,7 @@ class AnsweredMemory(Memory):
         )
 
 
-@pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "asserted"])
+@pytest.mark.parametrize("rule", ["one K", "per class", "given per class", "pseudo-positives"])
 def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_path, rule):
     answered = some_answers()
     annotations = with_answers(ANNOTATIONS, answered)
@@ -271,7 +277,7 @@ def test_answers_say_which_images_are_positives_and_not_that_there_are_more(tmp_
         for _ in range(3):
             train_epoch(memory)
             memory.end_epoch()
-        selected = memory.selection.num_expected.numpy()
+        selected = memory.selection.num_expected
     # The labels that stand: the refuted one was none.
     labels = ANNOTATIONS.counts()
     labels[answered.classes[(answered.says == 0) & answered.named]] -= 1

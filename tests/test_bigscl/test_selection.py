@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.selection.selection import Selection, expected_counts, select
+from bigscl.selection.ranking import select
+from bigscl.selection.thresholds import Thresholds, expected_counts
 from bigscl.store.transport import SingleProcess
 
 
@@ -27,7 +28,11 @@ def in_chunks(ids, scores, size):
 
 
 def selected(selection, ids, scores):
-    return selection.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    """The expected positives, the same by numpy and by torch."""
+    expected = selection.expected(scores, ids)
+    moved = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids))
+    assert np.array_equal(moved.numpy(), expected)
+    return expected
 
 
 @st.composite
@@ -85,9 +90,9 @@ def test_rows_never_visited_rank_by_their_initial_scores():
 
 def test_without_samples_or_positives_nothing_is_decided():
     empty = select([], np.array([0, 3]), SingleProcess())
-    scores = torch.tensor([[1.0, 0.0]], dtype=torch.float16)
-    assert empty.expected(scores, torch.tensor([0])).tolist() == [[False, True]]
-    assert not Selection.none(2).expected(scores, torch.tensor([0])).any()
+    scores = np.array([[1.0, 0.0]], np.float16)
+    assert empty.expected(scores, np.array([0])).tolist() == [[False, True]]
+    assert not Thresholds.none(2).expected(scores, np.array([0])).any()
 
 
 def test_negative_zero_ranks_as_zero():
@@ -122,12 +127,11 @@ def test_selection_survives_json_bit_for_bit():
     rng = np.random.default_rng(3)
     scores = rng.random((500, 40)).astype(np.float16)
     selection = select([(np.arange(500), scores)], np.resize([0, 1, 30, 900], 40), SingleProcess())
-    again = Selection.from_json(json.loads(json.dumps(selection.to_json(), allow_nan=False)))
-    assert torch.equal(again.tau, selection.tau)
-    assert torch.equal(again.last_id, selection.last_id)
-    assert (again.tau.dtype, again.last_id.dtype) == (torch.float16, torch.int64)
-    with pytest.raises(ValueError, match="1 values of tau but 2"):
-        Selection.from_json({"tau": [0.5], "last_id": [1, 2]})
+    again = Thresholds.from_json(json.loads(json.dumps(selection.to_json(), allow_nan=False)))
+    assert again.same_as(selection)
+    assert (again.score.dtype, again.tie_id.dtype) == (np.float16, np.int64)
+    with pytest.raises(ValueError, match="1 values of score but 2"):
+        Thresholds.from_json({"score": [0.5], "tie_id": [1, 2]})
 
 
 def test_expected_counts_round_k_times_the_annotated():

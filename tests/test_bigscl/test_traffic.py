@@ -26,7 +26,7 @@ from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.lookup import CheckedViews, to_device, updated_averages
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
@@ -189,8 +189,8 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
         accelerator = FakeAccelerator(dtype)
         kept = estimator or make_loss_state(config, annotations, CUDA, 0)
         state = SimpleNamespace(model=model, loss_state=kept, accelerator=accelerator, optimizer=None)
-        none = Selection.none(NUM_CLASSES)
-        selection = replace(none, surest=none).to(CUDA)
+        none = Thresholds.none(NUM_CLASSES)
+        selection = replace(none, pseudo_positives=none).to(CUDA)
         annotated = AnnotatedClasses(make_annotations(), CUDA)
         memory = SimpleNamespace(keeps_heatmaps=layout != "scores")
         step = Step(config, data, state, memory, ranks or SingleProcess())

@@ -49,7 +49,7 @@ def test_a_single_changed_row_is_found(run, index):
 def test_changes_of_the_selection_alone_are_found(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
         before = store.snapshot.attributes
-        cuts = {**before["selection"], "tau": [1.0] * 10, "last_id": [-1] * 10}
+        cuts = {**before["selection"], "score": [1.0] * 10, "tie_id": [-1] * 10}
         store.commit(epoch=2, attributes={**before, "selection": cuts})
     answer = bigscl("diff", f"{run}@4", run, "--json")
     assert answer.code == 1

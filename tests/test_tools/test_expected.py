@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.index import with_fingerprint
-from bigscl.selection.ranking import Cuts
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Rows, update
 from bigscl.tools.shared.expected import expected_at
 from tests.builders import SIDE, K, learn
@@ -145,9 +145,9 @@ def test_counts_that_nothing_tells_are_refused(run, index, tmp_path):
 
 def test_mid_epoch_before_the_first_selection_expects_nothing(run, index):
     with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w") as store:
-        none = Cuts.none(10).to_json()
+        none = Thresholds.none(10).to_json()
         store.commit(epoch=0, attributes={"selection": none, "next_epoch": 0, "skipped": []})
     store = HeatmapStore.open(run / "store")
     expected = expected_at(store)
     assert (expected.any, expected.recomputed) == (False, False)
-    assert not expected.of(store.read([0]).scores, np.array([0])).any()
+    assert not expected.expected(store.read([0]).scores, np.array([0])).any()

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_metadata
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools.shared import tables
@@ -27,9 +26,8 @@ from tests.test_tools.conftest import add_config, bigscl
 def expected_pairs(run, index):
     """(id, class) of every expected positive, by the trainer's own code; and of every annotated one."""
     store, ids = HeatmapStore.open(run / "store"), index.ids()
-    chosen = Selection.from_json(store.snapshot.attributes["selection"])
-    scores = torch.from_numpy(store.read(ids).scores)
-    expected = chosen.expected(scores, torch.from_numpy(ids)).numpy()
+    chosen = Thresholds.from_json(store.snapshot.attributes["selection"])
+    expected = chosen.expected(store.read(ids).scores, ids)
     annotated = index.labels_of(ids) == 1
     return _pairs(ids, expected), _pairs(ids, annotated)
 
@@ -104,9 +102,9 @@ def test_a_shard_without_any_kept_heatmap_of_a_mined_label_has_no_boxes(topk, in
             rows.scores[place] = np.where(own, rows.scores[place], 0)
             rows.scores[place, 9] = 0.99 if not own[9] else rows.scores[place, 9]
         store.save_shard(0, rows)
-        cuts = Selection.none(10)
-        cuts.tau[9], cuts.last_id[9] = 0.9, 100
-        cuts = replace(cuts, num_expected=torch.ones(10, dtype=torch.int64))
+        cuts = Thresholds.none(10)
+        cuts.score[9], cuts.tie_id[9] = 0.9, 100
+        cuts = replace(cuts, num_expected=np.ones(10, np.int64))
         store.commit(epoch=2, attributes={"selection": cuts.to_json(), "next_epoch": 3, "skipped": []})
     out = tmp_path / "mined.jsonl"
     assert bigscl("export", topk, "labels", "-o", out).code == 0
@@ -335,7 +333,7 @@ def test_before_the_first_selection_there_is_nothing_to_mine(index, tmp_path):
     annotations, shards = index.annotations(), index.urls[0].replace("000000", "*")
     HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=4)
     with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
-        none = Selection.none(10).to_json()
+        none = Thresholds.none(10).to_json()
         store.commit(epoch=0, attributes={"selection": none, "next_epoch": 1, "skipped": []})
     out = ("--shards", shards, "-o", tmp_path / "x.csv")
     answer = bigscl("export", tmp_path / "store", "labels", *out)

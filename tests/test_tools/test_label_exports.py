@@ -192,7 +192,7 @@ def hostile(tmp_path):
         rows.scores[:] = [0.9, 0.8, 0.95]
         rows.heatmaps[:, :, 0, 1] = 1
         store.save_shard(0, rows)
-        cuts = {"tau": [0.1] * 3, "last_id": [10] * 3, "num_expected": [1] * 3}
+        cuts = {"score": [0.1] * 3, "tie_id": [10] * 3, "num_expected": [1] * 3}
         store.commit(epoch=0, attributes={"selection": cuts, "next_epoch": 1, "skipped": []})
     (run / "config.yaml").write_text(f"data:\n  train: {folder}/train-*.tar\n")
     return run, load_index(str(folder / "train-*.tar"))

@@ -6,7 +6,7 @@ import pytest
 
 from bigscl.common.digests import write_sealed
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.selection.ranking import Cuts
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends import open_backend
 from bigscl.store.lease import read_holder
@@ -29,7 +29,7 @@ def wide_run(tmp_path, wide):
     url, annotations, ids = folder / "store", wide.annotations(), wide.ids()
     HeatmapStore.create(url, annotations, heatmap_size=4, history_samples=0)
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
-        state = SnapshotState(selection=Cuts.none(wide.num_classes), next_epoch=1, skipped=[])
+        state = SnapshotState(selection=Thresholds.none(wide.num_classes), next_epoch=1, skipped=[])
         attributes = state.attributes()
         for epoch, seen in ((0, ids), (1, ids[::2])):
             update(store, epoch, seen, random_update(store, len(seen), seed=epoch))
@@ -217,7 +217,7 @@ def answered_run(tmp_path, index, request):
         HeatmapStore.create(url, annotations, heatmap_size=4, group=group, history_samples=0)
         with HeatmapStore.open(url, annotations=annotations, mode="w", run="mine") as store:
             state = SnapshotState(
-                selection=Cuts.none(annotations.num_classes), next_epoch=1, skipped=[], momentum=0.8
+                selection=Thresholds.none(annotations.num_classes), next_epoch=1, skipped=[], momentum=0.8
             )
             attributes = state.attributes()
             update(store, 0, ids, random_update(store, len(ids), seed=0))

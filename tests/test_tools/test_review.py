@@ -53,7 +53,7 @@ ORDERS = ("chance", "score", "uncertainty", "random")
 def test_the_queue_asks_what_changes_training_most(runs, index, name):
     """Of an expected positive both answers teach something; of all else only what corrects the labels."""
     store = HeatmapStore.open(runs / name / "store", annotations=index.annotations())
-    expected = expected_at(store).of(store.read(index.ids()).ranked_by(), index.ids())
+    expected = expected_at(store).expected(store.read(index.ids()).ranked_by(), index.ids())
     found = asked(runs / name, "--count", 100_000)
     values = []
     for one in found:

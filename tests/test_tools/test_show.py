@@ -11,9 +11,9 @@ from numpy.testing import assert_array_equal
 from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
 from bigscl.data.labels.sampling import draw_given
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, update
-from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.expected import expected_at
 from bigscl.tools.verbs.show import histogram
 from tests.builders import make_store
 from tests.test_tools.conftest import bigscl
@@ -82,7 +82,7 @@ def test_a_sample_shows_its_scores_labels_and_expected_classes(runs, index):
     (sample,) = bigscl("show", runs / "dense", "--sample", 9, "--json").json()["samples"]
     store = HeatmapStore.open(runs / "dense" / "store")
     rows, ids = store.read([9]), np.array([9])
-    expected = expected_at(store).of(rows.scores, ids)[0]
+    expected = expected_at(store).expected(rows.scores, ids)[0]
     annotated, present = index.labels_of(ids)[0] == 1, index.labels_of(ids, "labels")[0] == 1
     assert sorted(one["class"] for one in sample["classes"]) == list(range(10))
     assert annotated[sample["classes"][0]["class"]]
@@ -169,13 +169,12 @@ def test_cuts_are_applied_as_in_training():
     random = np.random.default_rng(0)
     scores = (random.integers(0, 4, (50, 6)) / 4).astype(np.float16)
     ids = random.permutation(200)[:50]
-    chosen = Selection(
-        tau=torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], dtype=torch.float16),
-        last_id=torch.tensor([100, 50, -1, 150, 199, 0]),
+    chosen = Thresholds(
+        score=np.array([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], np.float16),
+        tie_id=np.array([100, 50, -1, 150, 199, 0]),
     )
-    cuts = Expected(tau=chosen.tau.numpy(), last_id=chosen.last_id.numpy(), recomputed=False, note="")
-    expected = chosen.expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
-    np.testing.assert_array_equal(cuts.of(scores, ids), expected)
+    expected = chosen.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    np.testing.assert_array_equal(chosen.expected(scores, ids), expected)
     assert expected.any()
     assert not expected.all()
 

@@ -135,8 +135,8 @@ def test_a_refuted_label_is_no_lost_positive_and_a_class_that_was_found_is_one(r
         ("attributes", {"next_epoch": 3}, "has no attribute selection, skipped"),
         (
             "attributes",
-            {"selection": {"tau": [1.0], "last_id": [-1]}, "next_epoch": 3, "skipped": []},
-            "1 values of tau, expected 10",
+            {"selection": {"score": [1.0], "tie_id": [-1]}, "next_epoch": 3, "skipped": []},
+            "1 values of score, expected 10",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def reference(store, data):
         ids = np.array([row])
         rows = store.read_without_initial_value(ids)
         then = rows.scores if before is None else before.read(ids).scores
-        hot = expected.of(rows.ranked_by(), ids)[0]
+        hot = expected.expected(rows.ranked_by(), ids)[0]
         named, there = data.index.labels_of(ids)[0], data.index.labels_of(ids, "labels")[0]
         for number in range(store.spec.num_classes):
             peak = 0.0

@@ -1,4 +1,4 @@
-"""Expected positives of a snapshot: cuts that belong to its scores, even in the middle of an epoch."""
+"""Expected positives of a snapshot: thresholds that belong to its scores, even in the middle of an epoch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,81 +7,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.selection.ranking import Cuts, named_first, rank
-from bigscl.store import Array, HeatmapStore, SingleProcess
+from bigscl.selection.ranking import given_first, select
+from bigscl.selection.thresholds import Thresholds
+from bigscl.store import HeatmapStore, SingleProcess
 from bigscl.tools.shared.shard_passes import ranked_by_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Expected:
-    """A cut per class that belongs to the scores of one snapshot, and where it comes from."""
+class SnapshotThresholds(Thresholds):
+    """Thresholds that belong to the scores of one snapshot, and where they come from."""
 
-    tau: NDArray[np.float16]
-    last_id: NDArray[np.int64]
     recomputed: bool
-    """Whether the cut was computed now from the snapshot's scores."""
+    """Whether they were computed now from the snapshot's scores."""
     note: str
-    """Where the cut comes from, for people."""
+    """Where they come from, for people."""
 
-    def of(self, scores: Array, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return `[n,L]`: of which classes each sample is an expected positive, by `Rows.ranked_by`.
-
-        The same cut as `bigscl.selection.selection`, without torch, which takes seconds to import.
-        """
-        # The bits of scores in 0 to 1 have the order of the scores; numpy compares float16 23 times slower.
-        bits, tau = np.ascontiguousarray(scores).view(np.uint16), self.tau.view(np.uint16)
-        expected: NDArray[np.bool_] = bits > tau
-        on_the_cut = bits == tau
-        if on_the_cut.any():
-            expected |= on_the_cut & (ids[:, None] <= self.last_id)
-        return expected
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any expected positives."""
-        return bool((self.last_id >= 0).any())
-
-    def same_as(self, other: "Expected") -> bool:
-        """Return whether both are the same cut."""
-        return np.array_equal(self.tau, other.tau) and np.array_equal(self.last_id, other.last_id)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a command prints about it with --json."""
+    def facts(self) -> dict[str, Any]:
+        """Return what a command prints about them with --json."""
         return {"recomputed": self.recomputed, "note": self.note}
 
 
-def expected_at(store: HeatmapStore) -> Expected:
+def expected_at(store: HeatmapStore) -> SnapshotThresholds:
     """Return the expected positives of the store's snapshot.
 
     At the end of an epoch they are those that the run selected. A snapshot in the middle of an epoch has the
-    cuts of the previous epoch, which do not belong to the rows updated since: then the same number of
+    thresholds of the previous epoch, which do not belong to the rows updated since: then the same number of
     positives is selected from the current scores of all samples.
     """
     snapshot = store.snapshot
     state = SnapshotState.of(snapshot, store.spec.num_classes)
-    cuts, recomputed = state.selection, False
-    if not cuts.any:
+    thresholds, recomputed = state.selection, False
+    if not thresholds.any:
         note = f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch}"
     elif state.within_epoch:
-        cuts, recomputed = _select_again(store, cuts), True
+        thresholds, recomputed = _select_again(store, thresholds), True
         note = (
             f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives "
-            f"were selected from its scores, since the run's last cuts are of the end of epoch "
+            f"were selected from its scores, since the run's last thresholds are of the end of epoch "
             f"{snapshot.epoch - 1}"
         )
     else:
         note = f"expected positives as selected at the end of epoch {snapshot.epoch}"
-    return Expected(tau=cuts.tau, last_id=cuts.last_id, recomputed=recomputed, note=note)
+    return SnapshotThresholds(
+        score=thresholds.score, tie_id=thresholds.tie_id, recomputed=recomputed, note=note
+    )
 
 
-def _select_again(store: HeatmapStore, cuts: Cuts) -> Cuts:
-    """Return cuts of as many positives, by the snapshot's own scores."""
-    assert cuts.num_expected is not None
+def _select_again(store: HeatmapStore, thresholds: Thresholds) -> Thresholds:
+    """Return thresholds of as many positives, by the snapshot's own scores."""
+    assert thresholds.num_expected is not None
     chunks = ranked_by_shard("selecting", store)
-    if cuts.named_first:
+    if thresholds.given_first:
         assert store.annotations is not None
-        chunks = named_first(chunks, store.annotations)
-    return rank(chunks, cuts.num_expected, SingleProcess())
+        chunks = given_first(chunks, store.annotations)
+    return select(chunks, thresholds.num_expected, SingleProcess())
 
 
 def count_by_class(mask: NDArray[np.bool_]) -> NDArray[np.int64]:

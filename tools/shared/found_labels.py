@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.store import Array, HeatmapStore, Rows
-from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import pass_over
 from bigscl.tools.shared.tables import Batch
@@ -65,7 +65,7 @@ class FoundLabels:
     store: HeatmapStore
     data: Data
     which: Which
-    expected: Expected
+    expected: SnapshotThresholds
     shard_names: tuple[str, ...]
     """Kept, since an index computes them from all addresses."""
 
@@ -136,7 +136,7 @@ class FoundLabels:
     def _wanted(self, rows: Rows, ids: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         """Return places in the shard, classes, annotated, expected of the labels to write."""
         known = self.data.index.labels_of(ids, self.data.labels)
-        annotated, chosen = known == 1, self.expected.of(rows.ranked_by()[: len(ids)], ids)
+        annotated, chosen = known == 1, self.expected.expected(rows.ranked_by()[: len(ids)], ids)
         if self.data.labels == "observed":
             chosen &= known != 0  # however high it ranks, it is known to be absent
         wanted = {"mined": chosen & ~annotated, "expected": chosen, "all": chosen | annotated}[self.which]

@@ -23,7 +23,7 @@ from bigscl.data.index import Index
 from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By, Pairs, Shortlist, first_values, next_questions, pairs_of
 from bigscl.store import Array, HeatmapStore, Rows
-from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
 from bigscl.tools.shared.find_samples import answer_key
 from bigscl.tools.shared.label_formats import ANSWER, Label, LabelledImage, label_writer
 from bigscl.tools.shared.open_store import Data
@@ -165,7 +165,13 @@ def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path
 
 
 def _pairs_of_shard(
-    store: HeatmapStore, index: Index, expected: Expected, shard: int, rows: Rows, *, only_kept: bool
+    store: HeatmapStore,
+    index: Index,
+    expected: SnapshotThresholds,
+    shard: int,
+    rows: Rows,
+    *,
+    only_kept: bool,
 ) -> Pairs:
     """Return the pairs of a shard; with `only_kept` those of classes that are labelled or have a heatmap."""
     ids = store.spec.sample_ids(shard)
@@ -176,7 +182,7 @@ def _pairs_of_shard(
         others = known == -1
         np.put_along_axis(others, rows.classes.astype(np.int64), False, 1)
         known[others] = 0
-    selected = expected.of(rows.ranked_by(), ids)
+    selected = expected.expected(rows.ranked_by(), ids)
     return pairs_of(ids, rows.scores, _peaks(store, ids, rows, known), known, selected)
 
 

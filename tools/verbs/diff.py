@@ -16,7 +16,7 @@ from bigscl.store import (
     IndexMismatch,
     Rows,
 )
-from bigscl.tools.shared.expected import Expected, count_by_class, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, count_by_class, expected_at
 from bigscl.tools.shared.find_samples import class_name, name_of
 from bigscl.tools.shared.open_store import Data, DataFlags, StorageFlags, open_store, with_snapshot
 from bigscl.tools.shared.shard_passes import pass_over, to_float32
@@ -25,7 +25,7 @@ from bigscl.tools.shared.terminal import print_result, table
 Place = Annotated[str, typer.Argument(help="A store or the folder of a run; STORE@ID is snapshot ID of it.")]
 
 
-Both = tuple[Expected, Expected]
+Both = tuple[SnapshotThresholds, SnapshotThresholds]
 """The expected positives of A and of B."""
 
 
@@ -63,7 +63,7 @@ def command(
     results = _compare(one, other, expected)
     facts = _facts(one, other, results, data, count)
     for side, found in zip("ab", expected, strict=True):
-        facts[side]["selection"] = found.to_json()
+        facts[side]["selection"] = found.facts()
     print_result(facts, _text(facts), as_json)
     if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
         raise typer.Exit(1)
@@ -105,7 +105,9 @@ def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard
     ids = one.spec.sample_ids(shard)
     mine, its = (_first_rows(store.load_shard(shard), len(ids)) for store in (one, other))
     change = np.abs(to_float32(mine.scores) - to_float32(its.scores))
-    of_a, of_b = (each.of(rows.ranked_by(), ids) for each, rows in zip(expected, (mine, its), strict=True))
+    of_a, of_b = (
+        each.expected(rows.ranked_by(), ids) for each, rows in zip(expected, (mine, its), strict=True)
+    )
     return ShardChanges(
         ids=ids,
         differs=_differing(mine, its),

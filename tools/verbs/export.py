@@ -147,7 +147,7 @@ def command(
     facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
     told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
     if found is not None:
-        facts["selection"] = found.expected.to_json()
+        facts["selection"] = found.expected.facts()
         told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
         facts["region"] = asdict(fit)
         told += f"\n  {fit}"

@@ -27,7 +27,7 @@ METHODS = {
     "bce": "oracle (all labels known)",
 }
 EXPLAINED = """\
-SCL+: EN + SCL with the surest mined labels as positives, mined by heatmaps too, and corrected targets.
+SCL+: EN + SCL with half of the mined labels as positives, mined by heatmaps too, and corrected targets.
 over ...: difference from that row with its 95% interval over test images (bigscl compare); one seed only.
 F1: of scores of at least 0.5.
 mined: labels that the memory found beyond the given ones: the share of them that are right (precision), and

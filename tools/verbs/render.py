@@ -21,7 +21,7 @@ from bigscl.evaluation.plots.sample_plots import (
     panel_of,
 )
 from bigscl.store import HeatmapStore, Rows
-from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
 from bigscl.tools.shared.find_samples import Choice, choose_samples, find_class, find_samples
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
 from bigscl.tools.shared.terminal import print_result
@@ -108,7 +108,7 @@ def command(
         "chosen": chosen,
         "samples": [_named(data, int(one)) for one in ids],
     }
-    facts |= {} if expected is None else {"selection": expected.to_json()}
+    facts |= {} if expected is None else {"selection": expected.facts()}
     note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
     print_result(facts, f"{output}: {len(ids)} samples: {chosen}\n{_listed(facts)}{note}", as_json)
 
@@ -136,7 +136,7 @@ class _Images:
     """What a picture needs from the shards for each sample: pixels, labels, boxes."""
 
     def __init__(
-        self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: Expected | None
+        self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: SnapshotThresholds | None
     ) -> None:
         from bigscl.data.open_tar import Unreadable
         from bigscl.data.read_samples import read_images, read_metadata
@@ -153,7 +153,7 @@ class _Images:
             kinds = [kinds_of(annotated[n], present=present[n]) for n in range(len(ids))]
         else:
             assert expected is not None
-            found = expected.of(store.read(ids).ranked_by(), ids)
+            found = expected.expected(store.read(ids).ranked_by(), ids)
             negatives = data.index.labels_of(ids) == 0
             kinds = [
                 kinds_of(annotated[n], expected=found[n], negatives=negatives[n]) for n in range(len(ids))

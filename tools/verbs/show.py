@@ -18,7 +18,7 @@ from bigscl.store import (
     read_holder,
     snapshot_bytes,
 )
-from bigscl.tools.shared.expected import Expected, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
 from bigscl.tools.shared.find_samples import class_name, find_samples, name_of
 from bigscl.tools.shared.open_store import (
     AtSnapshot,
@@ -76,7 +76,7 @@ def command(
         expected = expected_at(opened)
         facts: dict[str, Any] = {
             "samples": [_sample(opened, int(n), data, classes, expected) for n in ids],
-            "selection": expected.to_json(),
+            "selection": expected.facts(),
         }
         texts = [_sample_text(one) for one in facts["samples"]]
         text = "\n\n".join([*texts, expected.note] if expected.recomputed else texts)
@@ -196,13 +196,13 @@ def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
 
 
 def _sample(
-    store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: Expected
+    store: HeatmapStore, sample: int, data: Data | None, count: int, expected_there: SnapshotThresholds
 ) -> dict[str, Any]:
     ids = np.array([sample])
     rows = store.read_without_initial_value(ids)
     annotated = None if data is None else data.annotated(ids)[0]
     present = None if data is None else data.present(ids)
-    expected = expected_there.of(rows.ranked_by(), ids)[0]
+    expected = expected_there.expected(rows.ranked_by(), ids)[0]
     order = _by_score(rows.scores[0], annotated)[:count]
     index = None if data is None else data.index
     return {

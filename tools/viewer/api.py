@@ -268,7 +268,7 @@ class Api:
         if run.index is None:
             return as_json({"classes": None, "progress": run.progress, "failure": printable(run.failure)})
         counts, expected = run.index.classes, run.index.expected
-        cuts = np.where(expected.last_id >= 0, to_float32(expected.tau), np.nan)
+        cuts = np.where(expected.tie_id >= 0, to_float32(expected.score), np.nan)
         columns = {
             name: getattr(counts, name).tolist() for name in ("annotated", "expected", "mined", "histogram")
         }
@@ -360,7 +360,7 @@ def _shown(rows: Rows) -> list[int]:
 def _classes_of(run: OpenRun, rows: Rows, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
     annotated, present = run.data.annotated(ids)[0], run.data.present(ids)
     absent = run.data.index.labels_of(ids)[0] == 0
-    expected = None if run.index is None else run.index.expected.of(rows.ranked_by(), ids)[0]
+    expected = None if run.index is None else run.index.expected.expected(rows.ranked_by(), ids)[0]
     numbers = {*_shown(rows), *np.flatnonzero(annotated).tolist()}
     numbers |= set() if present is None else {*np.flatnonzero(present[0]).tolist()}
     scores = to_float32(rows.scores[0])

@@ -20,7 +20,7 @@ from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
 from bigscl.memory.score_history import highest_classes
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
-from bigscl.tools.shared.expected import Expected, count_by_class, expected_at
+from bigscl.tools.shared.expected import SnapshotThresholds, count_by_class, expected_at
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import pass_over, to_float32
@@ -117,7 +117,7 @@ class _Pass:
     """One pass over a store: what it reads of a shard, and what it adds up."""
 
     def __init__(
-        self, store: HeatmapStore, older: HeatmapStore | None, data: Data, expected: Expected
+        self, store: HeatmapStore, older: HeatmapStore | None, data: Data, expected: SnapshotThresholds
     ) -> None:
         self._store, self._older, self._data, self._expected = store, older, data, expected
         self._classes = store.spec.num_classes
@@ -131,7 +131,7 @@ class _Pass:
         """Return what is kept of a shard."""
         ids = self._store.spec.sample_ids(shard)
         rows = self._store.load_shard(shard).take(slice(0, len(ids)))
-        flags = self._flags(ids, self._expected.of(rows.ranked_by(), ids))
+        flags = self._flags(ids, self._expected.expected(rows.ranked_by(), ids))
         change = self._change(shard, rows.scores)
         peaks, has_heat = self._peaks(rows, ids)
         values: dict[str, Array] = {
@@ -217,8 +217,8 @@ class _Pass:
         np.savez(
             folder / "classes.npz",
             offsets=offsets,
-            tau=self._expected.tau,
-            last_id=self._expected.last_id,
+            score=self._expected.score,
+            tie_id=self._expected.tie_id,
             together=_summed(self._together),
             **self._counts,
         )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bigscl.common.digests import FILES, check_file, read_array, read_sealed, write_array
 from bigscl.common.files import BadFile
 from bigscl.store import Array, HeatmapStore
-from bigscl.tools.shared.expected import Expected
+from bigscl.tools.shared.expected import SnapshotThresholds
 from bigscl.tools.shared.shard_passes import pass_over, to_float32
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class ScoreIndex:
         with np.load(folder / "classes.npz", allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         self.offsets: NDArray[np.int64] = arrays.pop("offsets")
-        cuts = {name: arrays.pop(name) for name in ("tau", "last_id")}
-        self.expected = Expected(**cuts, recomputed=head["recomputed"], note=head["note"])
+        cuts = {name: arrays.pop(name) for name in ("score", "tie_id")}
+        self.expected = SnapshotThresholds(**cuts, recomputed=head["recomputed"], note=head["note"])
         self.classes = ClassCounts(**arrays)
         self._pairs = folder / "pairs.bin"
         self.orders = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*ORDERS, "row")}

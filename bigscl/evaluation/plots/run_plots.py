@@ -25,7 +25,7 @@ from bigscl.evaluation.plots.sample_plots import (
     panel_of,
     panels_of,
 )
-from bigscl.selection.selection import Selection
+from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Rows
 from bigscl.training.run_folder import open_data, read_store
 
@@ -112,7 +112,7 @@ PANELS = 5
 
 
 def draw_epoch(
-    store: HeatmapStore, index: Index, selection: Selection, path: Path, count: int, title: str = ""
+    store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int, title: str = ""
 ) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
     ids = np.array(store.spec.history_samples[:count], np.int64)
@@ -137,7 +137,7 @@ def draw_epoch(
 
 
 def _kinds(
-    index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Selection
+    index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Thresholds
 ) -> list[list[Kind]]:
     """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
     observed = index.labels_of(ids)
