@@ -105,7 +105,6 @@ def test_folders_import_only_from_lower_folders():
 MOST_MODULES = 15
 # Folders that are still being divided, with their number of modules. Entries only go away.
 CROWDED = {"store": 34}
-SAME_NAMES = {"errors"}
 
 
 def test_folders_have_few_modules():
@@ -119,14 +118,14 @@ def test_folders_have_few_modules():
 
 def test_no_two_modules_have_one_name():
     """But a verb and the library that it calls."""
-    files = [file for _, file in modules() if file.stem not in ("__init__", "__main__", *SAME_NAMES)]
+    files = [file for _, file in modules() if file.stem not in ("__init__", "__main__")]
     counts = Counter(file.stem for file in files)
     verbs = {file.stem for file in files if file.parent.name == "verbs" and file.stem in VERBS}
     assert not {stem for stem, count in counts.items() if count > 1 + (stem in verbs)}
 
 
 def test_mistakes_of_the_user_are_raised_as_user_errors():
-    """A plain ValueError would end in a traceback: bigscl/common/errors.py takes it for a bug."""
+    """A plain ValueError would end in a traceback: bigscl/common/failures.py takes it for a bug."""
     assert not imported(ROOT / "bigscl" / "common" / "user_error.py")
     for name, file in modules():
         for node in ast.walk(ast.parse(file.read_text())):

@@ -16,11 +16,11 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from bigscl.common.errors import explain
 from bigscl.common.failures import (
     SECONDS_FOR_THE_FIRST,
     end_in_launch,
     exit_now,
+    explain,
     in_a_group,
     lost_other_ranks,
     report_to_launcher,

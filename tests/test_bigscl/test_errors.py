@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.common.errors import explain
+from bigscl.common.failures import explain
 from bigscl.common.process_pool import map_in_processes
 from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, make_config

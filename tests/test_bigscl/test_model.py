@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision import models
 
-from bigscl.common.errors import explain
+from bigscl.common.failures import explain
 from bigscl.models import lite0
 from bigscl.models.families import create_network
 from bigscl.models.spatial import build_model, pool

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bigscl.common.errors import explain
+from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigscl.common.digests import METRICS
-from bigscl.common.errors import explain
-from bigscl.common.failures import exit_now, report_to_launcher
+from bigscl.common.failures import exit_now, explain, report_to_launcher
 from bigscl.store import on_rank_zero
 from bigscl.training.checkpoint.checkpoint_folder import Progress, Writer, write_files, write_tensors
 from bigscl.training.model_state import WEIGHTS, ModelState
