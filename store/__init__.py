@@ -3,17 +3,13 @@
 These names are the public surface of the store. Modules outside this folder import nothing else from it.
 """
 
-from bigscl.store.annotations import Annotations, Ragged
-from bigscl.store.answered import Answered, answered_shard, label_counts, with_answers
-from bigscl.store.backends import Backend, LocalBackend, check_creates_once, open_backend
+from bigscl.store.backends.backend import Backend, LocalBackend, check_creates_once, open_backend
+from bigscl.store.backends.schemes import SCHEMES, STORE_SCHEMES, StorageOptions
+from bigscl.store.backends.streams import ObjectReader, list_objects
 from bigscl.store.closing import Closing
-from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
-from bigscl.store.fields import SEAL, seal, seal_fault
-from bigscl.store.heatmap_store import HeatmapStore
-from bigscl.store.history import history_bytes, history_faults
-from bigscl.store.initial_values import InitialValues
-from bigscl.store.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
-from bigscl.store.lease import (
+from bigscl.store.commit.check_chunks import Problem, verify
+from bigscl.store.commit.create import read_spec, spec_for
+from bigscl.store.commit.lease import (
     LEASE_PATIENCE_SECONDS,
     Holder,
     break_lease,
@@ -21,18 +17,22 @@ from bigscl.store.lease import (
     process_start,
     read_holder,
 )
-from bigscl.store.object_storage import SCHEMES, STORE_SCHEMES, StorageOptions
-from bigscl.store.opening import read_spec, spec_for
-from bigscl.store.passes import PASS_THREADS, in_order
-from bigscl.store.prefetch import Prefetcher
-from bigscl.store.shard_cache import ShardCache, update
-from bigscl.store.snapshots import Snapshot, SnapshotLog
-from bigscl.store.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec
-from bigscl.store.streams import ObjectReader, list_objects
+from bigscl.store.commit.snapshots import Snapshot, SnapshotLog
+from bigscl.store.commit.versions import Version, by_version, snapshot_bytes, versions_of
+from bigscl.store.epoch.passes import PASS_THREADS, in_order
+from bigscl.store.epoch.prefetch import Prefetcher
+from bigscl.store.epoch.shard_cache import ShardCache, update
+from bigscl.store.epoch.writeback import Writeback
+from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
+from bigscl.store.format.annotations import Annotations, Ragged
+from bigscl.store.format.answered import Answered, answered_shard, label_counts, with_answers
+from bigscl.store.format.fields import SEAL, seal, seal_fault
+from bigscl.store.format.history import history_bytes, history_faults
+from bigscl.store.format.initial_values import InitialValues
+from bigscl.store.format.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
+from bigscl.store.format.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
-from bigscl.store.verification import Problem, verify
-from bigscl.store.versions import Version, by_version, snapshot_bytes, versions_of
-from bigscl.store.writeback import Writeback
 
 __all__ = [
     "FORMAT",

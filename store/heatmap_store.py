@@ -10,19 +10,11 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from bigscl.common.user_error import UserError
-from bigscl.store import history
-from bigscl.store.annotations import Annotations
-from bigscl.store.answered import Answered, answered_shard, with_answers
-from bigscl.store.arrays import ArrayGroup, describe_group
-from bigscl.store.backends import Backend, open_backend
+from bigscl.store.backends.backend import Backend, open_backend
+from bigscl.store.backends.schemes import StorageOptions
 from bigscl.store.closing import Closing
-from bigscl.store.compact import check_top, compact_rows, compacted_group
-from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
-from bigscl.store.layout import annotated_mask, free_slot
-from bigscl.store.lease import Lease
-from bigscl.store.metadata import described, present, write_metadata
-from bigscl.store.object_storage import StorageOptions
-from bigscl.store.opening import (
+from bigscl.store.commit.compaction import check_top, compact_rows, compacted_group
+from bigscl.store.commit.create import (
     FIRST_GROUP,
     check_fingerprint,
     create_store,
@@ -31,10 +23,9 @@ from bigscl.store.opening import (
     prepare_writing,
     read_spec,
 )
-from bigscl.store.passes import in_order
-from bigscl.store.reading import StoreReader
-from bigscl.store.rounding import as_stored
-from bigscl.store.snapshots import (
+from bigscl.store.commit.lease import Lease
+from bigscl.store.commit.metadata_files import described, present, write_metadata
+from bigscl.store.commit.snapshots import (
     Snapshot,
     SnapshotLog,
     Written,
@@ -44,10 +35,19 @@ from bigscl.store.snapshots import (
     unpack,
     with_versions,
 )
-from bigscl.store.spec import Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.commit.versions import versions_of
+from bigscl.store.epoch.passes import in_order
+from bigscl.store.epoch.threads import POLL_SECONDS, Check, nothing
+from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
+from bigscl.store.format import history
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.answered import Answered, answered_shard, with_answers
+from bigscl.store.format.layout import annotated_mask, free_slot
+from bigscl.store.format.quantize import as_stored
+from bigscl.store.format.spec import Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.zarr_group import ArrayGroup, describe_group
+from bigscl.store.reader import StoreReader
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
-from bigscl.store.versions import versions_of
-from bigscl.store.waiting import POLL_SECONDS, Check, nothing
 
 StorePath = str | os.PathLike[str]
 

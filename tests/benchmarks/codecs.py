@@ -14,8 +14,8 @@ from typing import get_args
 import numpy as np
 
 from bigscl.store import Annotations, Codec, HeatmapStore, Rows
-from bigscl.store.backends import forget_memory
-from bigscl.store.rounding import as_stored
+from bigscl.store.backends.backend import forget_memory
+from bigscl.store.format.quantize import as_stored
 
 
 def rows_of(source: HeatmapStore) -> dict[int, Rows]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.store import Annotations, GroupSpec, HeatmapStore
-from bigscl.store.layout import shard_bytes
+from bigscl.store.format.layout import shard_bytes
 from bigscl.tools.cli import main as bigscl
 
 CLASSES, SIDE, TOP, ROWS = 1000, 14, 10, 1000

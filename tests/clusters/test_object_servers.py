@@ -20,7 +20,7 @@ from azure.storage.blob import (
     generate_account_sas,
 )
 
-from bigscl.store.backends import open_backend
+from bigscl.store.backends.backend import open_backend
 from tests.builders import write_config
 from tests.forks import free_port, trainer_server
 from tests.integration import runs

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update
-from bigscl.store.backends import open_backend
+from bigscl.store.backends.backend import open_backend
+from bigscl.store.commit.check_chunks import verify
+from bigscl.store.commit.lease import break_lease, read_holder
 from bigscl.store.errors import NotAStore
-from bigscl.store.lease import break_lease, read_holder
-from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations
 from tests.test_store.rounding_reference import slowly_rounded
 

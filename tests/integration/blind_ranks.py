@@ -6,8 +6,8 @@ On a shared file system the listing of another node may be old: no other rank ma
 import os
 import sys
 
-from bigscl.store.reading import StoreReader
-from bigscl.store.snapshots import SnapshotLog
+from bigscl.store.commit.snapshots import SnapshotLog
+from bigscl.store.reader import StoreReader
 from bigscl.train import main
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 

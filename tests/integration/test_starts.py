@@ -24,7 +24,7 @@ SCENES = (24, 12, 8)
 
 pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
-    "bigscl.store.snapshots:SnapshotLog",
+    "bigscl.store.commit.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
     "bigscl.common.files",
     "bigscl.training.checkpoint.checkpoint_folder",

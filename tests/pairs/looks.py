@@ -34,7 +34,7 @@ def copy_store(source: str, target: str) -> None:
     """Copy all objects of a store."""
     import obstore
 
-    from bigscl.store.object_storage import Location
+    from bigscl.store.backends.schemes import Location
 
     one, other = (Location.parse(url).client(Location.parse(url).path) for url in (source, target))
     for page in obstore.list(one):

@@ -15,7 +15,9 @@ from bigscl.data.epoch_plan import Stream
 from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.read_samples import encoded_images
 from bigscl.data.tar import expand
-from bigscl.store import StoreError, object_storage, retries, streams
+from bigscl.store import StoreError
+from bigscl.store.backends import retries, streams
+from bigscl.store.backends import schemes as object_storage
 from tests.builders import write_shards
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.servers import QuietHandler, web_server

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import Annotations, HeatmapStore, Rows, StorageOptions
-from bigscl.store.backends import forget_memory
+from bigscl.store.backends.backend import forget_memory
 
 
 def make_annotations(shard_sizes=(5, 3, 4), num_classes=7, seed=0, fingerprint="data-1"):
@@ -112,5 +112,5 @@ def clock(monkeypatch):
         ticking.after_pause()
 
     fake = SimpleNamespace(monotonic=lambda: ticking.seconds, sleep=sleep)
-    monkeypatch.setattr("bigscl.store.waiting.time", fake)
+    monkeypatch.setattr("bigscl.store.epoch.threads.time", fake)
     return ticking

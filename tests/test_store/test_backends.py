@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bigscl.store import HeatmapStore
-from bigscl.store.backends import LocalBackend, check_creates_once, open_backend
+from bigscl.store.backends.backend import LocalBackend, check_creates_once, open_backend
 from bigscl.store.errors import AlreadyExists, StorageFailed, StoreError
 
 

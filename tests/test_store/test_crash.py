@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore
-from bigscl.store.verification import verify
+from bigscl.store.commit.check_chunks import verify
 from tests.test_store.conftest import all_ids
 from tests.test_store.crash_writer import ANNOTATIONS, EPOCHS, values_of
 

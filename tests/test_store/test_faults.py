@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import GroupSpec, HeatmapStore, ShardCache, StoreError, update
+from bigscl.store.commit.check_chunks import verify
 from bigscl.store.errors import ChunkCorrupt
-from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 

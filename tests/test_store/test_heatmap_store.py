@@ -8,6 +8,9 @@ import pytest
 import zarr
 
 from bigscl.store import Annotations, HeatmapStore, seal, update
+from bigscl.store.commit.create import spec_for
+from bigscl.store.commit.snapshots import SnapshotLog
+from bigscl.store.commit.versions import by_version, snapshot_bytes, version_of
 from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
@@ -19,11 +22,8 @@ from bigscl.store.errors import (
     SnapshotMissing,
     StoreError,
 )
-from bigscl.store.layout import initial_shard
-from bigscl.store.opening import spec_for
-from bigscl.store.snapshots import SnapshotLog
-from bigscl.store.spec import GroupSpec
-from bigscl.store.versions import by_version, snapshot_bytes, version_of
+from bigscl.store.format.layout import initial_shard
+from bigscl.store.format.spec import GroupSpec
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, history_faults, update
-from bigscl.store.backends import open_backend
+from bigscl.store.backends.backend import open_backend
 from tests.test_store.conftest import all_ids, random_update
 
 

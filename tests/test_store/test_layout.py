@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import GroupSpec, Rows, initial_shard, spec_for
-from bigscl.store.array_table import ARRAYS
-from bigscl.store.layout import choose_classes
+from bigscl.store.format.array_types import ARRAYS
+from bigscl.store.format.layout import choose_classes
 from tests.test_store.conftest import make_annotations
 
 

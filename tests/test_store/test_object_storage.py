@@ -9,9 +9,9 @@ from bigscl.data.open_tar import open_shard
 from bigscl.data.tar import expand
 from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import SCHEMES, STORE_SCHEMES, HeatmapStore, SingleProcess, StorageOptions, StoreError
-from bigscl.store.backends import open_backend
+from bigscl.store.backends.backend import open_backend
+from bigscl.store.backends.schemes import Location
 from bigscl.store.errors import AlreadyExists, StorageFailed
-from bigscl.store.object_storage import Location
 from tests.fake_buckets import fake_buckets
 from tests.test_store.conftest import assert_same_rows, make_annotations
 from tests.test_store.test_bad_connections import epochs

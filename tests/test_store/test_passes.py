@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import Annotations, HeatmapStore
-from bigscl.store.compact import compact_rows
-from bigscl.store.passes import in_order
+from bigscl.store.commit.compaction import compact_rows
+from bigscl.store.epoch.passes import in_order
 
 
 def test_results_come_in_order_whatever_finishes_first():

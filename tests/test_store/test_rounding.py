@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, stored_bytes, update
 from bigscl.store.errors import BadFile, ChunkCorrupt
-from bigscl.store.rounding import LEVELS, MISSING, from_bytes, rounded, to_bytes
+from bigscl.store.format.quantize import LEVELS, MISSING, from_bytes, rounded, to_bytes
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 from tests.test_store.rounding_reference import LEVELS as SLOW_LEVELS
 from tests.test_store.rounding_reference import slowly_rounded
@@ -41,7 +41,7 @@ def test_every_value_goes_to_one_of_its_neighbours_and_levels_stay():
 
 
 def test_bytes_and_levels_are_the_same_thing(monkeypatch):
-    monkeypatch.setattr("bigscl.store.rounding.BLOCK", 100)
+    monkeypatch.setattr("bigscl.store.format.quantize.BLOCK", 100)
     np.testing.assert_array_equal(to_bytes(LEVELS), np.arange(MISSING))
     np.testing.assert_array_equal(from_bytes(np.arange(MISSING, dtype=np.uint8)), LEVELS)
     outside = np.array([-0.1, 1.001, np.nan, np.inf, -np.inf], np.float16)
@@ -50,7 +50,7 @@ def test_bytes_and_levels_are_the_same_thing(monkeypatch):
 
 
 def test_a_sample_is_rounded_alike_in_any_batch(monkeypatch):
-    monkeypatch.setattr("bigscl.store.rounding.BLOCK", 100)
+    monkeypatch.setattr("bigscl.store.format.quantize.BLOCK", 100)
     rng = np.random.default_rng(0)
     values, ids = rng.random((50, 3, 4, 4)).astype(np.float16), rng.permutation(1000)[:50]
     whole = rounded(values, ids, 3)

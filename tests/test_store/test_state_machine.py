@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bigscl.store import GroupSpec, HeatmapStore, update
-from bigscl.store.backends import forget_memory
+from bigscl.store.backends.backend import forget_memory
+from bigscl.store.commit.check_chunks import verify
 from bigscl.store.errors import NoFreeSlot, SnapshotMissing
-from bigscl.store.verification import verify
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 from tests.test_store.rounding_reference import slowly_rounded
 

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 
 from bigscl.store import GroupSpec, HeatmapStore, StoreError, update
-from bigscl.store.arrays import STALE_SECONDS
+from bigscl.store.commit.check_chunks import verify
+from bigscl.store.commit.lease import Lease, break_lease
+from bigscl.store.commit.versions import version_of
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
-from bigscl.store.layout import initial_shard
-from bigscl.store.lease import Lease, break_lease
-from bigscl.store.verification import verify
-from bigscl.store.versions import version_of
+from bigscl.store.format.layout import initial_shard
+from bigscl.store.format.zarr_group import STALE_SECONDS
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bigscl.common.command_line import Settings, make_command, run, start_is_over
 from bigscl.config import ConfigError
-from bigscl.store import retries
+from bigscl.store.backends import retries
 from bigscl.tools.cli import VERBS, app, help_of, main
 
 

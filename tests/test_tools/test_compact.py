@@ -10,9 +10,9 @@ import pytest
 
 from bigscl.common.digests import write_sealed
 from bigscl.store import HeatmapStore
-from bigscl.store.backends import open_backend
-from bigscl.store.lease import read_holder
-from bigscl.store.rounding import LEVELS
+from bigscl.store.backends.backend import open_backend
+from bigscl.store.commit.lease import read_holder
+from bigscl.store.format.quantize import LEVELS
 from tests.builders import make_store
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl
@@ -144,7 +144,7 @@ def test_rewriting_needs_the_data(bare):
 
 SLOWLY = """
 import signal, sys, time
-from bigscl.store.arrays import ArrayGroup
+from bigscl.store.format.zarr_group import ArrayGroup
 from bigscl.tools.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # What a shell starts with & ignores it.
 write = ArrayGroup.write

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.annotations import Annotations
+from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import BadFile
-from bigscl.store.layout import annotated_mask
-from bigscl.store.snapshots import Snapshot
-from bigscl.store.spec import Array, Rows
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.layout import annotated_mask
+from bigscl.store.format.spec import Array, Rows
 
 ATTRIBUTE = "answers"
 """The attribute of a snapshot that has the answers its rows know of."""

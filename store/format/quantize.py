@@ -12,7 +12,7 @@ of processes and after a resume. Rows are rounded once, when they enter the stor
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import Array, GroupSpec, Rows
+from bigscl.store.format.spec import Array, GroupSpec, Rows
 
 # In 257 steps of the angle the squared sine has 255 different float16: all that a byte has room for.
 LEVELS: NDArray[np.float16] = np.unique((np.sin(np.arange(258) * np.pi / 514) ** 2).astype(np.float16))

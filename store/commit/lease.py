@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Self
 
-from bigscl.store.backends import Backend, check_creates_once
+from bigscl.store.backends.backend import Backend, check_creates_once
 from bigscl.store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
-from bigscl.store.fields import Fields, seal
+from bigscl.store.format.fields import Fields, seal
 
 logger = logging.getLogger(__name__)
 

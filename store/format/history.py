@@ -14,13 +14,13 @@ import zarr
 from numpy.typing import NDArray
 from zarr.storage import StorePath
 
-from bigscl.store.array_table import ARRAYS
-from bigscl.store.arrays import codecs, create_array, metadata_fault, planned_metadata
-from bigscl.store.backends import Backend
+from bigscl.store.backends.backend import Backend
+from bigscl.store.commit.metadata_files import described
 from bigscl.store.errors import storage_errors
-from bigscl.store.layout import ArrayPlan, choose_classes
-from bigscl.store.metadata import described
-from bigscl.store.spec import MAX_COUNT, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.array_types import ARRAYS
+from bigscl.store.format.layout import ArrayPlan, choose_classes
+from bigscl.store.format.spec import MAX_COUNT, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.zarr_group import codecs, create_array, metadata_fault, planned_metadata
 
 logger = logging.getLogger(__name__)
 

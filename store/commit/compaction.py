@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.store.annotations import Annotations
-from bigscl.store.array_table import ARRAYS, Compaction
-from bigscl.store.layout import choose_classes
-from bigscl.store.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.array_types import ARRAYS, Compaction
+from bigscl.store.format.layout import choose_classes
+from bigscl.store.format.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
 
 
 def check_top(annotations: Annotations, top: int) -> None:

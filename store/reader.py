@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.store import history
-from bigscl.store.annotations import Annotations
-from bigscl.store.answered import ATTRIBUTE, Answered, with_answers
-from bigscl.store.arrays import ArrayGroup
-from bigscl.store.backends import Backend
+from bigscl.store.backends.backend import Backend
+from bigscl.store.commit.snapshots import Snapshot, SnapshotLog, Written
+from bigscl.store.epoch.threads import Check
 from bigscl.store.errors import BadFile, StoreError
-from bigscl.store.initial_values import InitialValues
-from bigscl.store.layout import initial_shard, split_by_shard
-from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
-from bigscl.store.waiting import Check
+from bigscl.store.format import history
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.answered import ATTRIBUTE, Answered, with_answers
+from bigscl.store.format.initial_values import InitialValues
+from bigscl.store.format.layout import initial_shard, split_by_shard
+from bigscl.store.format.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.zarr_group import ArrayGroup
 
 
 class StoreReader:

@@ -16,14 +16,14 @@ from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
-from bigscl.store.backends import Backend, MemoryBackend
-from bigscl.store.checksums import WatchedStore, digest, watched
+from bigscl.store.backends.backend import Backend, MemoryBackend
+from bigscl.store.epoch.threads import Check, nothing, pauses
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
-from bigscl.store.fields import Fields, seal
-from bigscl.store.layout import ArrayPlan, array_plans
-from bigscl.store.rounding import LEVELS, from_bytes, to_bytes
-from bigscl.store.spec import Array, Codec, GroupSpec, Rows, StoreSpec
-from bigscl.store.waiting import Check, nothing, pauses
+from bigscl.store.format.checksums import WatchedStore, digest, watched
+from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.layout import ArrayPlan, array_plans
+from bigscl.store.format.quantize import LEVELS, from_bytes, to_bytes
+from bigscl.store.format.spec import Array, Codec, GroupSpec, Rows, StoreSpec
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from bigscl.store.backends import Backend
+from bigscl.store.backends.backend import Backend
 from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from bigscl.store.fields import Fields, seal
+from bigscl.store.format.fields import Fields, seal
 
 FOLDER = "snapshots"
 NO_DIGEST = -1

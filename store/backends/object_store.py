@@ -10,9 +10,9 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
+from bigscl.store.backends.retries import NotImplementedByServer, RetryPolicy
+from bigscl.store.backends.schemes import Location
 from bigscl.store.errors import AlreadyExists
-from bigscl.store.object_storage import Location
-from bigscl.store.retries import NotImplementedByServer, RetryPolicy
 
 T = TypeVar("T")
 DELETE_THREADS = 8

@@ -22,8 +22,8 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.storage import LocalStore, MemoryStore
 
 from bigscl.common.url_secrets import public
+from bigscl.store.backends.schemes import STORE_SCHEMES, Location, StorageOptions
 from bigscl.store.errors import AlreadyExists, NotAStore, StorageFailed, StoreError, storage_errors
-from bigscl.store.object_storage import STORE_SCHEMES, Location, StorageOptions
 
 FILE_THREADS = 8
 PROBES = 3
@@ -342,7 +342,7 @@ def open_backend(url: str | os.PathLike[str], options: StorageOptions | None = N
     if parsed.scheme == "memory":
         return _memories.setdefault(text, MemoryBackend(text))
     if parsed.scheme in STORE_SCHEMES:
-        from bigscl.store.objects import ObjectBackend
+        from bigscl.store.backends.object_store import ObjectBackend
 
         return ObjectBackend(Location.parse(text, options))
     raise StoreError(

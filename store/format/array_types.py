@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.spec import MAX_COUNT, Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.spec import MAX_COUNT, Array, GroupSpec, Rows, StoreSpec
 
 # 16 rows measured best for dense chunks (2,400 images/s; 260 with 1 row, 800 with 64).
 DENSE_CHUNK_ROWS = 16

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.closing import Closing
-from bigscl.store.shard_cache import ShardCache
-from bigscl.store.spec import Rows
-from bigscl.store.waiting import BoundedQueue, OnStart, join, nothing, take
+from bigscl.store.epoch.shard_cache import ShardCache
+from bigscl.store.epoch.threads import BoundedQueue, OnStart, join, nothing, take
+from bigscl.store.format.spec import Rows
 
 
 class Writeback(Closing):

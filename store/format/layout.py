@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.annotations import Annotations
-from bigscl.store.array_table import ARRAYS, ONE_BITS, Domain, Start, StoredArray, fill_value
 from bigscl.store.errors import BadValues, NoFreeSlot
-from bigscl.store.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.array_types import ARRAYS, ONE_BITS, Domain, Start, StoredArray, fill_value
+from bigscl.store.format.spec import Array, GroupSpec, Rows, StoreSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class ArrayPlan:
     chunks: tuple[int, ...]
     dtype: np.dtype[np.generic]
     rounded: bool = False
-    """Whether its values are stored as levels of one byte, see `store/rounding.py`."""
+    """Whether its values are stored as levels of one byte, see `store/format/quantize.py`."""
 
     @property
     def stored_dtype(self) -> np.dtype[np.generic]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.store.closing import Closing
-from bigscl.store.shard_cache import Allocate, ShardCache
-from bigscl.store.spec import Rows
-from bigscl.store.waiting import BoundedQueue, OnStart, join, nothing
+from bigscl.store.epoch.shard_cache import Allocate, ShardCache
+from bigscl.store.epoch.threads import BoundedQueue, OnStart, join, nothing
+from bigscl.store.format.spec import Rows
 
 Batch = TypeVar("Batch")
 

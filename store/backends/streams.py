@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, TypeVar
 
+from bigscl.store.backends.retries import RetryPolicy, cause_of
+from bigscl.store.backends.schemes import Location, StorageOptions
 from bigscl.store.errors import StoreError
-from bigscl.store.object_storage import Location, StorageOptions
-from bigscl.store.retries import RetryPolicy, cause_of
 
 # A tar that cannot be read is skipped, so a server is waited for less long than for a store. One that never
 # answered, or that did not come back, fails soon: otherwise each of 1,000 shards would wait for it.

@@ -8,20 +8,20 @@ from dataclasses import replace
 import zarr
 
 from bigscl.common.user_error import UserError
-from bigscl.store import history
-from bigscl.store.annotations import Annotations
-from bigscl.store.arrays import describe_group
-from bigscl.store.backends import Backend
-from bigscl.store.compact import check_top
+from bigscl.store.backends.backend import Backend
+from bigscl.store.commit.compaction import check_top
+from bigscl.store.commit.lease import KEY as LEASE_KEY
+from bigscl.store.commit.lease import Lease, is_beat
+from bigscl.store.commit.metadata_files import described, present, write_metadata
+from bigscl.store.commit.snapshots import FOLDER as SNAPSHOTS
+from bigscl.store.commit.snapshots import Check, Snapshot, SnapshotLog
+from bigscl.store.commit.versions import Version, version_of, versions_of
 from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore, OtherFormat, StoreError
-from bigscl.store.fields import Fields, seal
-from bigscl.store.lease import KEY as LEASE_KEY
-from bigscl.store.lease import Lease, is_beat
-from bigscl.store.metadata import described, present, write_metadata
-from bigscl.store.snapshots import FOLDER as SNAPSHOTS
-from bigscl.store.snapshots import Check, Snapshot, SnapshotLog
-from bigscl.store.spec import FORMAT, GroupSpec, StoreSpec
-from bigscl.store.versions import Version, version_of, versions_of
+from bigscl.store.format import history
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.spec import FORMAT, GroupSpec, StoreSpec
+from bigscl.store.format.zarr_group import describe_group
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"

@@ -13,8 +13,8 @@ from typing import Any, Self
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from bigscl.common.url_secrets import AGAIN, public, take, with_secret
+from bigscl.store.backends.retries import Credentials
 from bigscl.store.errors import StoreError
-from bigscl.store.retries import Credentials
 
 # The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
 # pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.annotations import Annotations
-from bigscl.store.spec import Array, Rows
+from bigscl.store.format.annotations import Annotations
+from bigscl.store.format.spec import Array, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

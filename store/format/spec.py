@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.store.fields import Fields
+from bigscl.store.format.fields import Fields
 
 FORMAT = 2
 GENERATIONS = 1024

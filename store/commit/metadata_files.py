@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from bigscl.store.backends import Backend, MemoryBackend
+from bigscl.store.backends.backend import Backend, MemoryBackend
 from bigscl.store.errors import AlreadyExists
 
 

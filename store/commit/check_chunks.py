@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bigscl.store.array_table import ARRAYS, Domain
 from bigscl.store.errors import ChunkCorrupt
+from bigscl.store.format.array_types import ARRAYS, Domain
 from bigscl.store.heatmap_store import HeatmapStore
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bigscl.store.snapshots import Snapshot
+from bigscl.store.commit.snapshots import Snapshot
 
 CHUNK = re.compile(r"(arrays-\d+)/\w+/c\.(\d{1,9})\.(\d{1,9})\b")
 Version = tuple[str, int, int]

@@ -1,0 +1,1 @@
+"""The life of a store: creation, snapshots, lease, compaction and checks."""

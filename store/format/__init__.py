@@ -1,0 +1,1 @@
+"""The format of a store: specs, arrays, layout, values and checksums."""
