@@ -88,7 +88,7 @@ class HeatmapStore(StoreReader, Closing):
         self._failure: Exception | None = None
 
     def _version(self, shard: int) -> Written:
-        """What this process wrote since the last commit, or else the committed version."""
+        """Versions that this process wrote since the last commit, or else the committed version."""
         return self._pending.get(shard) or super()._version(shard)
 
     # Creating and opening

@@ -1,4 +1,4 @@
-"""What tests of a store need: ranks as real processes, without torch."""
+"""Helpers for tests of a store: ranks as real processes, without torch."""
 
 import multiprocessing as mp
 import traceback

@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a person says of one class of one image."""
+    """Answer of a person about one class of one image."""
 
     key: str
     class_name: str
@@ -55,11 +55,11 @@ class Answer:
     when: str
     """ISO 8601 with a time zone; `now()` returns it."""
     snapshot: str = ""
-    """What the person was shown: the snapshot of the memory; empty if unknown."""
+    """Snapshot that the person was shown: that of the memory; empty if unknown."""
 
     @property
     def pair(self) -> Pair:
-        """What was asked."""
+        """The question: image and class."""
         return self.key, self.class_name
 
     def to_line(self) -> str:
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a file of answers says."""
+    """The answers of a file that hold."""
 
     standing: Mapping[Pair, Answer]
     """The answer that counts for each pair; none for those that everybody has withdrawn."""

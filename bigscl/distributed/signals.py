@@ -30,7 +30,7 @@ SILENT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """What a program says when it is interrupted."""
+    """Messages of a program that is interrupted."""
 
     program: str = "bigscl.train"
     first: str = "saving after this step. Press Ctrl-C again to end at once without saving."

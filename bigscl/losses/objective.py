@@ -1,4 +1,4 @@
-"""What a run minimises: a base loss plus gamma times a consistency. Importing it imports no torch."""
+"""The objective of a run: a base loss plus gamma times a consistency. Importing it imports no torch."""
 
 import importlib
 import pkgutil
@@ -62,7 +62,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Objective:
-    """What is minimised: base + gamma * consistency."""
+    """The loss that training minimises: base + gamma * consistency."""
 
     base: Base = "en"
     """The loss of the pooled prediction with the labels."""

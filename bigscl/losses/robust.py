@@ -56,7 +56,7 @@ class Asl:
     gamma_negative: NonNegative = 4.0
     """Exponent of the weight of negatives."""
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """What is subtracted from the probability of negatives; below it they have no loss."""
+    """Value that is subtracted from the probability of negatives; below it they have no loss."""
 
 
 def asl(logits: Tensor, labels: Tensor, settings: Asl = Asl()) -> Tensor:
@@ -85,7 +85,7 @@ class Hill:
     peak: Annotated[float, Field(ge=1)] = 1.5
     """Lambda of (lambda - f) f^2, the loss of unknown labels, which is highest at f = 2/3 of lambda."""
     margin: NonNegative = 1.0
-    """What is subtracted from the logits of positives."""
+    """Value that is subtracted from the logits of positives."""
     gamma: NonNegative = 2.0
     """Exponent of the focal weight of positives."""
 
@@ -112,7 +112,7 @@ class Splc:
     start_epoch: CountOrZero = 1
     """First epoch, from 0, with such labels."""
     margin: NonNegative = 1.0
-    """What is subtracted from the logits of known positives."""
+    """Value that is subtracted from the logits of known positives."""
     gamma: NonNegative = 2.0
     """Exponent of the focal weight."""
 

@@ -90,7 +90,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What a step computes from a batch, on the host."""
+    """Results of a step for a batch, on the host."""
 
     logits: Tensor
     """[B,L]"""
@@ -263,7 +263,7 @@ class _Local:
 
 
 class _Unchanged:
-    """What the loss keeps, which a step does not change."""
+    """State of the loss, which a step does not change."""
 
     def __init__(self, kept: LossState) -> None:
         self._kept = kept

@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a run needs. The trainer and `bigscl plan` print these figures."""
+    """Needs of a run. The trainer and `bigscl plan` print these figures."""
 
     phases: tuple[MemoryPhase, ...]
     """The layouts of the store over the run; none without a store."""
@@ -205,7 +205,7 @@ def layouts(config: Config, spec: StoreSpec) -> list[GroupSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskMoment:
-    """What is on disk after an epoch or a part of it was written, or after old arrays were deleted."""
+    """Bytes on disk after an epoch or a part of it was written, or after old arrays were deleted."""
 
     recorded: int
     """Epochs in the history of the tracked samples."""

@@ -48,7 +48,7 @@ REPETITION_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochTypeMeasurement:
-    """What one rank measured of a kind of epochs."""
+    """Measurements of one rank for a type of epochs."""
 
     first_epoch: int
     last_epoch: int
@@ -67,7 +67,7 @@ class EpochTypeMeasurement:
     compute_seconds: float
     """The same without the exchange."""
     save_seconds: float
-    """What training waits for at a save within an epoch: all open shards are written and committed, and the
+    """Seconds that training waits at a save within an epoch: open shards are written and committed, and the
     checkpoint is copied, or written if that is not done in the background."""
     end_seconds: float
     """The end of an epoch: selection, commit, checkpoint, and compaction where it falls due."""
@@ -75,7 +75,7 @@ class EpochTypeMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     host: str
     device: str

@@ -23,7 +23,7 @@ TASKS = (
 )
 """Environment variables of srun and mpirun: the number of tasks, and which one this is."""
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What accelerate's launcher announces as ACCELERATE_USE_..., and no checkpoint of ours can hold."""
+"""Wrappers that accelerate's launcher announces as ACCELERATE_USE_...; our checkpoints cannot hold them."""
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU")
 """Of accelerate's distributed types."""
 

@@ -27,7 +27,7 @@ from bigscl.training.run_progress import rng_state, set_rng_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predicted:
-    """What the memory learns of a batch, on the device."""
+    """New values of a batch for the memory, on the device."""
 
     logits: Tensor
     """[B,L]"""

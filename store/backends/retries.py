@@ -38,7 +38,7 @@ HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a user should do about credentials of one kind of storage."""
+    """Advice to the user about credentials of one kind of storage."""
 
     missing: str
     refused: str
@@ -63,7 +63,7 @@ def cause_of(error: Exception) -> str:
 
 
 def hint_for(error: Exception, credentials: Credentials) -> str | None:
-    """What to do about a permanent failure; None for one that may be temporary."""
+    """Return the advice about a permanent failure; None for one that may be temporary."""
     text = str(error).partition("Debug source:")[0]
     # Addresses are left out: a bucket may be called "credentials".
     address = re.search(r"Error performing [A-Z]+ (\S+)", text)

@@ -91,12 +91,12 @@ class Location:
 
     @property
     def server(self) -> str:
-        """What answers, or does not answer, for all objects of the bucket."""
+        """The bucket and its endpoint, which answer for all its objects."""
         return f"{self.scheme}://{self.bucket} {self.endpoint}"
 
     @property
     def credentials(self) -> Credentials:
-        """What to say about credentials that are missing or refused."""
+        """Advice about credentials that are missing or refused."""
         return SCHEMES[self.scheme].credentials
 
     def client(self, prefix: str = "") -> Any:

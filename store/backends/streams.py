@@ -148,7 +148,7 @@ class ObjectReader(io.RawIOBase):
 
 
 def _condition_of(tag: str | None, modified: datetime) -> dict[str, Any] | None:
-    """What a range is conditional on: a strong entity tag, or else a date; None where there is neither."""
+    """Return the condition of a range: a strong entity tag, or else a date; None where there is neither."""
     if tag is not None and not tag.startswith("W/"):
         return {"if_match": tag}
     # The client gives 1970 where the server names no date.

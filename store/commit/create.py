@@ -28,12 +28,12 @@ PARTIAL = ".partial"
 """How names of files end that are being written."""
 FIRST_GROUP = GroupSpec()
 CREATED = (SNAPSHOTS, history.FOLDER, FIRST_GROUP.name)
-"""What creation makes next to the root file."""
+"""Folders that creation makes next to the root file."""
 REMEDY = "Restore it from a copy (complete the copy, if one was interrupted), or use another place."
 
 
 def read_spec(backend: Backend, *, listing: bool = True) -> StoreSpec:
-    """What the store at this place is; or an error that says what is there instead.
+    """Return the spec of the store at this address, or raise an error that says what is there instead.
 
     Without `listing`, no folder is listed if the root file is there: on a shared file system a listing may be
     old, and others have found the store complete.
@@ -177,7 +177,7 @@ def _claim(backend: Backend) -> Lease:
 
 
 def _own_names(backend: Backend) -> list[str]:
-    """What lies at the top, without heartbeats and writes that were cut short."""
+    """Return the names at the top, without heartbeats and writes that were cut short."""
     return [name for name in backend.names("") if not is_beat(name) and not name.endswith(PARTIAL)]
 
 

@@ -96,7 +96,7 @@ def is_beat(name: str) -> bool:
 
 
 def this_machine() -> str:
-    """What makes a pid mean the same process: this boot of this kernel, and the pid namespace."""
+    """Return where a pid means the same process: this boot of this kernel, and the pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

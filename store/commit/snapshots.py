@@ -37,7 +37,7 @@ class Snapshot:
     """By array, for each shard, the digest of its version; -1: unknown."""
 
     def digests_of(self, shard: int) -> dict[str, int]:
-        """What is known of a shard's version, by array."""
+        """Return the digests of a shard's version, by array."""
         found = {name: values[shard] for name, values in self.digests.items()}
         return {name: digest for name, digest in found.items() if digest != NO_DIGEST}
 

@@ -1,4 +1,4 @@
-"""What people said of single classes after the labels were made, and how that changes rows that are stored.
+"""Answers of people about single classes after the labels were made, and how they change stored rows.
 
 A class that is said to be present is an annotated positive from then on. Its score becomes 1; its heatmap
 stays what was learnt. If the row keeps the heatmaps of some classes only, and not of this one, it takes the

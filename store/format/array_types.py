@@ -24,7 +24,7 @@ ONE_BITS = np.float16(1).view(np.uint16)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """What the initial values of a shard depend on."""
+    """Inputs of the initial values of a shard."""
 
     annotated: NDArray[np.bool_]
     """[R,L]"""
@@ -47,7 +47,7 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """What valid values depend on."""
+    """Inputs of the check that values are valid."""
 
     num_classes: int
     last_epoch: int
@@ -159,7 +159,7 @@ class Heatmaps(_Fractions):
 
 
 class SpatialScore(_Fractions):
-    """What expected positives of each class with a heatmap are ranked by, in place of the score."""
+    """Value by which expected positives of each class with a heatmap are ranked, in place of the score."""
 
     name = "spatial_score"
 

@@ -25,7 +25,7 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal_fault(values: Mapping[str, Any]) -> str | None:
-    """What is wrong with the digest of a file's values; None if they are those that were written."""
+    """Return what is wrong with the digest of a file's values; None if they are those that were written."""
     found = values.get(SEAL)
     if found is None:
         return f"has no digest of its values ({SEAL}): damaged, or written by an earlier revision"

@@ -157,7 +157,7 @@ def _chunks(backend: Backend, array: str) -> dict[str, int]:
 
 
 def read_history(backend: Backend, sample: int, spec: StoreSpec) -> dict[int, Rows]:
-    """What was kept of one tracked sample, by epoch; nothing for a sample that is not tracked."""
+    """History of one tracked sample, by epoch; nothing for a sample that is not tracked."""
     if sample not in spec.history_samples:
         return {}
     place = spec.history_samples.index(sample)

@@ -1,4 +1,4 @@
-"""What was seen in heatmaps since their start: without what the running averages have left of initial values.
+"""Heatmaps as seen since their start: without what the running averages have left of initial values.
 
 A heatmap starts at 1 for an annotated class. After n visits of a cell `mu^n` of that is left, which hides
 what was seen wherever crops rarely look. Classes that are not annotated start at 0: nothing is taken out.

@@ -1,4 +1,4 @@
-"""What a store is made of: values that are written once and never change."""
+"""Parts of a store: values that are written once and never change."""
 
 from collections.abc import ItemsView, Iterator, KeysView
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
-    """What stays the same for the whole life of a store."""
+    """Settings that stay the same for the whole life of a store."""
 
     fingerprint: str
     num_classes: int

@@ -91,7 +91,7 @@ def open_array(store: WatchedStore, path: str, mode: Literal["r", "r+"]) -> zarr
 
 
 def metadata_fault(array: zarr.Array[Any], plan: ArrayPlan, group: GroupSpec) -> str | None:
-    """What of an array's metadata is not as it was created; None if all is."""
+    """Return which part of an array's metadata is not as it was created; None if all is."""
     found: dict[str, Any] = dict(array.metadata.to_dict())
     expected = planned_metadata(plan, group).to_dict()
     # Others may add attributes of their own.

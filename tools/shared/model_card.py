@@ -30,7 +30,7 @@ MOST_NAMES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Licences:
-    """What the publisher says of licences."""
+    """Licences that the publisher states."""
 
     weights: str | None
     dataset: str | None

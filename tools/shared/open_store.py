@@ -1,4 +1,4 @@
-"""What all verbs over a store share: where the store is, how to reach it, and the data it was created for."""
+"""Open a store for a verb: where the store is, how to reach it, and the data it was created for."""
 
 import logging
 import socket
@@ -66,7 +66,7 @@ class Data:
     labels: "Labels"
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
-    """What the store was created for, without answers of people; its snapshots say which they know of."""
+    """Annotations that the store was created for, without answers of people: its snapshots have those."""
     labelled: "Index"
     """The same samples without answers of people."""
     answers: Path | None

@@ -133,7 +133,7 @@ def _listed(facts: dict[str, Any]) -> str:
 
 
 class _Images:
-    """What a picture needs from the shards for each sample: pixels, labels, boxes."""
+    """Pixels, labels and boxes of each sample of a picture, from the shards."""
 
     def __init__(
         self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: SnapshotThresholds | None

@@ -1,4 +1,4 @@
-"""What the page asks for: each address has a function that answers it from the runs."""
+"""Requests of the page: each address has a function that answers it from the runs."""
 
 import base64
 import threading
@@ -277,7 +277,7 @@ class Api:
         return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": expected.note})
 
     def _class(self, parameters: Parameters) -> Reply:
-        """What is mined in images that name a class, and what images name in which it is mined."""
+        """Return the classes mined in images that name a class, and those named where it is mined."""
         run = self._run(parameters)
         number = parameters.integer("class", 0, run.store.spec.num_classes - 1)
         together = np.empty((0, 3), np.int64) if run.index is None else run.index.classes.together

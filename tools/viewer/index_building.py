@@ -105,7 +105,7 @@ def _build_index(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Shard:
-    """What the pass keeps of one shard."""
+    """Values that the pass keeps for one shard."""
 
     pairs: Array
     orders: dict[str, Array]

@@ -26,7 +26,7 @@ Order = Literal["surprise", "change", "heat", "against", "score", "row"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What the grid asks for. Of each sample one pair is shown: of the class, or of the order's own class."""
+    """A request of the grid. It shows one pair for each sample: of the class, or of the order's own class."""
 
     order: Order = "surprise"
     number: int | None = None

@@ -1,4 +1,4 @@
-"""What a request asks and what it is answered: parameters that are checked, and replies."""
+"""A request and its reply: parameters that are checked, and replies."""
 
 import json
 import math

@@ -48,7 +48,7 @@ ORDERS = ("surprise", "change", "heat")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClassCounts:
-    """What the index knows of each class."""
+    """Values of the index for each class."""
 
     annotated: NDArray[np.int64]
     expected: NDArray[np.int64]
