@@ -261,6 +261,9 @@ class _Local:
     def reduce(self, values: Tensor, reduction: str) -> Tensor:
         return values
 
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
 
 class _Unchanged:
     """State of the loss, which a step does not change."""
