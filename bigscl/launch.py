@@ -19,8 +19,8 @@ from bigscl.common.failures import LAUNCH_FOLDER, STOPPED
 from bigscl.distributed.signals import SIGNALS
 
 POLL_SECONDS = 0.2
-SECONDS_FOR_THE_LAUNCHER = 20.0
-"""How long a launcher whose ranks have stopped may wait for those of other nodes; torch's would for 300 s."""
+SECONDS_TO_END = 20.0
+"""How long ranks that have stopped may take to end."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -47,7 +47,6 @@ def _die_with_parent() -> None:
 
 def _wait(launcher: "subprocess.Popen[bytes]", folder: Path) -> int:
     """Pass signals on until the launcher ends."""
-    stopped_at: float | None = None
     while launcher.poll() is None:
         arrived = signal.sigtimedwait(SIGNALS, POLL_SECONDS)
         codes = _codes(folder)
@@ -59,9 +58,12 @@ def _wait(launcher: "subprocess.Popen[bytes]", folder: Path) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, number)
         if {*codes.values()} == {STOPPED}:
-            stopped_at = stopped_at or time.monotonic()
-            if time.monotonic() - stopped_at > SECONDS_FOR_THE_LAUNCHER:
-                launcher.kill()
+            # Torch's launcher would wait for those of other nodes, up to 300 s, and print a traceback if
+            # the first one ends before it.
+            launcher.kill()
+            launcher.wait()
+            _end_ranks(folder)
+            return STOPPED
     return _exit_code(_codes(folder), launcher.returncode)
 
 
@@ -71,6 +73,14 @@ def _end_early(launcher: "subprocess.Popen[bytes]", folder: Path, number: signal
     launcher.wait()
     print(f"bigscl.launch: stopped by {number.name} before training began.", file=sys.stderr)
     return STOPPED
+
+
+def _end_ranks(folder: Path) -> None:
+    """Wait until ranks that have stopped are gone; kill those that take too long."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    while _processes(folder) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    _kill_all(folder)
 
 
 def _codes(folder: Path) -> dict[int, int | None]:
@@ -85,7 +95,7 @@ def _exit_code(codes: dict[int, int | None], launcher: int) -> int:
     A rank may stop so early that the others only see that it is gone, and fail.
     """
     if STOPPED in codes.values():
-        if launcher:
+        if {*codes.values()} != {STOPPED}:  # The others have said something else.
             print("bigscl.launch: the run was stopped. Resume with the same command.", file=sys.stderr)
         return STOPPED
     failed = [code for code in codes.values() if code]
@@ -94,14 +104,20 @@ def _exit_code(codes: dict[int, int | None], launcher: int) -> int:
 
 def _kill_all(folder: Path) -> None:
     """Kill every process that was started under this launcher, those included that left its group."""
-    mark, found = os.fsencode(f"{LAUNCH_FOLDER}={folder}\0"), True
-    while found:
-        found = False
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # another user's, or gone
-                if mark in file.read_bytes():
-                    os.kill(int(file.parent.name), signal.SIGKILL)
-                    found = True
+    while processes := _processes(folder):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _processes(folder: Path) -> list[int]:
+    """Return the processes that were started under this launcher."""
+    mark, processes = os.fsencode(f"{LAUNCH_FOLDER}={folder}\0"), []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if mark in file.read_bytes():
+                processes.append(int(file.parent.name))
+    return processes
 
 
 if __name__ == "__main__":

@@ -95,9 +95,7 @@ def test_ranks_that_are_stopped_before_training_end_with_the_same_code():
     process.send_signal(signal.SIGTERM)
     code, _, errors = end_of(process)
     assert code == STOPPED
-    *early, last = errors.splitlines()
-    assert early == ["bigscl.train: stopped by SIGTERM before training began."] * 2
-    assert last == "bigscl.launch: the run was stopped. Resume with the same command."
+    assert errors.splitlines() == ["bigscl.train: stopped by SIGTERM before training began."] * 2
 
 
 def test_launcher_without_ranks_is_killed_with_all_that_it_started():
