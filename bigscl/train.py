@@ -41,12 +41,11 @@ from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, tracker_project
 from bigscl.training.model_state import ModelState, map_side
-from bigscl.training.options import TrainingOptions
+from bigscl.training.options import StopFile, TrainingOptions
 from bigscl.training.run_folder import Run, RunFolder, open_data
 from bigscl.training.run_memory import RunMemory, make_score_log
 from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
-from bigscl.training.stop_file import StopFile
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ These names are the public surface of the store. Modules outside this folder imp
 from bigscl.store.backends.backend import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.backends.schemes import SCHEMES, STORE_SCHEMES, StorageOptions
 from bigscl.store.backends.streams import ObjectReader, list_objects
-from bigscl.store.closing import Closing
-from bigscl.store.commit.check_chunks import Problem, verify
 from bigscl.store.commit.create import read_spec, spec_for
 from bigscl.store.commit.lease import (
     LEASE_PATIENCE_SECONDS,
@@ -17,27 +15,42 @@ from bigscl.store.commit.lease import (
     process_start,
     read_holder,
 )
-from bigscl.store.commit.snapshots import Snapshot, SnapshotLog
-from bigscl.store.commit.versions import Version, by_version, snapshot_bytes, versions_of
-from bigscl.store.epoch.passes import PASS_THREADS, in_order
+from bigscl.store.commit.snapshots import (
+    Snapshot,
+    SnapshotLog,
+    Version,
+    by_version,
+    snapshot_bytes,
+    versions_of,
+)
 from bigscl.store.epoch.prefetch import Prefetcher
 from bigscl.store.epoch.shard_cache import ShardCache, update
+from bigscl.store.epoch.threads import PASS_THREADS, in_order
 from bigscl.store.epoch.writeback import Writeback
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.format.annotations import Annotations, Ragged
 from bigscl.store.format.answered import Answered, answered_shard, label_counts, with_answers
 from bigscl.store.format.fields import SEAL, seal, seal_fault
 from bigscl.store.format.history import history_bytes, history_faults
-from bigscl.store.format.initial_values import InitialValues
-from bigscl.store.format.layout import array_plans, choose_classes, initial_shard, shard_bytes, stored_bytes
+from bigscl.store.format.layout import (
+    PACKED_NAME,
+    array_plans,
+    choose_classes,
+    initial_shard,
+    shard_bytes,
+    stored_bytes,
+    stored_plans,
+)
 from bigscl.store.format.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec
 from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.reader import InitialValues, Problem, verify
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 
 __all__ = [
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
     "MAX_COUNT",
+    "PACKED_NAME",
     "PASS_THREADS",
     "SCHEMES",
     "SEAL",
@@ -48,7 +61,6 @@ __all__ = [
     "Backend",
     "BadFile",
     "ChunkCorrupt",
-    "Closing",
     "Codec",
     "GroupSpec",
     "HeatmapStore",
@@ -96,6 +108,7 @@ __all__ = [
     "snapshot_bytes",
     "spec_for",
     "stored_bytes",
+    "stored_plans",
     "update",
     "verify",
     "versions_of",

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -12,7 +13,6 @@ import numpy as np
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend, open_backend
 from bigscl.store.backends.schemes import StorageOptions
-from bigscl.store.closing import Closing
 from bigscl.store.commit.compaction import check_top, compact_rows, compacted_group
 from bigscl.store.commit.create import (
     FIRST_GROUP,
@@ -21,10 +21,11 @@ from bigscl.store.commit.create import (
     delete_unnamed_groups,
     delete_unnamed_versions,
     prepare_writing,
+    present,
     read_spec,
+    write_metadata,
 )
 from bigscl.store.commit.lease import Lease
-from bigscl.store.commit.metadata_files import described, present, write_metadata
 from bigscl.store.commit.snapshots import (
     Snapshot,
     SnapshotLog,
@@ -33,26 +34,25 @@ from bigscl.store.commit.snapshots import (
     pack,
     report,
     unpack,
+    versions_of,
     with_versions,
 )
-from bigscl.store.commit.versions import versions_of
-from bigscl.store.epoch.passes import in_order
-from bigscl.store.epoch.threads import POLL_SECONDS, Check, nothing
+from bigscl.store.epoch.threads import POLL_SECONDS, Check, in_order, nothing
 from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
 from bigscl.store.format.answered import Answered, answered_shard, with_answers
-from bigscl.store.format.layout import annotated_mask, free_slot
+from bigscl.store.format.layout import free_slot
 from bigscl.store.format.quantize import as_stored
 from bigscl.store.format.spec import Codec, GroupSpec, Rows, StoreSpec
-from bigscl.store.format.zarr_group import ArrayGroup, describe_group
+from bigscl.store.format.zarr_group import ArrayGroup, describe_group, described
 from bigscl.store.reader import StoreReader
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 
 StorePath = str | os.PathLike[str]
 
 
-class HeatmapStore(StoreReader, Closing):
+class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
     """Scores and heatmaps of every sample, at one snapshot plus what this process has written since.
 
     Every rank opens the same store. `open` for writing, `commit`, `rollback`, `drop_snapshots` and `compact`
@@ -176,6 +176,9 @@ class HeatmapStore(StoreReader, Closing):
                 before = wanted
                 if snapshot is not None or (wanted := log.newest()) == before:
                     raise
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Release the lease. What was not committed is lost."""
@@ -458,9 +461,8 @@ class HeatmapStore(StoreReader, Closing):
 
     def _compacted(self, group: GroupSpec, shard: int, rows: Rows) -> Rows:
         assert self.annotations is not None
-        annotated = annotated_mask(rows.scores.shape, *self.annotations.of_shard(shard))
         ids = shard * self.spec.rows_per_shard + np.arange(len(rows))
-        compacted = compact_rows(rows, annotated, self.spec, group)
+        compacted = compact_rows(rows, self.annotations.of_shard(shard), self.spec, group)
         return as_stored(compacted, group, ids, self._snapshot.epoch)
 
     # Answers
@@ -506,9 +508,4 @@ class HeatmapStore(StoreReader, Closing):
             return
         assert self.annotations is not None
         ids = np.asarray(self.spec.history_samples, dtype=np.int64)
-        rows = self.read(ids)
-        offsets = self.annotations.offsets
-        places = np.repeat(np.arange(len(ids)), offsets[ids + 1] - offsets[ids])
-        classes = [self.annotations.classes[offsets[n] : offsets[n + 1]] for n in ids]
-        annotated = annotated_mask(rows.scores.shape, places, np.concatenate(classes))
-        history.record(self.backend, self.spec, epoch, rows, annotated)
+        history.record(self.backend, self.spec, epoch, self.read(ids), self.annotations.of_rows(ids))

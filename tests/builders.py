@@ -210,7 +210,7 @@ def make_store(
 def learn(store: HeatmapStore, index: Index, epoch: int, skill: float, random) -> None:
     """One epoch of looks at every sample, a selection, and a commit."""
     ids = index.ids()
-    annotated, present = index.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
+    annotated, present = index.labels_of(ids) == 1, index.labels_of(ids, "full") == 1
     belief = np.where(annotated, 0.7 + 0.25 * skill, np.where(present, 0.1 + 0.6 * skill, 0.05))
     scores = (belief * random.uniform(0.8, 1.0, belief.shape)).astype(np.float16)
     values = {"scores": scores, "sample_visits": np.full(len(ids), epoch + 1, np.uint8)}

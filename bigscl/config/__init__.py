@@ -21,14 +21,14 @@ from bigscl.config.schema import (
     StoreConfig,
     ValidationConfig,
 )
-from bigscl.data.labels.sampling import ObservedConfig
+from bigscl.data.labels.sampling import GivenConfig
 
 __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
-    "ObservedConfig",
+    "GivenConfig",
     "RankBy",
     "StoreConfig",
     "ValidationConfig",

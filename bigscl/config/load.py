@@ -303,10 +303,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.rand_augment", "choose it or data.color_jitter"
     if config.data.val_labels_file is not None and config.data.val is None:
         yield "data.val_labels_file", "has no effect without data.val"
-    if config.data.labels == "labels" and config.data.observed is not None:
-        yield "data.observed", "has no effect with data.labels: labels"
-    if config.data.labels == "labels" and config.data.answers is not None:
-        yield "data.answers", "has no effect with data.labels: labels"
+    if config.data.labels == "full" and config.data.given is not None:
+        yield "data.given", "has no effect with data.labels: full"
+    if config.data.labels == "full" and config.data.answers is not None:
+        yield "data.answers", "has no effect with data.labels: full"
     try:
         config.data.evaluation_transform()
     except ValueError as error:

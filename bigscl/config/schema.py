@@ -13,7 +13,7 @@ from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Shar
 from bigscl.config.schedule import Schedule
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
-from bigscl.data.labels.sampling import ObservedConfig
+from bigscl.data.labels.sampling import GivenConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,
@@ -54,10 +54,10 @@ class DataConfig:
     """File of human answers (`bigscl review`); it may grow. yes = positive, no = negative."""
     val_labels_file: Path | None = None
     """Full labels of the validation images; images that it lacks are not evaluated."""
-    labels: Literal["observed", "labels"] = "observed"
-    """Labels that training may see: the observed ones, or `labels`, the full ones (the oracle)."""
-    observed: ObservedConfig | None = None
-    """Draw the observed labels from the full ones. Default: use those in the shards."""
+    labels: Literal["given", "full"] = "given"
+    """Labels that training sees: the given ones, or the full ones (the oracle)."""
+    given: GivenConfig | None = None
+    """Draw the given labels from the full ones. Default: use those in the shards."""
     preprocessing: Literal["explicit", "weights"] = "explicit"
     """`weights`: settings of size, resizing, colours that are not given here are those of `model.weights`."""
     size: Side = 224
@@ -147,7 +147,7 @@ class SelectionConfig:
     K: Annotated[float, Field(ge=1)] | Literal["auto"] = "auto"
     """Number of positives per image; `auto`: the mean over a fully labelled data.val."""
     start_epoch: Count = 1
-    """First epoch in which expected positives are used; before it only observed positives count."""
+    """First epoch in which expected positives are used; before it only given positives count."""
     by: RankBy = "score"
     """Value that ranks images: the score in the memory (the paper), or score and heatmap (spatial)."""
     per_class: bool | Literal["labelled"] = False

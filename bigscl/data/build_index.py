@@ -22,6 +22,8 @@ from bigscl.store import Ragged
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")
+# Names of each list of labels in a json; the last that is there counts.
+FIELDS = {"full": ("labels", "full"), "given": ("observed", "given"), "negatives": ("negatives",)}
 LONGEST_NUMBER = 20
 # Shortens labels in messages.
 SHORT = reprlib.Repr()
@@ -69,9 +71,9 @@ class ShardScan:
     keys: Ragged
     images: np.ndarray[Any, np.dtype[np.int64]]
     """[samples, 2]: offset and length of each image."""
-    observed: Ragged
+    given: Ragged
     negatives: Ragged
-    labels: Ragged | None
+    full: Ragged | None
     problems: list[Problem]
 
 
@@ -195,33 +197,36 @@ def _add(sample: _Sample, extension: str, member: Member, shard: Shard) -> None:
 
 
 def _labels(sample: _Sample, num_classes: int | None, unlabelled: bool) -> dict[str, list[int]]:
-    """Return the lists `observed`, `negatives` and `labels` of a sample; add problems to `sample.wrong`."""
-    fields: dict[str, Any] = {}
+    """Return the lists `given`, `negatives` and `full` of a sample; add problems to `sample.wrong`."""
     try:
         found = json.loads(sample.contents.get("json", b"{}"))
-        fields = {name: found[name] for name in ("labels", "observed", "negatives") if name in found}
+        fields: dict[str, Any] = {
+            name: found[key] for name, keys in FIELDS.items() for key in keys if key in found
+        }
     except (ValueError, TypeError, RecursionError) as error:
         sample.wrong.append(f"json: cannot be read: {error}")
         return {}
-    if not fields.keys() & {"labels", "observed"}:
-        if "cls" not in sample.contents and unlabelled and not sample.wrong:
-            fields["observed"] = []
+    if not fields.keys() & {"full", "given"}:
+        if "cls" not in sample.contents and "label" in found:
+            fields["given"] = [found["label"]] if type(found["label"]) is int else found["label"]
+        elif "cls" not in sample.contents and unlabelled and not sample.wrong:
+            fields["given"] = []
         elif "cls" not in sample.contents:
             if not sample.wrong:
-                sample.wrong.append("no label: expected `cls`, or `json` with `labels` or `observed`")
+                sample.wrong.append("no label: expected `cls`, or `json` with `given`, `full` or `label`")
             return {}
         else:
             text = sample.contents["cls"].decode(errors="replace").strip()
             number = text.isdecimal() and text.isascii() and len(text) <= LONGEST_NUMBER
-            fields["observed"] = [int(text)] if number else text
+            fields["given"] = [int(text)] if number else text
     for name, value in fields.items():
         if wrong := _wrong_classes(value, num_classes):
             sample.wrong.append(f"{name}: {wrong}")
     if sample.wrong:
         return {}
-    if both := set(fields.get("observed", fields.get("labels", ()))) & set(fields.get("negatives", ())):
+    if both := set(fields.get("given", fields.get("full", ()))) & set(fields.get("negatives", ())):
         sample.wrong.append(f"negatives: {sorted(both)} are positives as well")
-    fields.setdefault("observed", fields.get("labels"))
+    fields.setdefault("given", fields.get("full"))
     return {name: sorted(set(value)) for name, value in fields.items()}
 
 
@@ -237,14 +242,14 @@ def _wrong_classes(value: Any, num_classes: int | None) -> str | None:
 def _packed(
     rows: list[tuple[str, Member, dict[str, list[int]]]], stored_bytes: int, problems: list[Problem]
 ) -> ShardScan:
-    labels = [row["labels"] for _, _, row in rows if "labels" in row]
+    full = [row["full"] for _, _, row in rows if "full" in row]
     return ShardScan(
         stored_bytes=stored_bytes,
         keys=Ragged.of_bytes([key.encode(errors="surrogateescape") for key, _, _ in rows]),
         images=np.array([(image.offset, image.size) for _, image, _ in rows], np.int64).reshape(-1, 2),
-        observed=Ragged.of([row["observed"] for _, _, row in rows]),
+        given=Ragged.of([row["given"] for _, _, row in rows]),
         negatives=Ragged.of([row.get("negatives", []) for _, _, row in rows]),
-        labels=Ragged.of(labels) if len(labels) == len(rows) else None,
+        full=Ragged.of(full) if len(full) == len(rows) else None,
         problems=problems,
     )
 
@@ -263,7 +268,7 @@ def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
 
 
 def _largest_label(scans: list[ShardScan]) -> int:
-    found = [rows.values for scan in scans for rows in (scan.observed, scan.negatives, scan.labels) if rows]
+    found = [rows.values for scan in scans for rows in (scan.given, scan.negatives, scan.full) if rows]
     return int(max((values.max() for values in found if len(values)), default=0))
 
 
@@ -276,7 +281,7 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
     def spread(parts: list[Ragged], dtype: type[np.generic]) -> Ragged:
         return Ragged.concatenate(parts, dtype).spread(ids, num_rows)
 
-    labels = [found.labels for found in scans if found.labels is not None]
+    full = [found.full for found in scans if found.full is not None]
     index = Index(
         urls=tuple(urls),
         shard_bytes=np.array([found.stored_bytes for found in scans], np.int64),
@@ -285,9 +290,9 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
         keys=spread([found.keys for found in scans], np.uint8),
         image_offsets=images[:, 0].copy(),
         image_bytes=images[:, 1].copy(),
-        observed=spread([found.observed for found in scans], np.uint32),
+        given=spread([found.given for found in scans], np.uint32),
         negatives=spread([found.negatives for found in scans], np.uint32),
-        labels=spread(labels, np.uint32) if len(labels) == len(scans) else None,
+        full=spread(full, np.uint32) if len(full) == len(scans) else None,
         fingerprint="",
     )
     return with_fingerprint(index)

@@ -22,15 +22,15 @@ from bigscl.data import tar as tars
 from bigscl.data.open_tar import scheme
 from bigscl.store import Annotations, Ragged
 
-VERSION = 1
+VERSION = 2
 UNKNOWN_BYTES = -1
-ROWS = {"keys": "keys", "observed": "positives", "negatives": "negatives", "labels": "labels"}
-"""Fields with a row for each sample, and their names in the file and the fingerprint."""
+ROWS = ("keys", "given", "negatives", "full")
+"""Fields with a row for each sample."""
 ARRAYS = ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes")
 SAMPLES_FILE, SAMPLES_FORMAT = "samples.json", 1
 """A list of a store's rows for readers without bigscl: docs/store-format.md describes it."""
 WHAT, REMEDY = "an index of bigscl", "Delete it, or choose another path; create it again with `bigscl index`."
-Labels = Literal["observed", "labels"]
+Labels = Literal["given", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,14 +49,14 @@ class Index:
     image_offsets: NDArray[np.int64]
     """Where the bytes of each row's image start in the (decompressed) tar."""
     image_bytes: NDArray[np.int64]
-    observed: Ragged
-    """Positives that training sees: `observed` in the json, else `labels`, else `cls`."""
+    given: Ragged
+    """Positives that training sees: `given` in the json, else `full`, else `cls`."""
     negatives: Ragged
     """Classes known to be absent."""
-    labels: Ragged | None
+    full: Ragged | None
     """All positives; None unless every sample of the shards has its full labels."""
     unknown: NDArray[np.int64] | None = None
-    """Samples that `labels` does not know: all their classes are unknown. Only with labels from a file."""
+    """Samples without full labels: all their classes are unknown. Only with labels from a file."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
     allow_pipe: bool = False
@@ -95,18 +95,18 @@ class Index:
         """Return a sample's shard and key for messages, without control characters."""
         return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
 
-    def labels_of(self, ids: NDArray[np.int64], which: Labels = "observed") -> NDArray[np.int8]:
-        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown. In `labels` only whole samples are unknown."""
+    def labels_of(self, ids: NDArray[np.int64], which: Labels = "given") -> NDArray[np.int8]:
+        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown (of full labels: a whole row)."""
         positives = self._positives(which)
-        known = np.full((len(ids), self.num_classes), -1 if which == "observed" else 0, np.int8)
-        if which == "observed":
+        known = np.full((len(ids), self.num_classes), -1 if which == "given" else 0, np.int8)
+        if which == "given":
             known[self.negatives.entries(ids)] = 0
         known[positives.entries(ids)] = 1
-        if which == "labels" and self.unknown is not None:
+        if which == "full" and self.unknown is not None:
             known[np.isin(ids, self.unknown)] = -1
         return known
 
-    def annotations(self, labels: Labels = "observed") -> Annotations:
+    def annotations(self, labels: Labels = "given") -> Annotations:
         """Return the positives that a heatmap store is created for."""
         positives = self._positives(labels)
         return Annotations(
@@ -114,21 +114,20 @@ class Index:
             num_classes=self.num_classes,
             rows_per_shard=self.rows_per_shard,
             shard_sizes=self.shard_sizes,
-            offsets=positives.offsets,
-            classes=positives.values.astype(np.int64),
+            given=Ragged(positives.offsets, positives.values.astype(np.int64)),
         )
 
     def _positives(self, which: Labels) -> Ragged:
-        return self.observed if which == "observed" else self.full_labels()
+        return self.given if which == "given" else self.full_labels()
 
     def full_labels(self) -> Ragged:
         """Return all positives; raise UserError if the shards do not have them."""
-        if self.labels is None:
+        if self.full is None:
             raise UserError(
-                "labels: these shards do not carry the full labels of every sample (`labels` in its json). "
-                "Use `observed`."
+                "data.labels: full, but these shards lack full labels (`full` in the json of every "
+                "sample). Use `given`."
             )
-        return self.labels
+        return self.full
 
     def save(self, path: Path) -> None:
         """Write the index as one file; an interrupted write leaves the old one in place."""
@@ -139,8 +138,8 @@ class Index:
         # Differences from one row to the next are small numbers, which compress well.
         arrays["image_offsets"] = np.diff(self.image_offsets, prepend=0)
         arrays["image_bytes"] = self.image_bytes.astype(np.uint32)
-        for field, name in ROWS.items():
-            if (rows := getattr(self, field)) is not None:
+        for name in ROWS:
+            if (rows := getattr(self, name)) is not None:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
@@ -159,7 +158,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_p
         _check_names(path, head["shard_names"], short_names(urls))
         with parse_errors(path, WHAT, REMEDY):
             arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
-            rows: dict[str, Any] = {field: _read_rows(file, name) for field, name in ROWS.items()}
+            rows: dict[str, Any] = {name: _read_rows(file, name) for name in ROWS}
         arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
     index = Index(
         urls=tuple(urls),
@@ -191,11 +190,11 @@ def _faults(index: Index) -> Iterator[str]:
         yield f"{len(sizes)} sizes of {len(index.urls)} shards"
     elif sizes.min() < 0 or sizes.max() < 1 or num_rows != len(sizes) * int(sizes.max()):
         yield f"{num_rows} keys in {len(sizes)} shards of {sizes.min()} to {sizes.max()} samples"
-    for name in ("image_offsets", "image_bytes", "observed", "negatives", "labels"):
+    for name in ("image_offsets", "image_bytes", "given", "negatives", "full"):
         rows = getattr(index, name)
-        if (rows is None and name != "labels") or (rows is not None and len(rows) != num_rows):
+        if (rows is None and name != "full") or (rows is not None and len(rows) != num_rows):
             yield f"{name} of {0 if rows is None else len(rows)} samples, but {num_rows} keys"
-    for rows in (index.observed, index.negatives, index.labels):
+    for rows in (index.given, index.negatives, index.full):
         if rows is not None and len(rows.values) and not 0 <= rows.values.max() < index.num_classes:
             yield f"class {rows.values.max()}, but {index.num_classes} classes"
 
@@ -218,8 +217,8 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
             file = stack.enter_context(np.load(content, allow_pickle=False))
             head = json.loads(file["head"].tobytes())
             _check_head(head)
-        if head["version"] > VERSION:
-            raise BadFile(f"{path}: written by a newer bigscl (format {head['version']}). Upgrade.")
+        if head["version"] != VERSION:
+            raise BadFile(f"{path}: index format {head['version']}, expected {VERSION}. {REMEDY}")
         yield head, file
 
 
@@ -315,23 +314,23 @@ def with_fingerprint(index: Index) -> Index:
     head = [index.shard_names, index.class_names, index.shard_sizes.tolist()]
     digest = hashlib.sha256(json.dumps(head).encode())
     digest.update(index.image_bytes.astype("<i8").tobytes())
-    for field, name in ROWS.items():
+    for name in ROWS:
         digest.update(name.encode())
-        if (rows := getattr(index, field)) is not None:
+        if (rows := getattr(index, name)) is not None:
             digest.update(rows.offsets.astype("<i8").tobytes())
             digest.update(rows.values.astype("<u4").tobytes())
     return replace(index, fingerprint=digest.hexdigest())
 
 
 def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
-    """Return (labels to evaluate against, their name): the full ones, else the observed without unknowns.
+    """Return (labels to evaluate against, their name): the full ones, else the given without unknowns.
 
     Shards with one class per image do not label the other classes: those count as absent, as in the usual
     top-1 accuracy.
     """
-    if index.labels is not None:
-        return index.labels_of(ids, "labels"), "labels"
-    return index.labels_of(ids, "observed").clip(min=0), "observed"
+    if index.full is not None:
+        return index.labels_of(ids, "full"), "full"
+    return index.labels_of(ids, "given").clip(min=0), "given"
 
 
 def write_sample_list(index: Index, path: Path) -> None:

@@ -64,7 +64,7 @@ class ImageFile:
         if extension is not None and self.resize is None:
             return extension, content
         try:
-            return _reencoded(content, self.resize)
+            return _reencoded(content, extension, self.resize)
         except Exception:  # A broken file can make Pillow's plugins raise anything.
             return extension or "jpg", content
 
@@ -75,8 +75,8 @@ def _extension(content: bytes) -> str | None:
     return next((name for start, name in SIGNATURES.items() if content.startswith(start)), None)
 
 
-def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
-    """Return a resized JPEG, or a PNG if shards do not hold this format (BMP, TIFF, ...)."""
+def _reencoded(content: bytes, extension: str | None, resize: Resize | None) -> tuple[str, bytes]:
+    """Return a resized JPEG, a PNG if shards do not hold this format, or the file itself if its size fits."""
     buffer = io.BytesIO()
     check_header(content)
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -87,6 +87,8 @@ def _reencoded(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
         # The orientation tag stays: the reader applies it, as for unchanged files.
         exif = image.info.get("exif", b"")
         target = resize.target(image.width, image.height)
+        if extension is not None and target == image.size:
+            return extension, content
         small = image.convert("RGB").resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
         small.save(buffer, format="JPEG", quality=QUALITY, subsampling=0, exif=exif)
     return "jpg", buffer.getvalue()

@@ -45,18 +45,18 @@ class Protocol:
     seed: int
 
     def samples(self, images: Sequence[BoxedImage], num_classes: int, resize: Resize | None) -> list[Sample]:
-        """Return one sample per image of an official set, with all labels and the observed ones."""
+        """Return one sample per image of an official set, with all labels and the given ones."""
         matrix = label_matrix([image.labels for image in images], num_classes)
-        positives, negatives = observe(
+        positives, negatives = draw_given(
             matrix, seed=self.seed, num_positives=self.num_positives, num_negatives=self.num_negatives
         )
         return [
             Sample(
                 key=key_of(Path(image.path.name)),
                 image=ImageFile(path=str(image.path), resize=resize),
-                label=MultiLabel(labels=image.labels, observed=observed, negatives=absent, boxes=image.boxes),
+                label=MultiLabel(full=image.labels, given=given, negatives=absent, boxes=image.boxes),
             )
-            for image, observed, absent in zip(images, positives, negatives, strict=True)
+            for image, given, absent in zip(images, positives, negatives, strict=True)
         ]
 
 
@@ -125,16 +125,16 @@ def existing(path: Path, what: str) -> Path:
 # The protocol
 
 
-def observe(
+def draw_given(
     labels: NDArray[np.bool_], *, seed: int = SEED, num_positives: int = 1, num_negatives: int = 0
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return (observed positives, observed negatives) of each row of a `[N, L]` label matrix.
+    """Return (given positives, given negatives) of each row of a `[N, L]` label matrix.
 
     A row with fewer labels gives all of them. The positives do not depend on `num_negatives`.
     """
     if num_positives < 1 or num_negatives < 0:
         raise UserError(
-            f"observed labels: {num_positives} positives and {num_negatives} negatives, "
+            f"given labels: {num_positives} positives and {num_negatives} negatives, "
             f"expected at least 1 and 0"
         )
     random = np.random.RandomState(seed)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from bigscl.common.user_error import UserError
-from bigscl.datasets.multilabel import Box, fraction, label_matrix, observe
+from bigscl.datasets.multilabel import Box, draw_given, fraction, label_matrix
 from bigscl.datasets.writer import MultiLabel, Sample, Shards
 
 # Fractions of the 1,797 source digits: no digit is in two parts.
@@ -84,7 +84,7 @@ class Scene:
 
 
 def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
-    """Return `single` digits for pretraining; `train`, `val`, `test` scenes of 2-4 digits, one observed."""
+    """Return `single` digits for pretraining; `train`, `val`, `test` scenes of 2-4 digits, one given."""
     sources = _split_sources(seed)
     parts = {}
     for number, part in enumerate(SOURCES):
@@ -103,12 +103,12 @@ def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
 def _samples(part: str, pictures: list[Scene]) -> list[Sample]:
     boxes = [tuple(digit.box() for digit in picture.digits) for picture in pictures]
     labels = [tuple(sorted(box[0] for box in found)) for found in boxes]
-    observed, _ = observe(label_matrix(labels, 10))
+    given, _ = draw_given(label_matrix(labels, 10))
     return [
         Sample(
             key=f"{part}_{index:06d}",
             image=picture,
-            label=MultiLabel(labels=labels[index], observed=observed[index], boxes=boxes[index]),
+            label=MultiLabel(full=labels[index], given=given[index], boxes=boxes[index]),
         )
         for index, picture in enumerate(pictures)
     ]

@@ -28,9 +28,9 @@ class Picture(Protocol):
 class MultiLabel:
     """All labels of an image, and those that training sees."""
 
-    labels: tuple[int, ...]
+    full: tuple[int, ...]
     """Every class in the image."""
-    observed: tuple[int, ...]
+    given: tuple[int, ...]
     """Positives that training sees."""
     negatives: tuple[int, ...] = ()
     """Known absent classes that training sees."""
@@ -39,7 +39,7 @@ class MultiLabel:
 
     def encoded(self) -> bytes:
         """Return the `json` member, without empty optional fields."""
-        fields: dict[str, Any] = {"labels": self.labels, "observed": self.observed}
+        fields: dict[str, Any] = {"full": self.full, "given": self.given}
         if self.negatives:
             fields["negatives"] = self.negatives
         if self.boxes:

@@ -1,6 +1,6 @@
 """Localization: pointing game and energy in boxes, for stored heatmaps and for a network's maps.
 
-Every pair of an image and a class with boxes is one trial, in the frame of the whole image. `observed` pairs
+Every pair of an image and a class with boxes is one trial, in the frame of the whole image. `given` pairs
 are positives that training sees, `missing` pairs are positives that it does not see.
 """
 
@@ -66,7 +66,7 @@ class Objects:
 
 
 def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = None) -> dict[str, Pointing]:
-    """Return figures of the stored heatmaps of all or some images: `observed`, `missing` and `all` pairs.
+    """Return figures of the stored heatmaps of all or some images: `given`, `missing` and `all` pairs.
 
     Heat is what was seen since the start of the heatmaps. A class whose heatmap is not among an image's top
     classes has none there.
@@ -112,16 +112,16 @@ def read_objects(index: Index, ids: NDArray[np.int64]) -> Objects:
 
 
 def summarize(trials: Arrays, index: Index) -> dict[str, Pointing]:
-    """Return figures over `observed`, `missing` and `all` pairs.
+    """Return figures over `given`, `missing` and `all` pairs.
 
     If the shards have full labels, only their positives count; boxes of other classes are ignored.
     """
     pairs = (np.arange(len(trials["ids"])), trials["classes"])
-    observed = index.labels_of(trials["ids"], "observed")[pairs] == 1
-    present = np.ones_like(observed)
-    if index.labels is not None:
-        present = index.labels_of(trials["ids"], "labels")[pairs] == 1
-    masks = {"observed": observed, "missing": present & ~observed, "all": observed | present}
+    given = index.labels_of(trials["ids"], "given")[pairs] == 1
+    present = np.ones_like(given)
+    if index.full is not None:
+        present = index.labels_of(trials["ids"], "full")[pairs] == 1
+    masks = {"given": given, "missing": present & ~given, "all": given | present}
     return {name: _figures(trials, mask) for name, mask in masks.items()}
 
 

@@ -1,4 +1,4 @@
-"""Compare mined positives (expected, but not observed) with the full labels."""
+"""Compare mined positives (expected, but not given) with the full labels."""
 
 # Shapes: n images of a shard, L classes.
 
@@ -18,11 +18,11 @@ from bigscl.training.run_folder import open_data, read_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mined:
-    """Pairs of image and class that are expected positives but not observed ones."""
+    """Pairs of image and class that are expected positives but not given ones."""
 
     num_mined: int
     num_missing: int
-    """Pairs that are positive by the full labels, but not observed."""
+    """Pairs that are positive by the full labels, but not given."""
     precision: float
     """Fraction of the mined pairs that are positive; NaN if none is mined."""
     recall: float
@@ -34,11 +34,11 @@ def mined_by_run(config: Config) -> Mined | None:
 
     None if the run has no memory on disk, saw all labels, or nothing says what is missing.
     """
-    if config.store.kind != "disk" or config.data.labels != "observed":
+    if config.store.kind != "disk" or config.data.labels != "given":
         return None
     data = open_data(config)
     expected = data.positives_per_image
-    if data.train.labels is None:
+    if data.train.full is None:
         return None
     if expected is None:
         if data.val is None:
@@ -62,15 +62,15 @@ def mined_positives(
         selection = state.selection
     else:
         num_expected = expected_counts(
-            label_counts(index.annotations("observed"), answered or Answered.of()), positives_per_image
+            label_counts(index.annotations("given"), answered or Answered.of()), positives_per_image
         )
         selection = select(store.ranked_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
     for ids, values in store.ranked_by_shard(shards):
         expected = selection.expected(values, ids)
-        truth = index.labels_of(ids, "labels")
+        truth = index.labels_of(ids, "full")
         # Pairs that are unknown in the full labels do not count.
-        open_pairs = (index.labels_of(ids, "observed") != 1) & (truth != -1)
+        open_pairs = (index.labels_of(ids, "given") != 1) & (truth != -1)
         present = (truth == 1) & open_pairs
         mined += int((expected & open_pairs).sum())
         missing += int(present.sum())

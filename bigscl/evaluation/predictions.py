@@ -237,7 +237,7 @@ def _from_arrays(path: Path, arrays: dict[str, Any]) -> SavedPredictions:
         ranked=_ranked(logits),
         labels=None if "labels" not in arrays else _as_matrix(path, arrays["labels"], logits.shape),
         class_names=tuple(str(name) for name in names),
-        about={"model": path.name, "labels": "labels", "missing": []},
+        about={"model": path.name, "labels": "full", "missing": []},
     )
 
 

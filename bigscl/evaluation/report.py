@@ -56,7 +56,7 @@ class Report:
     labels_file: str
     """The file that the labels come from; empty if it is the shards."""
     labels: str
-    """Labels of the evaluation: `labels` (all of them), `observed` (others absent) or `ReaL`."""
+    """Labels of the evaluation: `full` (all of them), `given` (others absent) or `ReaL`."""
     activation: Activation
     """Turns logits into scores; it affects the ranking of images within a class."""
     pooling: Pooling

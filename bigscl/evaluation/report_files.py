@@ -120,8 +120,8 @@ def plain(value: Any) -> Any:
 
 def _about(report: Report) -> str:
     against = {
-        "labels": "all labels of the images",
-        "observed": "the observed label of each image; other classes count as absent",
+        "full": "all labels of the images",
+        "given": "the given label of each image; other classes count as absent",
         "ReaL": "the ReaL labels, matched by image number; images without any are not evaluated",
     }[report.labels]
     lines = [f"Scored against {against}; scores are the {report.activation} of the logits. In percent."]

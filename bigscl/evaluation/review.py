@@ -279,13 +279,26 @@ class ScoreHistory(Columns):
     last: NDArray[np.float64]
 
 
-def score_history(epochs: Sequence[Kept], annotations: Annotations, ids: NDArray[np.int64]) -> ScoreHistory:
-    """Return all pairs that were kept in any epoch, in the order of ids and classes."""
-    return ScoreHistory.concatenate(_histories(epochs, annotations, ids))
+def score_history(
+    epochs: Sequence[Kept],
+    annotations: Annotations,
+    ids: NDArray[np.int64],
+    initial_shares: Sequence[float] | None = None,
+) -> ScoreHistory:
+    """Return all pairs that were kept in any epoch, in the order of ids and classes.
+
+    `initial_shares` are the weights that the initial values still have in the scores of each epoch (1 for a
+    label, 0 for any other class): they are taken out, so that only predictions count.
+    """
+    shares = np.zeros(len(epochs)) if initial_shares is None else np.asarray(initial_shares)
+    return ScoreHistory.concatenate(_histories(epochs, annotations, ids, shares))
 
 
 def _histories(
-    epochs: Sequence[Kept], annotations: Annotations, ids: NDArray[np.int64]
+    epochs: Sequence[Kept],
+    annotations: Annotations,
+    ids: NDArray[np.int64],
+    shares: NDArray[np.float64],
 ) -> Iterator[ScoreHistory]:
     for start in range(0, len(ids), BLOCK):
         own = ids[start : start + BLOCK]
@@ -294,6 +307,9 @@ def _histories(
         scores = np.concatenate([part["score"].ravel() for part in parts]).astype(np.float64)
         unique, pair = np.unique(keys, return_inverse=True)
         rows, classes = np.divmod(unique, annotations.num_classes)
+        labelled = annotations.is_given(own[rows], classes)
+        left = np.repeat(shares, [part.size for part in parts])
+        scores = ((scores - left * labelled[pair]) / np.maximum(1 - left, 1e-6)).clip(0, 1)
         mean = np.bincount(pair, scores, len(unique)) / len(epochs)
         square = np.bincount(pair, scores**2, len(unique)) / len(epochs)
         last = np.zeros(len(unique))
@@ -301,7 +317,7 @@ def _histories(
         yield ScoreHistory(
             ids=own[rows],
             classes=classes,
-            labelled=annotations.includes(own[rows], classes),
+            labelled=labelled,
             mean=mean,
             spread=np.sqrt((square - mean**2).clip(0)),
             last=last,

@@ -213,8 +213,8 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def _corrections(run: RunFacts) -> LabelCorrections:
-    given = run.annotations
-    return LabelCorrections(len(given.offsets) - 1, given.num_classes, run.settings)
+    annotations = run.annotations
+    return LabelCorrections(len(annotations.given), annotations.num_classes, run.settings)
 
 
 SETTING = section("large_loss", LargeLoss, "ll_r, ll_ct and ll_cp")

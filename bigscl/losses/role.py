@@ -103,16 +103,16 @@ class LabelEstimator(SampleRows):
 
     file = "estimator.pt"
 
-    def __init__(self, given: Annotations, seed: int) -> None:
+    def __init__(self, annotations: Annotations, seed: int) -> None:
         import torch
 
-        rows, classes = len(given.offsets) - 1, given.num_classes
+        rows, classes = len(annotations.given), annotations.num_classes
         sum_of = f"3 x 4 bytes for each of {rows:,} images x {classes:,} classes"
         check_bytes("role", 3 * 4 * rows * classes, sum_of)
         generator = torch.Generator().manual_seed(seed)
         start = LOW + (HIGH - LOW) * torch.rand(rows, classes, generator=generator)
-        owners = np.repeat(np.arange(rows), np.diff(given.offsets))
-        start[torch.from_numpy(owners), torch.from_numpy(given.classes)] = GIVEN
+        owners = np.repeat(np.arange(rows), annotations.given.lengths)
+        start[torch.from_numpy(owners), torch.from_numpy(annotations.given.values)] = GIVEN
         logits = torch.logit(start)
         super().__init__(
             {

@@ -1,20 +1,30 @@
-"""The threads of a memory in an epoch: rows are read ahead of the step and written behind it."""
+"""An epoch of a memory: threads that read ahead and write behind, copies to the device, visited samples."""
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
-from bigscl.memory.device import allocate_pinned, choose_device
-from bigscl.memory.lookup import CheckedViews
-from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
+from bigscl.memory.lookup import ONCE, CheckedViews, RepeatedSample
+from bigscl.store import (
+    HeatmapStore,
+    Prefetcher,
+    Rows,
+    ShardCache,
+    StoreError,
+    Transport,
+    Writeback,
+    on_rank_zero,
+)
 
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
@@ -91,3 +101,124 @@ def announced(
             yield batch, sample_views(batch)
     except Exception as error:
         yield error
+
+
+# Samples that the epoch has had
+
+
+class EpochVisits:
+    """The rows that an epoch has updated or skipped, on one rank."""
+
+    # Invariant: `rows` are those that this rank has updated or skipped in the epoch, or that were so
+    # before the memory was opened. A row is looked up and updated only while it is not among them,
+    # so that the batch has what the epoch before has left, whatever the threads have written meanwhile.
+
+    def __init__(self, store: HeatmapStore, epoch: int, skipped: Sequence[int], ranks: Transport) -> None:
+        """Continue the epoch of the store's snapshot, in which samples were skipped, or begin another one."""
+        self.epoch = epoch
+        self._spec, self._ranks = store.spec, ranks
+        within = store.snapshot.epoch == epoch
+        self.rows = np.zeros(store.spec.num_rows, bool)
+        if within:
+            self.rows = _read_rows(store, epoch, ranks)
+            self.rows[list(skipped)] = True
+        self._skipped = list(skipped) if within and ranks.rank == 0 else []
+        self._shards: set[int] = set()
+
+    def check_new(self, rows: NDArray[np.int64]) -> None:
+        """Raise RepeatedSample if the epoch has had one of these rows."""
+        if self.rows[rows].any():
+            sample = rows[self.rows[rows]][0]
+            raise RepeatedSample(f"sample {sample} comes a second time in epoch {self.epoch}. {ONCE}")
+
+    def note(self, rows: NDArray[np.int64], *, skipped: bool = False) -> None:
+        """Note that rows were updated or skipped."""
+        self.rows[rows] = True
+        self._shards.update(np.unique(rows // self._spec.rows_per_shard).tolist())
+        if skipped:
+            self._skipped += rows.tolist()
+
+    def all_skipped(self) -> list[int]:
+        """Return the samples that any rank has skipped, on rank 0; an empty list elsewhere. Collective."""
+        parts = self._ranks.gather(json.dumps(self._skipped).encode()) or []
+        return sorted({sample for part in parts for sample in json.loads(part)})
+
+    def divide_shards(self) -> list[int]:
+        """Return the shards that this rank reads; refuse one that two ranks have updated. Collective."""
+        parts = self._ranks.gather(json.dumps(sorted(self._shards)).encode())
+
+        def divide() -> bytes:
+            assert parts is not None
+            updated = [set(json.loads(part)) for part in parts]
+            return json.dumps(divide_shards(updated, self._spec.num_shards)).encode()
+
+        divided: list[list[int]] = json.loads(on_rank_zero(self._ranks, divide))
+        return divided[self._ranks.rank]
+
+
+def _read_rows(store: HeatmapStore, epoch: int, ranks: Transport) -> NDArray[np.bool_]:
+    """Return the rows stamped with this epoch; rank 0 reads them, as the stamps are a file per shard."""
+
+    def read() -> bytes:
+        return np.packbits(store.last_epochs() == epoch).tobytes()
+
+    packed = np.frombuffer(on_rank_zero(ranks, read), np.uint8)
+    return np.unpackbits(packed, count=store.spec.num_rows).astype(bool)
+
+
+def divide_shards(updated: Sequence[set[int]], num_shards: int) -> list[list[int]]:
+    """Return for each rank the shards that it has updated, and its part of those that no rank has."""
+    owner: dict[int, int] = {}
+    for rank, shards in enumerate(updated):
+        for shard in sorted(shards):
+            if owner.setdefault(shard, rank) != rank:
+                raise StoreError(
+                    f"shard {shard}: ranks {owner[shard]} and {rank} have updated samples of it in one "
+                    f"epoch, and one would overwrite the other's. Give each shard to one rank, as "
+                    f"`memory.plan(...)` and `wds.split_by_node` do."
+                )
+    idle = [shard for shard in range(num_shards) if shard not in owner]
+    for number, shard in enumerate(idle):
+        owner[shard] = number % len(updated)
+    return [sorted(shard for shard, own in owner.items() if own == rank) for rank in range(len(updated))]
+
+
+# Copies between the host and the training device
+
+
+Array = NDArray[Any]
+
+
+def allocate_pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array in page-locked memory, from which copies to a GPU are asynchronous."""
+    # The array keeps the tensor alive; torch's allocator reuses the block only when its copies are done.
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return pinned.view(dtype).reshape(shape)
+
+
+def choose_device(device: torch.device) -> None:
+    """Make a thread use the GPU of its rank: by itself it would take memory on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Array], Callable[[], object]]:
+    """Return arrays for the tensors' values, and a call that blocks until the values are there."""
+    copies, ready = copy_to_host(tensors)
+    return {name: copy.numpy() for name, copy in copies.items()}, ready
+
+
+def copy_to_host(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], object]]:
+    """The same as tensors."""
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda":
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, lambda: None
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items()
+    }
+    # Blocking: the thread that waits for it sleeps, instead of keeping a core busy.
+    copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    copied.record()
+    return copies, copied.synchronize

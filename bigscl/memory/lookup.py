@@ -3,6 +3,7 @@
 # Shapes: B batch, L classes, G side of the score map, W side of the heatmap, k classes with a heatmap.
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,18 +16,17 @@ from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
 from bigscl.data.crops import Box, ViewRow, check_rows
 from bigscl.losses.inputs import LossInputs
-from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
     gather_classes,
     remaining_start,
+    spatial_score,
     to_view,
     without_initial_value,
 )
-from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.selection.thresholds import Thresholds
-from bigscl.store import MAX_COUNT, Rows
+from bigscl.store import MAX_COUNT, Annotations, Rows
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -54,6 +54,45 @@ class CheckedViews:
     erased: Tensor | None
 
 
+class GivenClasses:
+    """The annotated positives of all rows, on one device."""
+
+    def __init__(
+        self, annotations: Annotations, device: torch.device, started: Annotations | None = None
+    ) -> None:
+        """`started` are those whose heatmaps started at 1, if these are others."""
+        self._started = None if started is None else GivenClasses(started, device)
+        self._num_classes = annotations.num_classes
+        self._offsets = torch.from_numpy(annotations.given.offsets).to(device)
+        # One entry more, which rows past the last positive may read.
+        classes = torch.from_numpy(annotations.given.values).to(torch.int32)
+        self._classes = torch.cat([classes, classes.new_zeros(1)]).to(device)
+        most = int(annotations.given.lengths.max(initial=0))
+        self._places = torch.arange(most, device=device)
+
+    def to(self, device: torch.device) -> "GivenClasses":
+        """Return the same on another device."""
+        moved = copy(self)
+        moved._offsets, moved._classes = self._offsets.to(device), self._classes.to(device)
+        moved._places = self._places.to(device)
+        moved._started = None if self._started is None else self._started.to(device)
+        return moved
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Return the annotated positives of some rows, bool [B,L]; the host does not wait for the device."""
+        first, end = self._offsets[ids], self._offsets[ids + 1]
+        places = first[:, None] + self._places
+        found = self._classes[places.clamp(max=len(self._classes) - 1)].long()
+        # A column more for the places that are not the row's own.
+        mask = torch.zeros(len(ids), self._num_classes + 1, dtype=torch.bool, device=ids.device)
+        mask.scatter_(1, torch.where(places < end[:, None], found, self._num_classes), True)
+        return mask[:, :-1]
+
+    def started(self, ids: Tensor) -> Tensor:
+        """Return those whose heatmaps started at 1, bool [B,L]."""
+        return (self._started or self).of(ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class MemoryBatch:
     """Stored values of a batch, on the training device; None for arrays that the store does not keep."""
@@ -69,7 +108,7 @@ class MemoryBatch:
     selection: Thresholds
     arrays: Mapping[str, Tensor]
     """The store's arrays by name, with the shapes of one row of the store behind B; those of its layout."""
-    annotations: AnnotatedClasses
+    annotations: GivenClasses
     momentum: float
     """Momentum mu of the running averages."""
     source: object = None
@@ -96,13 +135,13 @@ class MemoryBatch:
     @property
     def expected(self) -> Tensor:
         """The expected positives, bool [B,L]."""
-        return self.selection.expected(self.ranked_by, self.ids)
+        return self.selection.expected(self.selection_score, self.ids)
 
     @property
     def pseudo_positives(self) -> Tensor | None:
         """Those with the highest scores, bool [B,L]; None if they were not selected."""
         fewer = self.selection.pseudo_positives
-        return None if fewer is None else fewer.expected(self.ranked_by, self.ids)
+        return None if fewer is None else fewer.expected(self.selection_score, self.ids)
 
     @property
     def annotated(self) -> Tensor:
@@ -110,7 +149,7 @@ class MemoryBatch:
         return self.annotations.of(self.ids)
 
     @property
-    def ranked_by(self) -> Tensor:
+    def selection_score(self) -> Tensor:
         """Values that rank expected positives, float16 [B,L]: the spatial score if it is kept."""
         spatial = self.arrays.get("spatial_score")
         if spatial is None or self.classes is None:
@@ -153,7 +192,7 @@ class MemoryBatch:
     def ranking_of(self, scores: Tensor, heatmaps: Tensor, counts: Tensor, *, debiased: bool) -> Tensor:
         """Return what expected positives are ranked by, from these scores, heatmaps and visits."""
         heat = self._without_initial_value(heatmaps, counts, debiased=debiased)
-        return spatial_ranking(scores, heat, self.annotated, self.classes)
+        return spatial_score(scores, heat, self.annotated, self.classes)
 
     def inputs(
         self, logits: Tensor, labels: Tensor, maps: Tensor | None = None, *, corrected: bool = False
@@ -186,7 +225,7 @@ def to_device(
     rows: Rows,
     sample_views: CheckedViews,
     selection: Thresholds,
-    annotations: AnnotatedClasses,
+    annotations: GivenClasses,
     *,
     device: torch.device,
     momentum: float,
@@ -266,7 +305,7 @@ def updated_averages(
     return updated
 
 
-# What users pass in
+# Arguments of users
 
 
 def sample_views_of(batch: Any) -> SampleViews:

@@ -20,11 +20,11 @@ from bigscl.common.user_error import UserError
 from bigscl.config import RankBy, StoreConfig
 from bigscl.data.epoch_plan import Plan, training_plan
 from bigscl.distributed.ranks import process_group
-from bigscl.memory.device import AnnotatedClasses, to_host
-from bigscl.memory.epoch_io import EpochThreads, announced
+from bigscl.memory.epoch_io import EpochThreads, EpochVisits, announced, to_host
 from bigscl.memory.lookup import (
     Boxes,
     CheckedViews,
+    GivenClasses,
     Ids,
     MemoryBatch,
     SampleViews,
@@ -37,13 +37,11 @@ from bigscl.memory.lookup import (
 from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
 from bigscl.memory.score_history import ScoreLog
 from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
-from bigscl.memory.visits import EpochVisits
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule, selection_rule
 from bigscl.store import (
     Annotations,
     Answered,
-    Closing,
     Rows,
     StoreError,
     Transport,
@@ -76,7 +74,7 @@ class MemoryStart:
     """Answers of people that the annotations contain; older rows are changed when the memory starts."""
 
 
-class Memory(Closing):
+class Memory(AbstractContextManager["Memory"]):
     """Scores and heatmaps of every sample, and the expected positives, on one rank.
 
     In each epoch `lookup` returns the stored values of a batch, `update` takes its prediction, `end_epoch`
@@ -148,7 +146,7 @@ class Memory(Closing):
             snapshot=None if start is None else start.snapshot,
             ranking=rank_by == "spatial",
         )
-        self._annotated = AnnotatedClasses(annotations, device)
+        self._annotated = GivenClasses(annotations, device)
         self._answered = Answered.of() if start is None else start.answered
         self._start_is_known = start is not None or is_empty(self.store.snapshot)
         # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
@@ -171,7 +169,7 @@ class Memory(Closing):
         started = None
         if self._answered.late.any():
             started = with_answers(self._annotations, self._answered, from_start=True)
-        self._annotated = AnnotatedClasses(self._annotations, self._device, started)
+        self._annotated = GivenClasses(self._annotations, self._device, started)
 
     def _start(self, epoch: int | None = None) -> None:
         """Load epoch, selection and visits from the store's snapshot."""
@@ -466,6 +464,9 @@ class Memory(Closing):
     def check_lease(self) -> None:
         """Raise StoreError if another process has taken the store meanwhile."""
         self.store.check_lease()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop the threads and close the store: what was not committed is lost.

@@ -107,7 +107,7 @@ def free_shared_memory(run: str) -> None:
         backend.delete_tree("")
 
 
-# What a memory is given
+# Arguments of a memory
 
 
 def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None:

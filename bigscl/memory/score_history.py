@@ -39,7 +39,7 @@ class ScoreLog:
 
     def note(self, ids: NDArray[np.int64], scores: NDArray[Any]) -> None:
         """Note what is kept of the scores [n,L] of some samples."""
-        classes = highest_classes(scores, annotated(self._annotations, ids), self._num_kept)
+        classes = highest_classes(scores, self._annotations.of_rows(ids), self._num_kept)
         pairs = np.empty(classes.shape, pair_type(self._annotations.num_classes))
         pairs["class"], pairs["score"] = classes, np.take_along_axis(scores, classes, axis=1)
         self._parts.append((ids, pairs))
@@ -128,13 +128,6 @@ def highest_classes(scores: NDArray[np.float16], named: NDArray[np.bool_], count
     firsts = np.searchsorted(rows, np.arange(num_rows))
     best: NDArray[np.int64] = keys[firsts[:, None] + np.arange(count)] % num_classes
     return np.sort(best, axis=1)
-
-
-def annotated(annotations: Annotations, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return [n,L]: which classes are annotated positives."""
-    mask = np.zeros((len(ids), annotations.num_classes), bool)
-    mask[annotations.of_rows(ids)] = True
-    return mask
 
 
 def _concatenated(arrays: list[NDArray[Any]]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from bigscl.config.schedule import EpochPlan
 from bigscl.data.epoch_plan import Plan
 from bigscl.memory.open_memory import first_group
 from bigscl.memory.score_history import epoch_bytes
-from bigscl.store import GroupSpec, StoreSpec, array_plans, history_bytes, shard_bytes, stored_bytes
+from bigscl.store import GroupSpec, StoreSpec, history_bytes, shard_bytes, stored_bytes, stored_plans
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05
@@ -274,12 +274,12 @@ def disk_needed(config: Config, spec: StoreSpec, num_steps: int) -> int:
 
 def _checksum_bytes(spec: StoreSpec, group: GroupSpec) -> int:
     """Return the bytes of the checksums of one version of a shard."""
-    return sum(CHECKSUM_BYTES * -(-array.shape[2] // array.chunks[2]) for array in array_plans(spec, group))
+    return sum(CHECKSUM_BYTES * -(-array.shape[2] // array.chunks[2]) for array in stored_plans(spec, group))
 
 
 def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> int:
     """Return the bytes of snapshots and zarr.json files."""
-    arrays = max(len(array_plans(spec, group)) for group in groups)
+    arrays = max(len(stored_plans(spec, group)) for group in groups)
     snapshot = SNAPSHOT_BYTES + NUMBER_BYTES * (spec.num_shards * (1 + arrays) + 2 * spec.num_classes)
     retained = config.keep_checkpoints + 2
     return retained * snapshot + METADATA_BYTES * (len(groups) * (arrays + 1) + 5)

@@ -23,7 +23,7 @@ from bigscl.config import Config
 from bigscl.config.schedule import EpochPlan
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import Ranks, process_group
-from bigscl.memory.device import to_host
+from bigscl.memory.epoch_io import to_host
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.preflight.device_check import Difference, ReferenceCheck, precisions_to_check, worst
 from bigscl.preflight.rehearsal_plan import EpochType, ScratchFolders, first_batches, rehearsal_config

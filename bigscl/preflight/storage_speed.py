@@ -14,6 +14,7 @@ from bigscl.store import (
     GroupSpec,
     HeatmapStore,
     LocalBackend,
+    Ragged,
     Rows,
     StorageOptions,
     StoreSpec,
@@ -72,8 +73,7 @@ def _unlabelled(spec: StoreSpec, shards: int) -> Annotations:
         num_classes=spec.num_classes,
         rows_per_shard=spec.rows_per_shard,
         shard_sizes=np.full(shards, spec.rows_per_shard, np.int64),
-        offsets=np.zeros(rows + 1, np.int64),
-        classes=np.empty(0, np.int64),
+        given=Ragged(np.zeros(rows + 1, np.int64), np.empty(0, np.int64)),
     )
 
 

@@ -66,12 +66,12 @@ def count_positives(
     `ids` [n] and `classes` [n] are the expected positives, no pair twice; annotated ones among them are not
     counted again.
     """
-    lengths = np.diff(annotations.offsets)
+    lengths = annotations.given.lengths
     # Each image's own annotated positives count for each of its annotated classes.
     owners = np.repeat(lengths, lengths)
-    total = _sum_by_class(annotations.classes, owners, annotations.num_classes)
+    total = _sum_by_class(annotations.given.values, owners, annotations.num_classes)
     # One entry for each pair of an expected positive and an annotated class of its image.
-    expected, named = annotations.of_rows(ids)
+    expected, named = annotations.given.entries(ids)
     is_annotated = np.zeros(len(ids), bool)
     is_annotated[expected[named == classes[expected]]] = True
     total += np.bincount(named[~is_annotated[expected]], minlength=annotations.num_classes)

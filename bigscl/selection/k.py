@@ -96,7 +96,7 @@ def k_per_class(
 
 def has_full_labels(val: Index) -> bool:
     """Return whether an image names two classes: where none does, K would be 1, and nothing be found."""
-    positives = val.observed if val.labels is None else val.labels
+    positives = val.given if val.full is None else val.full
     return bool(positives.lengths.max(initial=0) > 1)
 
 

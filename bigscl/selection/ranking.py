@@ -45,7 +45,7 @@ def given_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[C
     """Yield the chunks with the value 1 for given positives, so that they are always expected."""
     for ids, values in chunks:
         values = values.copy()
-        values[annotations.of_rows(ids)] = 1
+        values[annotations.given.entries(ids)] = 1
         yield ids, values
 
 

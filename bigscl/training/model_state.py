@@ -22,10 +22,12 @@ from bigscl.training.checkpoint.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
     Writer,
+    check_optimizer,
+    check_tensors,
+    misfit,
     write_state,
     write_tensors,
 )
-from bigscl.training.checkpoint.validate import check_optimizer, check_tensors, misfit
 from bigscl.training.run_folder import Data
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
-"""The options of a training, for `bigscl train` and `python -m bigscl.train`."""
+"""Options of a training, and the file by which users ask it to stop."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigscl.common.command_line import Settings
+from bigscl.common.files import write_text
 
 if TYPE_CHECKING:
     from bigscl.config import Config
@@ -45,3 +47,36 @@ class TrainingOptions:
         from bigscl.config import load_config
 
         return load_config(self.config, self.settings or [], to_train=not self.print_config)
+
+
+# Requests to stop
+
+
+LARGEST_SHARE = 0.01
+"""Of the time of a run that may be spent on looking: a shared file system takes milliseconds for a look."""
+
+
+class StopFile:
+    """The request of `bigscl stop`, as the run sees it."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "stop"
+        self._next_look = 0.0
+
+    def request(self) -> None:
+        """Ask the run to finish its step, save, and exit."""
+        write_text(self.path, time.strftime("asked to stop at %Y-%m-%d %H:%M:%S UTC\n", time.gmtime()))
+
+    def is_requested(self) -> bool:
+        """Whether somebody asked, as of the last look."""
+        began = time.monotonic()
+        if began < self._next_look:
+            return False
+        found = self.path.exists()
+        ended = time.monotonic()
+        self._next_look = ended + (ended - began) / LARGEST_SHARE
+        return found
+
+    def clear(self) -> None:
+        """Remove a request that was met, or that an earlier run has left."""
+        self.path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Loss
 from bigscl.losses.registry import GlobalBatch
 from bigscl.losses.state import TrainedBatch
-from bigscl.memory.device import copy_to_host
+from bigscl.memory.epoch_io import copy_to_host
 from bigscl.memory.lookup import MemoryBatch, updated_scores
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_folder import Data

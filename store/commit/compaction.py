@@ -13,14 +13,14 @@ from bigscl.store.format.spec import GENERATIONS, Array, Codec, GroupSpec, Rows,
 
 
 def check_top(annotations: Annotations, top: int) -> None:
-    """Refuse a k that would lose annotated positives."""
+    """Refuse a k that would lose given labels."""
     if not 1 <= top <= annotations.num_classes:
         raise UserError(f"top: {top}, expected 1 to {annotations.num_classes}, the number of classes")
-    most = int(np.diff(annotations.offsets).max(initial=0))
+    most = int(annotations.given.lengths.max(initial=0))
     if most > top:
-        row = int(np.diff(annotations.offsets).argmax())
+        row = int(annotations.given.lengths.argmax())
         raise UserError(
-            f"top: {top} would lose annotated positives: sample {row} has {most}. Choose at least {most}."
+            f"top: {top} would lose given labels: sample {row} has {most}. Choose at least {most}."
         )
 
 
@@ -47,21 +47,21 @@ def rewritten_group(old: GroupSpec, generation: int) -> GroupSpec:
     )
 
 
-def compact_rows(rows: Rows, annotated: NDArray[np.bool_], spec: StoreSpec, group: GroupSpec) -> Rows:
+def compact_rows(rows: Rows, given: NDArray[np.bool_], spec: StoreSpec, group: GroupSpec) -> Rows:
     """The same rows in the layout of `group`, with heatmaps of the `top` highest-scoring classes of each row.
 
-    Annotated positives are always kept. Rows with heatmaps of some classes keep the strongest of those.
+    Given labels are always kept. Rows with heatmaps of some classes keep the strongest of those.
     """
     assert group.top is not None
-    scores, among = rows.scores, annotated
+    scores, among = rows.scores, given
     if rows.classes is not None:
-        scores, among = (np.take_along_axis(array, rows.classes, 1) for array in (scores, annotated))
+        scores, among = (np.take_along_axis(array, rows.classes, 1) for array in (scores, given))
     classes: Array = choose_classes(scores, among, group.top)
     if rows.classes is not None:
         classes = np.take_along_axis(rows.classes, classes, 1)
     compaction = Compaction(
         rows=rows,
-        annotated=annotated,
+        given=given,
         classes=classes,
         heatmap_size=spec.heatmap_size,
         debiased=group.debiased,

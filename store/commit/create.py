@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import zarr
 
@@ -12,16 +13,14 @@ from bigscl.store.backends.backend import Backend
 from bigscl.store.commit.compaction import check_top
 from bigscl.store.commit.lease import KEY as LEASE_KEY
 from bigscl.store.commit.lease import Lease, is_beat
-from bigscl.store.commit.metadata_files import described, present, write_metadata
 from bigscl.store.commit.snapshots import FOLDER as SNAPSHOTS
-from bigscl.store.commit.snapshots import Check, Snapshot, SnapshotLog
-from bigscl.store.commit.versions import Version, version_of, versions_of
+from bigscl.store.commit.snapshots import Check, Snapshot, SnapshotLog, Version, version_of, versions_of
 from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore, OtherFormat, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
 from bigscl.store.format.fields import Fields, seal
-from bigscl.store.format.spec import FORMAT, GroupSpec, StoreSpec
-from bigscl.store.format.zarr_group import describe_group
+from bigscl.store.format.spec import FEATURES, FORMAT, GroupSpec, StoreSpec
+from bigscl.store.format.zarr_group import describe_group, described
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"
@@ -77,21 +76,22 @@ def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
         raise OtherFormat(
             f"{backend.url}: written in format {version}, this version reads format {FORMAT}. {remedy}."
         )
-    return StoreSpec.from_fields(_without_features(backend, described.sealed()))
+    sealed = described.sealed()
+    _check_features(backend, sealed.mapping("features") if "features" in sealed else {})
+    return StoreSpec.from_fields(sealed)
 
 
-def _without_features(backend: Backend, described: Fields) -> Fields:
-    """Return the description of a store; OtherFormat if reading it takes a feature that is not known here."""
-    if "features" not in described:
+def _check_features(backend: Backend, features: Mapping[str, Any]) -> None:
+    """Raise OtherFormat if the store uses a feature that is not known here, or lacks one."""
+    if unknown := sorted(name for name, value in features.items() if FEATURES.get(name) != value):
+        raise OtherFormat(
+            f"{backend.url}: uses {', '.join(unknown)}, which this version does not read. Upgrade bigscl."
+        )
+    if features != FEATURES:
         raise OtherFormat(
             f"{backend.url}: written in an unfinished format {FORMAT}, by a revision before version 0.2.0. "
             f"Use another place for a new store."
         )
-    if unknown := sorted(described.inside("features")):
-        raise OtherFormat(
-            f"{backend.url}: uses {', '.join(unknown)}, which this version does not read. Upgrade bigscl."
-        )
-    return described
 
 
 def first_chunk(backend: Backend) -> str | None:
@@ -139,6 +139,32 @@ def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
     zarr.create_group(scratch.zarr_store(read_only=False), attributes={"bigscl": seal(spec.to_json())})
     describe_group(scratch, spec, group)
     history.describe_history(scratch, spec)
+
+
+def present(backend: Backend, keys: Iterable[str]) -> dict[str, bytes]:
+    """The content of those files that are there."""
+    found = {key: backend.read(key) for key in keys}
+    return {key: data for key, data in found.items() if data is not None}
+
+
+def write_metadata(backend: Backend, files: Mapping[str, bytes], leftovers: Mapping[str, bytes]) -> None:
+    """Write files that are not there, and put them in place of leftovers of an interrupted creation.
+
+    Nothing is deleted, and a file that is neither ours nor the leftover that was seen is another creator's: a
+    creator that was frozen and thawed can change nothing of what its successor made.
+    """
+    for key, data in files.items():
+        try:
+            backend.create(key, data)
+        except AlreadyExists:
+            found = backend.read(key)
+            if found == data:
+                continue
+            if found is None or leftovers.get(key) != found or not backend.swap(key, found, data):
+                raise AlreadyExists(
+                    f"{backend.url}/{key}: another process creates a store here. Choose another place, or "
+                    f"use the store when it is finished."
+                ) from None
 
 
 def spec_for(

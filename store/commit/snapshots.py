@@ -3,18 +3,25 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bigscl.store.backends.backend import Backend
 from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.fields import Fields, from_table, seal, to_table
 
 FOLDER = "snapshots"
 NO_DIGEST = -1
 Check = Callable[[], None]
 """Raises if the writer has lost its lease."""
+CHUNK = re.compile(r"(arrays-\d+)/\w+/c\.(\d{1,9})\.(\d{1,9})\b")
+Version = tuple[str, int, int]
+"""(array group, slot, shard)"""
 REMEDY = "Restore the file from a copy, or remove it: a run then resumes from an older checkpoint."
 
 
@@ -43,7 +50,10 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        return json.dumps(seal(asdict(self)), separators=(",", ":")).encode()
+        # Not asdict, which copies every number of large tables.
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["digests"] = {name: to_table(numbers) for name, numbers in self.digests.items()}
+        return json.dumps(seal(values), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, place: str = "snapshot") -> Self:
@@ -65,7 +75,7 @@ class Snapshot:
             slots=slots,
             attributes=fields.mapping("attributes"),
             generation=fields.integer("generation", 0),
-            digests={name: digests.integers(name, -1, 2**32, len(slots)) for name in digests},
+            digests={name: digests.table(name, -1, 2**32, len(slots)) for name in digests},
         )
 
 
@@ -196,35 +206,105 @@ class Written:
     digests: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardVersions:
+    """Versions of some shards as columns: a commit may have 300,000."""
+
+    shards: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    digests: Mapping[str, NDArray[np.int64]]
+
+
 def report(written: Mapping[int, Written], failure: Exception | None) -> bytes:
-    """The message of a rank to rank 0 at a commit."""
-    shards = {shard: [version.slot, version.digests] for shard, version in written.items()}
-    return json.dumps({"shards": shards, "error": None if failure is None else str(failure)}).encode()
+    """Return the message of a rank to rank 0 at a commit."""
+    versions = list(written.values())
+    names = sorted({name for version in versions for name in version.digests})
+    columns: dict[str, list[int]] = {
+        "shards": list(written),
+        "slots": [version.slot for version in versions],
+    }
+    for name in names:
+        columns[f"digest {name}"] = [version.digests.get(name, NO_DIGEST) for version in versions]
+    tables = {name: to_table(numbers) for name, numbers in columns.items()}
+    return json.dumps({"tables": tables, "error": None if failure is None else str(failure)}).encode()
 
 
-def merge_reports(reports: list[bytes]) -> dict[int, Written]:
-    """All ranks' versions by shard; an error if any rank failed, or two wrote one shard."""
-    written: dict[int, Written] = {}
-    for rank, values in enumerate(map(json.loads, reports)):
-        if values["error"] is not None:
-            raise StoreError(f"rank {rank} failed, nothing was committed: {values['error']}")
-        for shard, (slot, digests) in values["shards"].items():
-            if int(shard) in written:
-                raise StoreError(f"shard {shard} was written by two ranks; the second is rank {rank}")
-            written[int(shard)] = Written(slot, digests)
-    return written
+def merge_reports(reports: list[bytes]) -> ShardVersions:
+    """Return all ranks' versions; raise StoreError if a rank failed, or two wrote one shard."""
+    parts: list[dict[str, NDArray[np.int64]]] = []
+    for rank, message in enumerate(map(json.loads, reports)):
+        if message["error"] is not None:
+            raise StoreError(f"rank {rank} failed, nothing was committed: {message['error']}")
+        part = {name: from_table(table) for name, table in message["tables"].items()}
+        for before in parts:
+            if len(both := np.intersect1d(before["shards"], part["shards"])):
+                raise StoreError(f"shard {both[0]} was written by two ranks; the second is rank {rank}")
+        parts.append(part)
+
+    def column(name: str) -> NDArray[np.int64]:
+        unknown = (np.full(len(part["shards"]), NO_DIGEST) for part in parts)
+        return np.concatenate([part.get(name, rest) for part, rest in zip(parts, unknown, strict=True)])
+
+    names = sorted({name.removeprefix("digest ") for part in parts for name in part} - {"shards", "slots"})
+    digests = {name: column(f"digest {name}") for name in names}
+    return ShardVersions(shards=column("shards"), slots=column("slots"), digests=digests)
 
 
-def with_versions(snapshot: Snapshot, written: Mapping[int, Written]) -> Snapshot:
-    """The snapshot with these versions in place of its own."""
-    slots = list(snapshot.slots)
-    unknown = [NO_DIGEST] * len(slots)
-    names = {*snapshot.digests, *(name for version in written.values() for name in version.digests)}
-    digests = {name: list(snapshot.digests.get(name, unknown)) for name in sorted(names)}
-    for shard, version in written.items():
-        slots[shard] = version.slot
-        for name, values in digests.items():
-            values[shard] = version.digests.get(name, NO_DIGEST)
-    return replace(
-        snapshot, slots=tuple(slots), digests={name: tuple(values) for name, values in digests.items()}
-    )
+def with_versions(snapshot: Snapshot, versions: ShardVersions) -> Snapshot:
+    """Return the snapshot with these versions in place of its own."""
+    unknown = np.full(len(snapshot.slots), NO_DIGEST)
+
+    def replaced(numbers: Any, values: NDArray[np.int64] | int) -> tuple[int, ...]:
+        table = np.array(numbers, np.int64)
+        table[versions.shards] = values
+        return tuple(table.tolist())
+
+    digests = {
+        name: replaced(snapshot.digests.get(name, unknown), versions.digests.get(name, NO_DIGEST))
+        for name in sorted({*snapshot.digests, *versions.digests})
+    }
+    return replace(snapshot, slots=replaced(snapshot.slots, versions.slots), digests=digests)
+
+
+# Files by version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """How much a snapshot names, and how much no other retained snapshot names."""
+
+    all: int
+    only_here: int
+
+
+def version_of(key: str) -> Version | None:
+    """The version that a file belongs to, by its key `arrays-000/scores/c.<slot>.<shard>...`."""
+    match = CHUNK.match(key)
+    return None if match is None else (match[1], int(match[2]), int(match[3]))
+
+
+def by_version(listing: Iterable[tuple[str, int]]) -> Counter[Version]:
+    """Bytes of each version that is on the storage, named by a snapshot or not."""
+    totals: Counter[Version] = Counter()
+    for key, num_bytes in listing:
+        if (version := version_of(key)) is not None:
+            totals[version] += num_bytes
+    return totals
+
+
+def versions_of(snapshot: Snapshot) -> set[Version]:
+    """The versions a snapshot names."""
+    return {(snapshot.group, slot, shard) for shard, slot in enumerate(snapshot.slots) if slot >= 0}
+
+
+def snapshot_bytes(snapshots: Sequence[Snapshot], versions: Counter[Version]) -> dict[int, Bytes]:
+    """By snapshot, the bytes of what it names."""
+    named = {snapshot.id: versions_of(snapshot) for snapshot in snapshots}
+    times = Counter(version for found in named.values() for version in found)
+    return {
+        number: Bytes(
+            all=sum(versions[version] for version in found),
+            only_here=sum(versions[version] for version in found if times[version] == 1),
+        )
+        for number, found in named.items()
+    }

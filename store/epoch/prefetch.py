@@ -3,13 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.closing import Closing
 from bigscl.store.epoch.shard_cache import Allocate, ShardCache
 from bigscl.store.epoch.threads import BoundedQueue, OnStart, join, nothing
 from bigscl.store.format.spec import Rows
@@ -37,7 +37,7 @@ class _Item(Generic[Batch]):
     """When the batch itself was there; what came after was waiting for its rows."""
 
 
-class Prefetcher(Closing):
+class Prefetcher(AbstractContextManager["Prefetcher"]):
     """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
 
     def __init__(
@@ -103,6 +103,9 @@ class Prefetcher(Closing):
     def _check_wanted(self) -> None:
         if self._stop.is_set():
             raise _Stop
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop after the current batch and end the thread."""

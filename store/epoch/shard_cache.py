@@ -4,13 +4,12 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.closing import Closing
 from bigscl.store.epoch.threads import POLL_SECONDS, join, result_of
 from bigscl.store.format.layout import array_plans, check_update, shard_bytes, split_by_shard
 from bigscl.store.format.quantize import as_stored
@@ -31,7 +30,7 @@ class CachedShard:
         self.lock = threading.Lock()
 
 
-class ShardCache(Closing):
+class ShardCache(AbstractContextManager["ShardCache"]):
     """The cached shards of one rank in one epoch.
 
     A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
@@ -193,6 +192,9 @@ class ShardCache(Closing):
         for write in writes:
             result_of(write, self.check)
         self.check()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Drop all shards and end the threads; what was not flushed is lost."""

@@ -1,16 +1,19 @@
-"""Waiting for another thread, with a regular check whether it failed or was stopped."""
+"""Threads: waiting for another one with a regular check whether it failed, and passes over many shards."""
 
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 Check = Callable[[], None]
 """Raises when there is no point in waiting on: the other side failed, or was told to stop."""
 OnStart = Callable[[], object]
@@ -18,6 +21,8 @@ OnStart = Callable[[], object]
 POLL_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 WARN_SECONDS = 30.0
+# Reading, checksums and most of numpy release the GIL. Each thread holds up to two shards in RAM.
+PASS_THREADS = min(4, os.cpu_count() or 1)
 
 
 def nothing() -> None:
@@ -91,3 +96,24 @@ def join(thread: threading.Thread, what: str) -> None:
         if time.monotonic() - warned > WARN_SECONDS:
             warned = time.monotonic()
             logger.warning("waiting for %s since %.0f s", what, warned - started)
+
+
+def in_order(
+    work: Callable[[Item], Result], items: Iterable[Item], threads: int = PASS_THREADS
+) -> Iterator[Result]:
+    """Yield `work(item)` of each item in its order, computed by threads a few items ahead of the caller.
+
+    At most `2 * threads` results exist at a time. The first error is raised in place of its result; what had
+    not started by then, or when the caller stops early, is never started.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="pass")
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) >= 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

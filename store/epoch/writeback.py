@@ -4,17 +4,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.closing import Closing
 from bigscl.store.epoch.shard_cache import ShardCache
 from bigscl.store.epoch.threads import BoundedQueue, OnStart, join, nothing, take
 from bigscl.store.format.spec import Rows
 
 
-class Writeback(Closing):
+class Writeback(AbstractContextManager["Writeback"]):
     """Takes updated rows from the step and scatters them into their shards, in order. One thread.
 
     At most `depth` updates wait; then `put` waits, and counts the seconds in `wait_seconds`.
@@ -74,6 +74,9 @@ class Writeback(Closing):
             except BaseException as error:
                 failed = True
                 self._cache.fail(error)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the thread; what was not drained is lost."""

@@ -1,4 +1,4 @@
-"""Rows of different lengths, and the annotated positives of every row: all labels that the store needs."""
+"""Rows of different lengths, and the given labels of every row: all labels that the store needs."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
@@ -56,14 +56,14 @@ class Ragged:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def entries(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Return (place in `rows`, value) of every value of the chosen rows."""
+        """Return (index into `rows`, value) of every value of the chosen rows."""
         first, lengths = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
-        places = np.repeat(np.arange(len(rows)), lengths)
-        within = np.arange(len(places)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return places, self.values[first[places] + within]
+        indices = np.repeat(np.arange(len(rows)), lengths)
+        within = np.arange(len(indices)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return indices, self.values[first[indices] + within]
 
     def spread(self, rows: NDArray[np.int64], num_rows: int) -> "Ragged":
-        """Return these rows at the ascending places `rows` of `num_rows`; the other rows are empty."""
+        """Return `num_rows` rows: these at the ascending positions `rows`, the others empty."""
         lengths = np.zeros(num_rows, np.int64)
         lengths[rows] = self.lengths
         return Ragged.from_lengths(lengths, self.values)
@@ -71,91 +71,93 @@ class Ragged:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Annotations:
-    """Positives of all rows, compressed: those of row n are `classes[offsets[n]:offsets[n + 1]]`.
+    """Given labels of all rows: the classes of row n are `given[n]`, ascending.
 
     Row n is sample `n % rows_per_shard` of shard `n // rows_per_shard`; rows past a shard's size are empty.
     """
 
     fingerprint: str
-    """Of the data these annotations describe; a store opens only against the one it was made for."""
+    """Digest of the data these labels describe; a store opens only against the one it was made for."""
     num_classes: int
     rows_per_shard: int
     shard_sizes: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    classes: NDArray[np.int64]
+    given: Ragged
 
     def __post_init__(self) -> None:
-        rows = len(self.shard_sizes) * self.rows_per_shard
-        if len(self.offsets) != rows + 1 or self.offsets[-1] != len(self.classes):
+        rows, offsets, classes = self.num_rows, self.given.offsets, self.given.values
+        if len(offsets) != rows + 1 or offsets[-1] != len(classes):
             raise UserError(
-                f"annotations: offsets must have {rows + 1} entries ending in {len(self.classes)}, "
-                f"found {len(self.offsets)} ending in {self.offsets[-1] if len(self.offsets) else 'nothing'}"
+                f"annotations: offsets must have {rows + 1} entries ending in {len(classes)}, "
+                f"found {len(offsets)} ending in {offsets[-1] if len(offsets) else 'nothing'}"
             )
         if len(self.shard_sizes) and self.shard_sizes.max() > self.rows_per_shard:
             raise UserError(
                 f"annotations: a shard has {self.shard_sizes.max()} samples, "
                 f"more than rows_per_shard {self.rows_per_shard}"
             )
-        if len(self.classes) and not 0 <= self.classes.min() <= self.classes.max() < self.num_classes:
+        if len(classes) and not 0 <= classes.min() <= classes.max() < self.num_classes:
             raise UserError(
-                f"annotations: classes span {self.classes.min()}..{self.classes.max()}, "
+                f"annotations: classes span {classes.min()}..{classes.max()}, "
                 f"expected 0..{self.num_classes - 1}"
             )
 
     @classmethod
     def of(
-        cls, positives: Sequence[Collection[int]], num_classes: int, *, rows_per_shard: int = 1000
+        cls, given: Sequence[Collection[int]], num_classes: int, *, rows_per_shard: int = 1000
     ) -> "Annotations":
-        """The annotations of a dataset that has no shards: sample n is row n.
+        """Return the annotations of a dataset that has no shards: sample n is row n.
 
-        `positives` are the annotated classes of each sample; each `rows_per_shard` samples share a chunk.
+        `given` are the labelled classes of each sample; each `rows_per_shard` samples share a chunk.
         """
-        if not len(positives) or rows_per_shard < 1:
+        if not len(given) or rows_per_shard < 1:
             raise UserError(
-                f"annotations: {len(positives)} samples, rows_per_shard {rows_per_shard}, expected at least 1"
+                f"annotations: {len(given)} samples, rows_per_shard {rows_per_shard}, expected at least 1"
             )
-        rows = min(rows_per_shard, len(positives))
-        num_shards = -(-len(positives) // rows)
+        rows = min(rows_per_shard, len(given))
+        num_shards = -(-len(given) // rows)
         lengths = np.zeros(num_shards * rows, np.int64)
-        lengths[: len(positives)] = [len(each) for each in positives]
-        classes = np.array([number for each in positives for number in sorted(each)], np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        lengths[: len(given)] = [len(classes) for classes in given]
+        values = np.array([number for classes in given for number in sorted(classes)], np.int64)
+        labels = Ragged.from_lengths(lengths, values)
         sizes = np.full(num_shards, rows)
-        sizes[-1] = len(positives) - rows * (num_shards - 1)
-        digest = hashlib.sha256(f"{num_classes} {rows} {len(positives)}".encode())
-        digest.update(offsets.astype("<i8").tobytes() + classes.astype("<i8").tobytes())
+        sizes[-1] = len(given) - rows * (num_shards - 1)
+        digest = hashlib.sha256(f"{num_classes} {rows} {len(given)}".encode())
+        digest.update(labels.offsets.astype("<i8").tobytes() + values.astype("<i8").tobytes())
         return cls(
             fingerprint=digest.hexdigest(),
             num_classes=num_classes,
             rows_per_shard=rows,
             shard_sizes=sizes,
-            offsets=offsets,
-            classes=classes,
+            given=labels,
         )
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows, those past a shard's size included."""
+        return len(self.shard_sizes) * self.rows_per_shard
+
+    @property
     def num_samples(self) -> int:
-        """How many rows are real samples."""
+        """The number of rows that are samples."""
         return int(self.shard_sizes.sum())
 
-    def of_shard(self, shard: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(position in shard, class) of every annotated positive of a shard."""
-        first = shard * self.rows_per_shard
-        offsets = self.offsets[first : first + self.rows_per_shard + 1]
-        positions = np.repeat(np.arange(self.rows_per_shard), np.diff(offsets))
-        return positions, self.classes[offsets[0] : offsets[-1]]
+    def of_shard(self, shard: int) -> NDArray[np.bool_]:
+        """Return which classes are given labels of each row of a shard, [R,L]."""
+        return self.of_rows(shard * self.rows_per_shard + np.arange(self.rows_per_shard))
 
-    def includes(self, rows: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each class is an annotated positive of its row; both have the same shape."""
-        places, annotated = self.of_rows(rows.ravel())
-        found = np.zeros(rows.size, bool)
-        found[places[annotated == classes.ravel()[places]]] = True
-        return found.reshape(rows.shape)
+    def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which classes are given labels of these rows, [n,L]."""
+        mask = np.zeros((len(rows), self.num_classes), bool)
+        mask[self.given.entries(rows)] = True
+        return mask
 
-    def of_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(place in `rows` [n], class) of every annotated positive of some rows."""
-        return Ragged(self.offsets, self.classes).entries(rows)
+    def is_given(self, rows: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return whether each class is a given label of its row; both have the same shape."""
+        indices, given = self.given.entries(rows.ravel())
+        mask = np.zeros(rows.size, bool)
+        mask[indices[given == classes.ravel()[indices]]] = True
+        return mask.reshape(rows.shape)
 
     def counts(self) -> NDArray[np.int64]:
-        """Annotated positives per class, over the whole dataset."""
-        return np.bincount(self.classes, minlength=self.num_classes)
+        """Return the number of given labels of each class, over the whole dataset."""
+        return np.bincount(self.given.values, minlength=self.num_classes)

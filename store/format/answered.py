@@ -1,11 +1,11 @@
 """Answers of people about single classes after the labels were made, and how they change stored rows.
 
-A class that is said to be present is an annotated positive from then on. Its score becomes 1; its heatmap
+A class that is said to be present is a given label from then on. Its score becomes 1; its heatmap
 stays what was learnt. If the row keeps the heatmaps of some classes only, and not of this one, it takes the
-place of the class of lowest score that is not annotated (of several the last), with a heatmap that is flat at
+place of the class of lowest score that is not given (of several the last), with a heatmap that is flat at
 its score before. A class that is said to be absent gets score 0 and an empty heatmap. An answer that was
 withdrawn leaves the row as it is, unless the label names the class: that is as present again. Rows that were
-never stored have the initial values of their annotated positives.
+never stored have the initial values of their given labels.
 """
 
 # Shapes: n answers, R rows, L classes, k kept classes, W side of a heatmap.
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import BadFile
-from bigscl.store.format.annotations import Annotations
-from bigscl.store.format.layout import annotated_mask
+from bigscl.store.format.annotations import Annotations, Ragged
 from bigscl.store.format.spec import Array, Rows
 
 ATTRIBUTE = "answers"
@@ -118,19 +117,18 @@ class Answered:
 
 
 def with_answers(annotations: Annotations, answered: Answered, *, from_start: bool = False) -> Annotations:
-    """Return the positives of all rows after the answers.
+    """Return the given labels of all rows after the answers.
 
     With `from_start` only those whose heatmaps started at 1: no class of a late answer is among them.
     """
-    keys = np.repeat(np.arange(len(annotations.offsets) - 1), np.diff(annotations.offsets))
-    keys = keys * annotations.num_classes + annotations.classes
+    rows = np.arange(annotations.num_rows)
+    keys = np.repeat(rows, annotations.given.lengths) * annotations.num_classes + annotations.given.values
     said = answered.rows * annotations.num_classes + answered.classes
     absent = (answered.says == 0) | (answered.late if from_start else False)
     present = (answered.says == 1) & ~absent
     keys = np.union1d(np.setdiff1d(keys, said[absent]), said[present])
-    rows, classes = np.divmod(keys, annotations.num_classes)
-    offsets = np.searchsorted(rows, np.arange(len(annotations.offsets)))
-    return replace(annotations, offsets=offsets, classes=classes)
+    owners, classes = np.divmod(keys, annotations.num_classes)
+    return replace(annotations, given=Ragged(np.searchsorted(owners, np.append(rows, len(rows))), classes))
 
 
 def label_counts(annotations: Annotations, answered: Answered) -> NDArray[np.int64]:
@@ -148,17 +146,16 @@ def answered_shard(rows: Rows, shard: int, answered: Answered, annotations: Anno
     `annotations` are the positives after all answers. Other rows stay bit for bit.
     """
     own = answered.take(answered.rows // annotations.rows_per_shard == shard)
-    annotated = annotated_mask(rows.scores.shape, *annotations.of_shard(shard))
-    return _answered_rows(rows, own.rows % annotations.rows_per_shard, own, annotated)
+    return _answered_rows(rows, own.rows % annotations.rows_per_shard, own, annotations.of_shard(shard))
 
 
-def _answered_rows(rows: Rows, positions: Array, answered: Answered, annotated: NDArray[np.bool_]) -> Rows:
+def _answered_rows(rows: Rows, positions: Array, answered: Answered, given: NDArray[np.bool_]) -> Rows:
     changed = Rows(**{name: array.copy() for name, array in rows.items()})
     spatial = changed.get("spatial_score")
     for row, number, present in zip(positions, answered.classes, _present(answered), strict=True):
         place = int(number)
         if changed.classes is not None:
-            place = _place(changed, int(row), int(number), present, annotated[row])
+            place = _place(changed, int(row), int(number), present, given[row])
         changed.scores[row, number] = 1 if present else 0
         if place >= 0:
             if spatial is not None:
@@ -175,7 +172,7 @@ def _present(answered: Answered) -> list[bool]:
     return [bool(one) for one in present]
 
 
-def _place(rows: Rows, row: int, number: int, present: bool, annotated: NDArray[np.bool_]) -> int:
+def _place(rows: Rows, row: int, number: int, present: bool, given: NDArray[np.bool_]) -> int:
     """Return where the heatmap of a class is in its row, after it got a place if it needs one; else -1."""
     assert rows.classes is not None
     kept = rows.classes[row].astype(np.int64)
@@ -184,7 +181,7 @@ def _place(rows: Rows, row: int, number: int, present: bool, annotated: NDArray[
         return int(found[0])
     if not present:
         return -1
-    scores = np.where(annotated[kept], np.inf, rows.scores[row, kept].astype(np.float32))
+    scores = np.where(given[kept], np.inf, rows.scores[row, kept].astype(np.float32))
     place = len(kept) - 1 - int(scores[::-1].argmin())
     rows.classes[row, place] = number
     if rows.heatmaps is not None:

@@ -26,7 +26,7 @@ ONE_BITS = np.float16(1).view(np.uint16)
 class Start:
     """Inputs of the initial values of a shard."""
 
-    annotated: NDArray[np.bool_]
+    given: NDArray[np.bool_]
     """[R,L]"""
     classes: Array | None
     """[R,k] the kept classes; None where all classes have heatmaps, or none has."""
@@ -37,7 +37,7 @@ class Compaction:
     """Rows, and the classes of each row whose heatmaps are kept."""
 
     rows: Rows
-    annotated: NDArray[np.bool_]
+    given: NDArray[np.bool_]
     """[R,L]"""
     classes: Array
     """[R,k]"""
@@ -124,7 +124,7 @@ class Scores(_Fractions):
         return (spec.num_classes,)
 
     def initialize(self, values: Array, start: Start) -> None:
-        values[start.annotated] = 1
+        values[start.given] = 1
 
 
 class Heatmaps(_Fractions):
@@ -144,16 +144,16 @@ class Heatmaps(_Fractions):
         return min(spec.rows_per_shard, DENSE_CHUNK_ROWS) if group.layout == "dense" else spec.rows_per_shard
 
     def initialize(self, values: Array, start: Start) -> None:
-        kept = start.annotated
+        kept = start.given
         values[kept if start.classes is None else np.take_along_axis(kept, start.classes, 1)] = 1
 
     def compacted(self, compaction: Compaction) -> Array:
         rows, classes = compaction.rows, compaction.classes
         if rows.heatmaps is not None:
             return rows.heatmaps_of(np.arange(len(rows))[:, None], classes)
-        # They start at the score everywhere, at 1 for annotated classes.
+        # They start at the score everywhere, at 1 for given classes.
         start = np.take_along_axis(rows.scores, classes, 1)
-        start[np.take_along_axis(compaction.annotated, classes, 1)] = 1
+        start[np.take_along_axis(compaction.given, classes, 1)] = 1
         size = compaction.heatmap_size
         return np.ascontiguousarray(np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size)))
 
@@ -170,7 +170,7 @@ class SpatialScore(_Fractions):
         return (spec.num_classes if group.top is None else group.top,)
 
     def initialize(self, values: Array, start: Start) -> None:
-        kept = start.annotated
+        kept = start.given
         values[kept if start.classes is None else np.take_along_axis(kept, start.classes, 1)] = 1
 
     def compacted(self, compaction: Compaction) -> Array:

@@ -3,11 +3,16 @@
 A sealed file has a digest of its own values: one that was changed by anything but its writer is refused.
 """
 
+import base64
+import contextlib
 import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bigscl.store.errors import BadFile
 
@@ -38,6 +43,16 @@ def seal_fault(values: Mapping[str, Any]) -> str | None:
 def _digest(values: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in values.items() if name != SEAL}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def to_table(numbers: Any) -> str:
+    """Return whole numbers as base64 of int64, little-endian: 300,000 take milliseconds."""
+    return base64.b64encode(np.asarray(numbers, "<i8").tobytes()).decode()
+
+
+def from_table(table: str) -> NDArray[np.int64]:
+    """Return the numbers that `to_table` wrote; ValueError if it did not."""
+    return np.frombuffer(base64.b64decode(table, validate=True), "<i8").astype(np.int64)
 
 
 class Fields:
@@ -112,6 +127,15 @@ class Fields:
         fine = fine and (count is None or len(values or ()) == count)
         many = "" if count is None else f"{count} "
         return tuple(self._take(name, fine, f"a list of {many}whole numbers from {low} to {high}"))
+
+    def table(self, name: str, low: int, high: int, count: int) -> tuple[int, ...]:
+        """A table of so many whole numbers within bounds."""
+        numbers = np.empty(0, np.int64)
+        with contextlib.suppress(TypeError, ValueError):
+            numbers = from_table(self._values[name])
+        fine = len(numbers) == count and bool(((numbers >= low) & (numbers <= high)).all())
+        self._take(name, fine, f"base64 of {count} whole numbers (int64) from {low} to {high}")
+        return tuple(numbers.tolist())
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """A JSON object, unchecked inside."""

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from zarr.storage import StorePath
 
 from bigscl.store.backends.backend import Backend
-from bigscl.store.commit.metadata_files import described
 from bigscl.store.errors import storage_errors
 from bigscl.store.format.array_types import ARRAYS
 from bigscl.store.format.layout import ArrayPlan, choose_classes
 from bigscl.store.format.spec import MAX_COUNT, GroupSpec, Rows, StoreSpec
-from bigscl.store.format.zarr_group import codecs, create_array, metadata_fault, planned_metadata
+from bigscl.store.format.zarr_group import codecs, create_array, described, metadata_fault, planned_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +89,11 @@ def _open(backend: Backend, spec: StoreSpec, *, read_only: bool) -> dict[str, za
     }
 
 
-def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, annotated: NDArray[np.bool_]) -> None:
+def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, given: NDArray[np.bool_]) -> None:
     """Keep this epoch's rows of the tracked samples."""
     values: dict[str, NDArray[Any]] = {"scores": rows.scores}
     if rows.heatmaps is not None:
-        classes = choose_classes(rows.scores, annotated, TOP)
+        classes = choose_classes(rows.scores, given, TOP)
         places = np.arange(len(rows))[:, None]
         values |= {"classes": classes, "heatmaps": rows.heatmaps_of(places, classes)}
         if "cell_visits" in rows:

@@ -9,12 +9,17 @@ from numpy.typing import NDArray
 from bigscl.store.errors import BadValues, NoFreeSlot
 from bigscl.store.format.annotations import Annotations
 from bigscl.store.format.array_types import ARRAYS, ONE_BITS, Domain, Start, StoredArray, fill_value
+from bigscl.store.format.quantize import from_bytes, to_bytes
 from bigscl.store.format.spec import Array, GroupSpec, Rows, StoreSpec
+
+PACKED = ("sample_visits", "last_epoch")
+"""Small arrays that are stored together, as the bytes of one array: in this order, which shows its fill."""
+PACKED_NAME = "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPlan:
-    """One Zarr array of a group. Its fill value lies outside its domain, so a missing chunk shows."""
+    """An array of a group. Its fill value lies outside its domain, so that a missing chunk shows."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,6 +27,31 @@ class ArrayPlan:
     dtype: np.dtype[np.generic]
     rounded: bool = False
     """Whether its values are stored as levels of one byte, see `store/format/quantize.py`."""
+    parts: tuple["ArrayPlan", ...] = ()
+    """The arrays that it packs: each row has their bytes, one after the other, little-endian."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arrays of a row that it stores."""
+        return tuple(part.name for part in self.parts) or (self.name,)
+
+    def to_stored(self, rows: Rows) -> Array:
+        """Return the values that are written to the storage for these rows."""
+        if not self.parts:
+            return to_bytes(rows[self.name]) if self.rounded else rows[self.name]
+        columns = [rows[part.name].astype(part.dtype.newbyteorder("<"), order="C") for part in self.parts]
+        return np.concatenate([column.view(np.uint8).reshape(len(column), -1) for column in columns], axis=1)
+
+    def from_stored(self, values: Array) -> dict[str, Array]:
+        """Return the arrays of rows, by name, from the values on the storage."""
+        if not self.parts:
+            return {self.name: from_bytes(values) if self.rounded else values}
+        ends = np.cumsum([part.row_bytes for part in self.parts])[:-1]
+        columns = zip(self.parts, np.split(values, ends, axis=1), strict=True)
+        return {
+            part.name: np.frombuffer(column.tobytes(), part.dtype.newbyteorder("<")).astype(part.dtype)
+            for part, column in columns
+        }
 
     @property
     def stored_dtype(self) -> np.dtype[np.generic]:
@@ -45,7 +75,7 @@ class ArrayPlan:
 
 
 def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
-    """Every array of a group, in the order in which they are written."""
+    """Every array of the rows of a group."""
     outer = (group.num_slots, spec.num_shards, spec.rows_per_shard)
     return tuple(
         ArrayPlan(
@@ -58,6 +88,21 @@ def array_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
         for array in ARRAYS.values()
         if array.exists(group)
     )
+
+
+def stored_plans(spec: StoreSpec, group: GroupSpec) -> tuple[ArrayPlan, ...]:
+    """Every Zarr array of a group, in the order in which they are written: small arrays are packed."""
+    plans = array_plans(spec, group)
+    parts = tuple(plan for plan in plans if plan.name in PACKED)
+    width, outer = sum(part.row_bytes for part in parts), parts[0]
+    packed = ArrayPlan(
+        name=PACKED_NAME,
+        shape=(*outer.shape, width),
+        chunks=(*outer.chunks, width),
+        dtype=np.dtype(np.uint8),
+        parts=parts,
+    )
+    return (*(plan for plan in plans if plan not in parts), packed)
 
 
 def shard_bytes(spec: StoreSpec, group: GroupSpec) -> int:
@@ -94,21 +139,14 @@ def free_slot(shard: int, named: Iterable[Sequence[int]], ours: range) -> int:
     )
 
 
-def annotated_mask(shape: tuple[int, ...], positions: Array, positives: Array) -> NDArray[np.bool_]:
-    """True at the annotated (row, class) pairs."""
-    mask = np.zeros(shape, dtype=bool)
-    mask[positions, positives] = True
-    return mask
-
-
-def choose_classes(scores: Array, annotated: NDArray[np.bool_], top: int) -> NDArray[np.int64]:
-    """The `top` columns of highest score per row, ascending; annotated ones always, ties to the lowest."""
+def choose_classes(scores: Array, given: NDArray[np.bool_], top: int) -> NDArray[np.int64]:
+    """The `top` columns of highest score per row, ascending; given labels always, ties to the lowest."""
     num_columns = scores.shape[1]
     if top >= num_columns:
         return np.broadcast_to(np.arange(num_columns), scores.shape).copy()
     # 32 bits where the keys fit: numpy partitions them four times as fast as it argpartitions 64.
     dtype = np.uint32 if (int(ONE_BITS) + 2) * num_columns < 2**32 else np.uint64
-    bits: Array = np.where(annotated, ONE_BITS + 1, scores.view(np.uint16)).astype(dtype)
+    bits: Array = np.where(given, ONE_BITS + 1, scores.view(np.uint16)).astype(dtype)
     # Unique keys (score, then lowest column), so that the partition has no ties to break.
     keys = bits * dtype(num_columns) + np.arange(num_columns - 1, -1, -1, dtype=dtype)
     best = np.partition(keys, num_columns - top, axis=1)[:, num_columns - top :]
@@ -117,13 +155,13 @@ def choose_classes(scores: Array, annotated: NDArray[np.bool_], top: int) -> NDA
 
 
 def initial_shard(spec: StoreSpec, group: GroupSpec, annotations: Annotations, shard: int) -> Rows:
-    """A shard that was never written: 1 for annotated positives, 0 for the rest, never visited."""
+    """A shard that was never written: 1 for given labels, 0 for the rest, never visited."""
     plans = array_plans(spec, group)
-    annotated = annotated_mask((spec.rows_per_shard, spec.num_classes), *annotations.of_shard(shard))
-    chosen = None if group.top is None else choose_classes(annotated.astype(np.float16), annotated, group.top)
+    given = annotations.of_shard(shard)
+    chosen = None if group.top is None else choose_classes(given.astype(np.float16), given, group.top)
     values: dict[str, Array] = {plan.name: np.zeros(plan.shape[2:], plan.dtype) for plan in plans}
     for name, array in values.items():
-        ARRAYS[name].initialize(array, Start(annotated=annotated, classes=chosen))
+        ARRAYS[name].initialize(array, Start(given=given, classes=chosen))
     return Rows(**values)
 
 

@@ -11,6 +11,8 @@ from bigscl.common.user_error import UserError
 from bigscl.store.format.fields import Fields
 
 FORMAT = 2
+FEATURES = {"packed": ["sample_visits", "last_epoch"]}
+"""Parts of the format that a reader must know of, by name, with their parameters."""
 GENERATIONS = 1024
 """Writers, one after the other, that have slots of their own before the first one's are used again."""
 
@@ -55,7 +57,7 @@ class StoreSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the root group's attributes."""
-        return {"format": FORMAT, "features": {}, **asdict(self)}
+        return {"format": FORMAT, "features": FEATURES, **asdict(self)}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:

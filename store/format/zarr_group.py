@@ -1,28 +1,34 @@
-"""The Zarr arrays of one group: whole versions of shards in, whole versions out."""
+"""The Zarr arrays of one group: whole versions of shards in, whole versions out.
+
+A chunk ends in its CRC-32C. The digest of an array of a version is the CRC-32 over those four bytes of each
+of its chunks, in order: it costs nothing to compute.
+"""
 
 import asyncio
 import errno
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, Self
 
 import numpy as np
 import zarr
-from zarr.abc.store import RangeByteRequest
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store
 from zarr.codecs import BloscCodec, BloscShuffle, Crc32cCodec, ZstdCodec
-from zarr.core.buffer import default_buffer_prototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.core.sync import sync
+from zarr.storage import WrapperStore
 
 from bigscl.store.backends.backend import Backend, MemoryBackend
 from bigscl.store.epoch.threads import Check, nothing, pauses
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
-from bigscl.store.format.checksums import WatchedStore, digest, watched
 from bigscl.store.format.fields import Fields, seal
-from bigscl.store.format.layout import ArrayPlan, array_plans
-from bigscl.store.format.quantize import LEVELS, from_bytes, to_bytes
+from bigscl.store.format.layout import ArrayPlan, stored_plans
+from bigscl.store.format.quantize import LEVELS
 from bigscl.store.format.spec import Array, Codec, GroupSpec, Rows, StoreSpec
 
 logger = logging.getLogger(__name__)
@@ -30,10 +36,53 @@ logger = logging.getLogger(__name__)
 STALE_SECONDS = 60.0
 """How long caches of NFS and FUSE may show a file that another node has renamed over: NFS's acregmax."""
 REMEDY = "Restore it from a copy, or create the store again at another place."
+CHECKSUM_BYTES = 4
+# Zarr moves chunks in a thread of its own, which runs each call in its caller's context.
+_seen: ContextVar[dict[str, bytes] | None] = ContextVar("chunk checksums", default=None)
 # Nested chunk folders make deletes slow.
 CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 # zarr's, of every codec from numcodecs. For good: to catch warnings in a block is not safe among threads.
 warnings.filterwarnings("ignore", "Numcodecs codecs are not in the Zarr version 3 specification")
+
+
+class WatchedStore(WrapperStore[Store]):
+    """A Zarr store that notes the last bytes of every whole chunk that passes through it."""
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The bytes of a chunk."""
+        value = await self._store.get(key, prototype, byte_range)
+        if value is not None and byte_range is None:
+            _note(key, value)
+        return value
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Store a chunk."""
+        await self._store.set(key, value)
+        _note(key, value)
+
+
+def _note(key: str, value: Buffer) -> None:
+    seen = _seen.get()
+    if seen is not None:
+        seen[key] = value[-CHECKSUM_BYTES:].to_bytes()
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, bytes]]:
+    """The checksums of the chunks that this thread reads or writes in the block, by key."""
+    seen: dict[str, bytes] = {}
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
+def digest(checksums: Iterable[bytes]) -> int:
+    """The digest of an array of a version, from the checksums of its chunks in order."""
+    return zlib.crc32(b"".join(checksums))
 
 
 def codecs(group: GroupSpec) -> list[Any] | None:
@@ -77,20 +126,37 @@ def describe_group(backend: Backend, spec: StoreSpec, group: GroupSpec) -> None:
     """Make the metadata of a group without any version in it."""
     store = backend.zarr_store(read_only=False)
     zarr.create_group(store, path=group.name, attributes={"bigscl": seal(group.to_json())})
-    for plan in array_plans(spec, group):
+    for plan in stored_plans(spec, group):
         create_array(backend, f"{group.name}/{plan.name}", plan, codecs(group))
 
 
-def open_array(store: WatchedStore, path: str, mode: Literal["r", "r+"]) -> zarr.Array[Any]:
+def described(build: Callable[[Backend], None]) -> dict[str, bytes]:
+    """Return the metadata files that `build` creates, by key."""
+    scratch = MemoryBackend("memory://description")
+    build(scratch)
+    return {key: scratch.read(key) or b"" for key, _ in scratch.sizes("")}
+
+
+def open_array(store: WatchedStore, path: str, mode: Literal["r", "r+"]) -> zarr.AsyncArray[Any]:
     """An array that writes a chunk even where all values equal the fill: what is missing must be a fault."""
     opened: Any = zarr.open_array(store, path=path, mode=mode)
-    # As Array.with_config, which zarr has since 3.1.6 and so only beside numpy 2.
-    return zarr.Array(
-        zarr.AsyncArray(opened.metadata, opened.store_path, config={"write_empty_chunks": True})
-    )
+    # As AsyncArray.with_config, which zarr has since 3.1.6 and so only beside numpy 2.
+    return zarr.AsyncArray(opened.metadata, opened.store_path, config={"write_empty_chunks": True})
 
 
-def metadata_fault(array: zarr.Array[Any], plan: ArrayPlan, group: GroupSpec) -> str | None:
+def all_at_once(calls: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Return the result of each call, or its error; when this returns, none of them is running any more."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results: list[Any] = sync(gather())
+    return results
+
+
+def metadata_fault(
+    array: zarr.AsyncArray[Any] | zarr.Array[Any], plan: ArrayPlan, group: GroupSpec
+) -> str | None:
     """Return which part of an array's metadata is not as it was created; None if all is."""
     found: dict[str, Any] = dict(array.metadata.to_dict())
     expected = planned_metadata(plan, group).to_dict()
@@ -117,7 +183,7 @@ class ArrayGroup:
         self.spec = group
         self._store_spec = spec
         self._backend = backend
-        self.plans = array_plans(spec, group)
+        self.plans = stored_plans(spec, group)
         store = self._files = WatchedStore(backend.zarr_store(read_only=read_only))
         self._arrays = {
             plan.name: open_array(store, f"{group.name}/{plan.name}", "r" if read_only else "r+")
@@ -170,43 +236,46 @@ class ArrayGroup:
         `digests` say which version it must be: chunks that are whole but of another one are read again for
         as long as a cache may be stale, and then refused. `check` raises to end that.
         """
-        wanted = [plan for plan in self.plans if names is None or plan.name in names]
-        known = digests or {}
-        return {
-            plan.name: self._read_whole(plan, shard, slot, known.get(plan.name), check) for plan in wanted
-        }
+        wanted = [plan for plan in self.plans if names is None or not set(names).isdisjoint(plan.names)]
+        known, arrays = digests or {}, {}
+        for plan, values in zip(wanted, self._read_versions(wanted, shard, slot, known), strict=True):
+            if values is None:
+                values = self._read_again(plan, shard, slot, known, check)
+            arrays.update(plan.from_stored(values))
+        return {name: array for name, array in arrays.items() if names is None or name in names}
 
-    def _read_whole(
-        self, plan: ArrayPlan, shard: int, slot: int, expected: int | None, check: Check
+    def _read_again(
+        self, plan: ArrayPlan, shard: int, slot: int, digests: Mapping[str, int], check: Check
     ) -> Array:
-        values = self._read_version(plan, shard, slot, expected)
-        if values is None and not self._waited_in_vain:
-            place = f"{self._backend.url}/{self.spec.name}/{plan.name}"
-            logger.warning(
-                "%s: shard %d, slot %d is of another version; reading it again", place, shard, slot
-            )
+        """Read an array until the version that the snapshot names is there, for as long as caches may lag."""
+        if not self._waited_in_vain:
+            url = f"{self._backend.url}/{self.spec.name}/{plan.name}"
+            logger.warning("%s: shard %d, slot %d is of another version; reading it again", url, shard, slot)
             for _ in pauses(STALE_SECONDS, check):
-                values = self._read_version(plan, shard, slot, expected)
+                (values,) = self._read_versions([plan], shard, slot, digests)
                 if values is not None or self._waited_in_vain:
                     break
-        if values is None:
-            self._waited_in_vain = True
-            reason = "whole, but not the version that the snapshot names (overwritten, or stale)"
-            raise self.corrupt(plan.name, shard, slot, reason)
-        return values
+            if values is not None:
+                return values
+        self._waited_in_vain = True
+        reason = "whole, but not the version that the snapshot names (overwritten, or stale)"
+        raise self.corrupt(plan.name, shard, slot, reason)
 
-    def _read_version(self, plan: ArrayPlan, shard: int, slot: int, expected: int | None) -> Array | None:
-        """An array of one version; None if what is there, or is shown, is another version."""
-        try:
-            with watched() as checksums:
-                values = self._read_one(plan, shard, slot)
-        except ChunkCorrupt as error:
+    def _read_versions(
+        self, plans: Sequence[ArrayPlan], shard: int, slot: int, digests: Mapping[str, int]
+    ) -> list[Array | None]:
+        """Read arrays of one version; None for one whose content, or what is shown of it, is another."""
+        with watched() as checksums:
+            results = all_at_once(self._arrays[plan.name].getitem((slot, shard)) for plan in plans)
+        versions: list[Array | None] = []
+        for plan, result in zip(plans, results, strict=True):
+            expected = digests.get(plan.name)
             # NFS: the file was renamed over while it was open.
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE:
-                return None
-            raise
-        is_it = expected is None or self._digest(plan, shard, slot, checksums) == expected
-        return values if is_it else None
+            is_stale = isinstance(result, OSError) and result.errno == errno.ESTALE
+            values = None if is_stale else self._values(plan, shard, slot, result)
+            is_other = expected is not None and self._digest(plan, shard, slot, checksums) != expected
+            versions.append(None if is_other else values)
+        return versions
 
     def peek(self, places: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
         """Single rows, given as (shard, slot, position), without the rest of their chunks.
@@ -216,18 +285,18 @@ class ArrayGroup:
         assert self.spec.codec == "none"
         parts = [self._bytes_of(plan, *place) for plan in self.plans for place in places]
 
-        async def read() -> list[Any]:
-            prototype = default_buffer_prototype()
-            return await asyncio.gather(*(self._files.get(key, prototype, part) for key, part in parts))
-
-        found, values = iter(sync(read())), {}
+        prototype = default_buffer_prototype()
+        results, values = iter(all_at_once(self._files.get(key, prototype, part) for key, part in parts)), {}
         for plan in self.plans:
-            rows = [next(found) for _ in places]
+            rows = [next(results) for _ in places]
             for (shard, slot, _), row in zip(places, rows, strict=True):
+                if isinstance(row, BaseException):
+                    raise row
                 if row is None or len(row) != plan.row_bytes:
                     raise self.corrupt(plan.name, shard, slot, "a chunk file is missing or too short")
             content = b"".join(row.to_bytes() for row in rows)
-            values[plan.name] = np.frombuffer(content, plan.dtype).reshape(-1, *plan.shape[3:]).copy()
+            stored = np.frombuffer(content, plan.dtype).reshape(-1, *plan.shape[3:]).copy()
+            values.update(plan.from_stored(stored))
         return values
 
     def _bytes_of(
@@ -259,26 +328,31 @@ class ArrayGroup:
             for first in range(0, plan.shape[2], plan.chunks[2]):
                 rows = slice(first, first + plan.chunks[2])
                 with suppress(ChunkCorrupt):
-                    found[plan.name][rows] = self._read_one(plan, shard, slot, rows)
+                    values = self._read_one(plan, shard, slot, rows)
+                    for name, array in plan.from_stored(values).items():
+                        found[name][rows] = array
         return found
 
-    def _read_one(self, plan: ArrayPlan, shard: int, slot: int, rows: slice = slice(None)) -> Array:
-        try:
-            values: Array = np.asarray(self._arrays[plan.name][slot, shard, rows])
-        except (ValueError, RuntimeError, OSError) as error:
+    def _read_one(self, plan: ArrayPlan, shard: int, slot: int, rows: slice) -> Array:
+        (result,) = all_at_once([self._arrays[plan.name].getitem((slot, shard, rows))])
+        return self._values(plan, shard, slot, result)
+
+    def _values(self, plan: ArrayPlan, shard: int, slot: int, result: Any) -> Array:
+        """Return the values of an array that was read; ChunkCorrupt if a chunk is missing or broken."""
+        if isinstance(result, ValueError | RuntimeError | OSError):
             # zarr and its codecs raise these for a wrong checksum, wrong length, or undecodable bytes.
-            raise self.corrupt(plan.name, shard, slot, str(error).rstrip(".")) from error
-        values = from_bytes(values) if plan.rounded else values
+            raise self.corrupt(plan.name, shard, slot, str(result).rstrip(".")) from result
+        if isinstance(result, BaseException):
+            raise result
+        values = np.asarray(result)
         if self._shows_fill(plan, values):
             raise self.corrupt(plan.name, shard, slot, "a chunk file is missing")
-        if not values.flags.writeable:
-            values = values.copy()
-        return values
+        return values if values.flags.writeable else values.copy()
 
     def _shows_fill(self, plan: ArrayPlan, values: Array) -> bool:
         """Whether a chunk was not there: it then reads as its fill value, which is no valid value."""
         firsts = values.reshape(len(values), -1)[:: plan.chunks[2], 0]
-        return bool(np.isnan(firsts).any() if plan.dtype.kind == "f" else (firsts == plan.fill).any())
+        return bool(np.isnan(firsts).any() if values.dtype.kind == "f" else (firsts == plan.fill).any())
 
     def corrupt(self, name: str, shard: int, slot: int, reason: str) -> ChunkCorrupt:
         """An error that names the chunk, the samples in it, and the way out."""
@@ -291,22 +365,21 @@ class ArrayGroup:
         )
 
     def write(self, shard: int, slot: int, rows: Rows) -> dict[str, int]:
-        """Put one version into a slot; gives the digests of its arrays, none where chunks lack checksums."""
-        digests: dict[str, int] = {}
-        for plan in self.plans:
-            with watched() as checksums:
-                self._write_one(plan, shard, slot, rows)
-            if self.spec.checksum:
-                digests[plan.name] = self._digest(plan, shard, slot, checksums)
-        return digests
-
-    def _write_one(self, plan: ArrayPlan, shard: int, slot: int, rows: Rows) -> None:
-        values = rows[plan.name]
-        try:
-            self._arrays[plan.name][slot, shard] = to_bytes(values) if plan.rounded else values
-        except OSError as error:
-            what = f"{self._backend.url}/{self.spec.name}/{plan.name}: shard {shard} could not be written"
-            raise storage_error(what, error) from error
+        """Put one version into a slot; return the digests of its arrays, none where chunks lack checksums."""
+        values = {plan.name: plan.to_stored(rows) for plan in self.plans}
+        with watched() as checksums:
+            results = all_at_once(
+                self._arrays[name].setitem((slot, shard), array) for name, array in values.items()
+            )
+        for name, result in zip(values, results, strict=True):
+            if isinstance(result, OSError):
+                what = f"{self._backend.url}/{self.spec.name}/{name}: shard {shard} could not be written"
+                raise storage_error(what, result) from result
+            if isinstance(result, BaseException):
+                raise result
+        if not self.spec.checksum:
+            return {}
+        return {plan.name: self._digest(plan, shard, slot, checksums) for plan in self.plans}
 
     def keys(self, shard: int, slot: int) -> Iterator[str]:
         """The files of one version, relative to the store."""

@@ -75,8 +75,8 @@ class Plan:
         if (run / DONE).exists():
             return
         words = ["--run", str(run), "--seed", str(seed)]
-        if load_config(self.config).data.observed is not None:
-            words += ["--data.observed.seed", str(seed)]
+        if load_config(self.config).data.given is not None:
+            words += ["--data.given.seed", str(seed)]
         if answers is not None:
             words += ["--data.answers", str(answers)]
         for setting in self.settings:

@@ -1,6 +1,6 @@
 """How well wrong and missing labels are found: the audit beside rankings by the network's own predictions.
 
-    bigscl train voc12_lite0_scl --run runs/noisy --data.observed.seed 0 --data.observed.noise 0.05
+    bigscl train voc12_lite0_scl --run runs/noisy --data.given.seed 0 --data.given.noise 0.05
     python -m tests.benchmarks.audit runs/noisy
 
 The run must have drawn labels with noise from shards with full labels, which are the truth. Not speed: areas
@@ -138,7 +138,7 @@ def main() -> None:
     values, logits = suspicion(found), predictions(run, index, config)
     rows = np.searchsorted(index.ids(), found.ids)
     heat = np.bincount(rows, found.mean)[rows]
-    present = index.labels_of(index.ids(), "labels")[rows, found.classes] == 1
+    present = index.labels_of(index.ids(), "full")[rows, found.classes] == 1
     for what, pairs, is_found, rank in (
         ("wrong", found.labelled, ~present, wrong_rankings),
         ("missing", ~found.labelled, present, missing_rankings),

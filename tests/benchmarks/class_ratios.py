@@ -41,7 +41,7 @@ def load_labels(data: Path) -> dict[str, np.ndarray]:
     return {name: labels[labels.any(1)] for name, labels in found.items()}
 
 
-def draw_observed(labels, seed):
+def draw_single(labels, seed):
     """One positive of each image, drawn uniformly."""
     values = np.random.default_rng(seed).random(labels.shape)
     return np.where(labels, values, -1).argmax(1)
@@ -52,10 +52,10 @@ def simulated_scores(labels, separation, seed):
     return (1 / (1 + np.exp(-logits))).astype(np.float16)
 
 
-def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
+def select_over_epochs(labels, given, scores, k, *, per_class, epochs):
     """(K of each class, expected positives [n,L]) after some selections."""
     num_samples, num_classes = labels.shape
-    annotations = Annotations.of(observed[:, None].tolist(), num_classes, rows_per_shard=CHUNK)
+    annotations = Annotations.of(given[:, None].tolist(), num_classes, rows_per_shard=CHUNK)
     counts, ids = annotations.counts(), np.arange(num_samples)
     ratios = np.full(num_classes, k)
     for _ in range(epochs):
@@ -70,22 +70,22 @@ def select_over_epochs(labels, observed, scores, k, *, per_class, epochs):
         if per_class:
             ratios = class_ratios(k, counts, cuts.positives)
     values = scores.copy()
-    values[ids, observed] = 1
+    values[ids, given] = 1
     expected = (values > cuts.score) | ((values == cuts.score) & (ids[:, None] <= cuts.tie_id))
     return used, expected
 
 
 def measure(labels, seed, separation, *, per_class, epochs):
     """(error of K_c, precision, recall) of one draw."""
-    observed = draw_observed(labels, seed)
+    given = draw_single(labels, seed)
     scores = simulated_scores(labels, separation, seed)
-    counts = np.bincount(observed, minlength=labels.shape[1])
+    counts = np.bincount(given, minlength=labels.shape[1])
     k = labels.sum() / len(labels)
-    ratios, expected = select_over_epochs(labels, observed, scores, k, per_class=per_class, epochs=epochs)
+    ratios, expected = select_over_epochs(labels, given, scores, k, per_class=per_class, epochs=epochs)
     truth = labels.sum(0) / np.maximum(counts, 1)
     error = np.average(np.abs(ratios - truth) / truth, weights=counts)
     unnamed = np.ones(labels.shape, bool)
-    unnamed[np.arange(len(labels)), observed] = False
+    unnamed[np.arange(len(labels)), given] = False
     right = (expected & labels & unnamed).sum()
     return error, right / max(1, (expected & unnamed).sum()), right / (labels & unnamed).sum()
 
@@ -93,7 +93,7 @@ def measure(labels, seed, separation, *, per_class, epochs):
 def print_draws(train, val, options):
     """The errors of K_c by how labels are drawn."""
     ids = train.ids()
-    full, known = (index.labels_of(index.ids(), "labels") == 1 for index in (train, val))
+    full, known = (index.labels_of(index.ids(), "full") == 1 for index in (train, val))
     k = full.sum() / len(full)
     print("drawn by  one K, per class by separation, from all validation images, from 200 of them")
     for by in ("uniform", "size", "position"):
@@ -101,14 +101,14 @@ def print_draws(train, val, options):
         for seed in range(options.seeds):
             weights = None if by == "uniform" else label_weights(train, by)
             drawn = draw_given(train, seed, weights=weights)
-            observed = (drawn.labels_of(ids, "observed") == 1).argmax(1)
-            counts = np.bincount(observed, minlength=full.shape[1])
+            given = (drawn.labels_of(ids, "given") == 1).argmax(1)
+            counts = np.bincount(given, minlength=full.shape[1])
             few = known[np.random.default_rng(seed).choice(len(known), 200, replace=False)]
             found = [np.full(len(counts), k)]
             for separation in options.separation:
                 scores = simulated_scores(full, separation, seed)
                 kinds = {"per_class": True, "epochs": options.epochs}
-                found.append(select_over_epochs(full, observed, scores, k, **kinds)[0])
+                found.append(select_over_epochs(full, given, scores, k, **kinds)[0])
             found += [
                 np.maximum(1, some.mean(0) * len(full) / np.maximum(counts, 1)) for some in (known, few)
             ]

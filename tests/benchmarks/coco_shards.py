@@ -6,7 +6,7 @@
 `bigscl shards coco` needs the original archives. This needs the images of train2014 by their ids, in any
 size: IMAGES is a folder that has them as `<id in 12 digits>.jpg`, anywhere below it, or a bare git repository
 with such files. LABELS is a .npz file of the official training set: `train_ids` [N], `train` [N,L/8] (bits of
-the classes), `train_obs` [N] (the observed class, seed 1200), `split_train`, `split_val` (rows), `names` [L].
+the classes), `train_obs` [N] (the given class, seed 1200), `split_train`, `split_val` (rows), `names` [L].
 The official validation set is the test split, and is not read. The bytes of the images are kept.
 
 `--train-share` and `--val-share` keep the same random images every time, and those of a smaller share are
@@ -117,13 +117,11 @@ def share_of(rows, share):
     return rows[np.sort(order[: round(share * len(rows))])]
 
 
-def _sample(images, number, truth, observed):
+def _sample(images, number, truth, given):
     if number not in images:
         raise UserError(f"image {number} of the labels is not there, expected {number:012d}.jpg")
     classes = tuple(np.flatnonzero(truth).tolist())
-    return Sample(
-        key=f"{number:012d}", image=images[number], label=MultiLabel(labels=classes, observed=(observed,))
-    )
+    return Sample(key=f"{number:012d}", image=images[number], label=MultiLabel(full=classes, given=(given,)))
 
 
 def main():

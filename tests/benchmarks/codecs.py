@@ -13,7 +13,7 @@ from typing import get_args
 
 import numpy as np
 
-from bigscl.store import Annotations, Codec, HeatmapStore, Rows
+from bigscl.store import Annotations, Codec, HeatmapStore, Ragged, Rows
 from bigscl.store.backends.backend import forget_memory
 from bigscl.store.format.quantize import as_stored
 
@@ -31,8 +31,7 @@ def unlabelled(source: HeatmapStore) -> Annotations:
         num_classes=spec.num_classes,
         rows_per_shard=spec.rows_per_shard,
         shard_sizes=np.array(spec.shard_sizes),
-        offsets=np.zeros(spec.num_rows + 1, np.int64),
-        classes=np.empty(0, np.int64),
+        given=Ragged(np.zeros(spec.num_rows + 1, np.int64), np.empty(0, np.int64)),
     )
 
 

@@ -142,10 +142,10 @@ class Run:
         self.train_rows, self.held_rows = split(images, options.folds, options.fold)
         random = np.random.default_rng([options.seed, 77])
         truth = images.labels
-        observed = np.zeros_like(truth)
+        given = np.zeros_like(truth)
         for row, labels in enumerate(truth):
-            observed[row, random.choice(np.flatnonzero(labels))] = True
-        self.known = torch.from_numpy(truth if method == "bce" else observed)
+            given[row, random.choice(np.flatnonzero(labels))] = True
+        self.known = torch.from_numpy(truth if method == "bce" else given)
         self.scores = self.known.half()
         self.heatmaps = self.known.half()[:, :, None, None].repeat(1, 1, W, W)
         self.expected = torch.zeros_like(self.known)
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="+", default=["an", "en", "scl"], choices=["an", "en", "cl", "scl", "bce"]
     )
-    parser.add_argument("--seed", type=int, default=0, help="of views, observed labels and weights")
+    parser.add_argument("--seed", type=int, default=0, help="of views, given labels and weights")
     parser.add_argument("--folds", type=int, help="hold out one of so many parts, not the val split")
     parser.add_argument("--fold", type=int, default=0, help="which of them")
     parser.add_argument("--batch-statistics", action="store_true", help="batch normalisation as in training")

@@ -1,4 +1,4 @@
-"""Observed labels as a person would give them: of large or of central objects first.
+"""Given labels as a person would give them: of large or of central objects first.
 
 Arroyo, Perona and Cole (Understanding label bias in single positive multi-label learning, 2023) draw the
 label of an image by the areas of its objects, or by one over the distances of their boxes' centres to the

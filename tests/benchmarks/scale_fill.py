@@ -24,7 +24,7 @@ def fill(config_path: Path) -> str:
     run = Path(config["run"])
     checkpoint = sorted(run.glob("checkpoints/step-*"))[-1] / "progress.json"
     progress = json.loads(checkpoint.read_text())
-    annotations = load_index(config["data"]["train"]).annotations("observed")
+    annotations = load_index(config["data"]["train"]).annotations("given")
     with HeatmapStore.open(
         run / "store",
         annotations=annotations,

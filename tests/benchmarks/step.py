@@ -32,9 +32,8 @@ from bigscl.config import StoreConfig
 from bigscl.losses.cross_entropy import probabilities
 from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Objective
-from bigscl.memory.device import AnnotatedClasses
 from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
-from bigscl.memory.lookup import MemoryBatch, updated_averages
+from bigscl.memory.lookup import GivenClasses, MemoryBatch, updated_averages
 from bigscl.models.head import Tap
 from bigscl.models.spatial import SpatialClassifier, build_model, pool
 from bigscl.selection.thresholds import Thresholds
@@ -93,7 +92,7 @@ def make_inputs(options: argparse.Namespace, side: int, device: torch.device) ->
             "cell_visits": torch.randint(6, (batch, 2 * side, 2 * side), dtype=torch.uint8).to(device),
             "spatial_score": torch.rand(batch, options.top).half().to(device),
         },
-        annotations=AnnotatedClasses(annotations, device),
+        annotations=GivenClasses(annotations, device),
         momentum=MOMENTUM,
     )
     return Inputs(

@@ -28,7 +28,7 @@ import zarr
 # Run as a file, this module's own name would hide the package it measures.
 sys.path[0] = str(Path(__file__).parents[2])
 
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Prefetcher, Ragged, Rows, ShardCache, Writeback
 
 ROWS, CLASSES, TOP, SIZE = 1000, 1000, 10, 14
 SHAPES = {"scores": (CLASSES,), "heatmaps": (TOP, SIZE, SIZE), "classes": (TOP,), "last_epoch": ()}
@@ -75,8 +75,7 @@ def annotations(shards: int) -> Annotations:
         num_classes=CLASSES,
         rows_per_shard=ROWS,
         shard_sizes=np.full(shards, ROWS),
-        offsets=np.arange(rows + 1),
-        classes=np.arange(rows) % CLASSES,
+        given=Ragged(np.arange(rows + 1), np.arange(rows) % CLASSES),
     )
 
 
@@ -263,7 +262,7 @@ def bench_store(shards: int, folder: Path | None, **settings: Any) -> dict[str, 
             store.commit(epoch=2)
             result["commit_seconds"] += time.perf_counter()
             arrays = dict(store.backend.sizes(store.group.name))
-            versions = sum("/last_epoch/c." in key for key in arrays)
+            versions = sum("/samples/c." in key for key in arrays)
             result["ratio"] = versions * ROWS * ROW_BYTES / sum(arrays.values())
     return result
 
@@ -348,7 +347,7 @@ data = annotations(shards)
 HeatmapStore.create(sys.argv[2], data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP))
 with HeatmapStore.open(sys.argv[2], annotations=data, mode="w", run="rss") as store:
     epoch_of_store(store, 0, min(shards, 10)); store.commit(epoch=0)
-    labels = data.offsets.nbytes + data.classes.nbytes
+    labels = data.given.offsets.nbytes + data.given.values.nbytes
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak.split()[1]) / 1024 - labels / 2**20)
 """

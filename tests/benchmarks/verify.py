@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import Annotations, GroupSpec, HeatmapStore
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Ragged
 from bigscl.store.format.layout import shard_bytes
 from bigscl.tools.cli import main as bigscl
 
@@ -33,8 +33,7 @@ def annotations(num_shards: int) -> Annotations:
         num_classes=CLASSES,
         rows_per_shard=ROWS,
         shard_sizes=np.full(num_shards, ROWS, np.int64),
-        offsets=np.arange(rows + 1),
-        classes=np.random.default_rng(0).integers(0, CLASSES, rows),
+        given=Ragged(np.arange(rows + 1), np.random.default_rng(0).integers(0, CLASSES, rows)),
     )
 
 

@@ -35,7 +35,7 @@ from PIL import Image
 
 from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index, with_fingerprint
-from bigscl.store import GroupSpec, HeatmapStore, Ragged, Rows
+from bigscl.store import GroupSpec, HeatmapStore, Ragged, Rows, Snapshot
 
 REAL = 8
 PER_SHARD = 1000
@@ -92,7 +92,7 @@ def make_index(folder: Path, num_shards: int, num_images: int, num_classes: int)
             shard_sizes=sizes,
             shard_bytes=real.shard_bytes[np.arange(num_shards) % REAL],
             keys=_taken(real.keys, rows, past),
-            observed=_taken(real.observed, rows, past),
+            given=_taken(real.given, rows, past),
             negatives=_taken(real.negatives, rows, past),
             image_offsets=np.where(past, 0, real.image_offsets[rows]),
             image_bytes=np.where(past, 0, real.image_bytes[rows]),
@@ -148,10 +148,10 @@ def _learnt(store: HeatmapStore, shard: int, epoch: int, random: np.random.Gener
 
 def _link_others(place: Path, number: int) -> None:
     file = place / "snapshots" / f"{number:08d}.json"
-    snapshot = json.loads(file.read_text())
-    slots, digests = snapshot["slots"], snapshot["digests"]
+    snapshot = Snapshot.from_bytes(file.read_bytes())
+    slots, digests = list(snapshot.slots), {name: list(each) for name, each in snapshot.digests.items()}
     for shard in range(REAL, len(slots)):
-        for chunk in place.glob(f"{snapshot['group']}/*/c.{slots[shard % REAL]}.{shard % REAL}.*"):
+        for chunk in place.glob(f"{snapshot.group}/*/c.{slots[shard % REAL]}.{shard % REAL}.*"):
             parts = chunk.name.split(".")
             target = chunk.with_name(".".join([*parts[:2], str(shard), *parts[3:]]))
             if not target.exists():
@@ -159,7 +159,8 @@ def _link_others(place: Path, number: int) -> None:
         slots[shard] = slots[shard % REAL]
         for values in digests.values():
             values[shard] = values[shard % REAL]
-    file.write_text(json.dumps(snapshot))
+    tables = {name: tuple(values) for name, values in digests.items()}
+    file.write_bytes(replace(snapshot, slots=tuple(slots), digests=tables).to_bytes())
 
 
 # The page

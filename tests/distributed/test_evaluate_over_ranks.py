@@ -28,7 +28,7 @@ def made(tmp_path_factory):
         for _ in range(count):
             own = np.flatnonzero(random.random(NUM_CLASSES) < 0.4).tolist() or [0]
             boxes = [[label, *random.uniform(0, 0.5, 2), *random.uniform(0.5, 1, 2)] for label in own]
-            members += labelled(f"image{number}", number, labels=own, observed=own[:1], boxes=boxes)
+            members += labelled(f"image{number}", number, full=own, given=own[:1], boxes=boxes)
             number += 1
         write_tar(folder / f"v-{shard}.tar", members)
     scan(str(folder / "v-*.tar"), num_classes=NUM_CLASSES)[0].save(folder / "v.npz")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update
+from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update, verify
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.check_chunks import verify
 from bigscl.store.commit.lease import break_lease, read_holder
 from bigscl.store.errors import NotAStore
 from tests.test_store.conftest import all_ids, make_annotations

@@ -37,9 +37,9 @@ def answers(shards):
     """True answers about pairs that no label names, one label that is refuted, and one that is confirmed."""
     index = index_of(shards)
     random, ids = np.random.default_rng(0), index.ids()
-    observed, full = index.labels_of(ids), index.labels_of(ids, "labels")
-    pairs = random.permutation(np.argwhere(observed != 1))[: LATER - 2].tolist()
-    named = np.argwhere(observed == 1)
+    given, full = index.labels_of(ids), index.labels_of(ids, "full")
+    pairs = random.permutation(np.argwhere(given != 1))[: LATER - 2].tolist()
+    named = np.argwhere(given == 1)
     given = [(n, c, bool(full[n, c] == 1)) for n, c in pairs]
     given[3:3] = [(*named[0].tolist(), False), (*named[-1].tolist(), True)]
     return [Answer(index.key(int(ids[n])), index.class_names[c], yes, "ann", now()) for n, c, yes in given]
@@ -173,7 +173,7 @@ def test_a_start_that_dies_in_the_update_is_taken_up(
     numbers = {index.key(int(sample)): int(sample) for sample in index.ids()}
     rows = np.array([numbers[one.key] for one in yes])
     classes = np.array([index.class_names.index(one.class_name) for one in yes])
-    assert store.annotations.includes(rows, classes).all()
+    assert store.annotations.is_given(rows, classes).all()
     kept = store.read(rows).kept_classes()
     assert (kept == classes[:, None]).any(axis=1).all()
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from bigscl.training.stop_file import StopFile
+from bigscl.training.options import StopFile
 from tests.builders import make_shards, write_config
 from tests.integration.runs import TIMEOUT, ids_of, steps_of, train
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint

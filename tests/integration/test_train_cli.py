@@ -68,7 +68,7 @@ OBJECTIVES = {
 NO_MEMORY = {"objective.base": "an", "objective.consistency": "none", "store.top": None}
 OPTIONS = {
     "no store": {**NO_MEMORY, "store.kind": "none"},
-    "oracle": {**NO_MEMORY, "objective.base": "bce", "data.labels": "labels"},
+    "oracle": {**NO_MEMORY, "objective.base": "bce", "data.labels": "full"},
     "scores in warm-up": {"store.warmup_heatmaps": "scores"},
     "dense for ever": {"store.top": None},
     "no warm-up": {"schedule.warmup.epochs": 0, "schedule.main.epochs": 2, "store.compact_after": 1},
@@ -78,8 +78,8 @@ OPTIONS = {
     "clipping": {"optimizer.clip": 0.1},
     "erasing": {"data.erase": {"probability": 0.8}},
     "colours": {"data.color_jitter": {"brightness": 0.4, "hue": 0.1}},
-    "more observed": {"data.observed": {"seed": 3, "positives": 2, "negatives": 1}},
-    "some wrong": {"data.observed": {"seed": 3, "noise": 0.1}},
+    "more given": {"data.given": {"seed": 3, "positives": 2, "negatives": 1}},
+    "some wrong": {"data.given": {"seed": 3, "noise": 0.1}},
     "best by map pooling": {"validation.pooling": "map"},
     "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},
@@ -156,8 +156,8 @@ def test_objectives_and_options_train(base, ended, small, name):
 def memory_of_variant(folder, shards):
     """What the store holds, whichever labels the config chose."""
     data, index = load_config(folder / "config.yaml").data, index_of(shards)
-    if data.observed is not None:
-        index = with_given_labels(index, None, data.observed)
+    if data.given is not None:
+        index = with_given_labels(index, None, data.given)
     return HeatmapStore.open(folder / "store", annotations=index.annotations(data.labels)).read(index.ids())
 
 
@@ -264,7 +264,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "never": [base, "--run", finished, "--resume", "never"],
             "no checkpoint": [base, *another, "--resume", folder],
             "store of a run": [base, *another, "--store.url", finished / "store"],
-            "store of other data": [base, "--run", copied, *dotted(**{"data.observed": {"seed": 1}})],
+            "store of other data": [base, "--run", copied, *dotted(**{"data.given": {"seed": 1}})],
             "store of other maps": [base, *another, "--store.url", finished / "store", "--data.size", 64],
             "one label": [base, *another, *dotted(**one_label)],
             "memory": memory,

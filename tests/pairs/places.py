@@ -51,7 +51,7 @@ class Places:
 def fill(folder: Path) -> None:
     """Write shards, their indexes, and files with other labels into a folder."""
     make_shards(folder, train=6 * NUM_SHARDS, samples_per_shard=6, val=12)
-    for part, labels in (("train", "observed"), ("val", "labels")):
+    for part, labels in (("train", "given"), ("val", "full")):
         index = load_index(str(folder / f"{part}-*.tar"))
         known = index.labels_of(index.ids(), labels)
         with (folder / f"{part}.csv").open("w", newline="") as file:
@@ -67,9 +67,9 @@ def some_answers(shards: Path) -> list[Answer]:
     """Answers about pairs that no label names, one label that is refuted, and one that is confirmed."""
     index = load_index(str(shards / "train-*.tar"))
     ids = index.ids()
-    observed, full = index.labels_of(ids), index.labels_of(ids, "labels")
-    unnamed = np.random.default_rng(0).permutation(np.argwhere(observed != 1))[:10].tolist()
-    named = np.argwhere(observed == 1)[[0, -1]].tolist()
+    given, full = index.labels_of(ids), index.labels_of(ids, "full")
+    unnamed = np.random.default_rng(0).permutation(np.argwhere(given != 1))[:10].tolist()
+    named = np.argwhere(given == 1)[[0, -1]].tolist()
     given = [(n, c, bool(full[n, c] == 1)) for n, c in unnamed]
     given[1:1] = [(*named[0], False), (*named[1], True)]
     return [Answer(index.key(int(ids[n])), index.class_names[c], yes, "ann", now()) for n, c, yes in given]

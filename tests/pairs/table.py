@@ -79,8 +79,8 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "labels": {
         "shards": {},
         "file": {},
-        "drawn": {"data.observed": {"seed": 3, "negatives": 1, "noise": 0.1}},
-        "full": {"data.labels": "labels"},
+        "drawn": {"data.given": {"seed": 3, "negatives": 1, "noise": 0.1}},
+        "full": {"data.labels": "full"},
     },
     "answers": {"none": {}, "before": {}, "later": {}},
     "validation": {"none": {}, "shards": {}, "file": {}},
@@ -238,7 +238,7 @@ REFUSALS = (
     Refusal(
         ("labels", "answers"),
         lambda labels, answers: labels == "full" and answers != "none",
-        r"data.answers: has no effect with data.labels: labels",
+        r"data.answers: has no effect with data.labels: full",
     ),
     *(
         Refusal((name, "SyncBatchNorm"), applies, r"hardware.sync_batchnorm: true, but .* compute on CPUs")

@@ -160,7 +160,7 @@ def test_a_label_of_many_megabytes_is_named_and_not_read(tmp_path):
 def test_a_key_that_is_not_utf8_is_kept_named_and_read(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(
-        blocks([*classed("a", 1, 0), *classed("caf\udce9", 2, 1), *labelled("\x1b[2Jevil", 3, labels=[1])])
+        blocks([*classed("a", 1, 0), *classed("caf\udce9", 2, 1), *labelled("\x1b[2Jevil", 3, full=[1])])
         + END
     )
     index, problems = scan(str(path))
@@ -172,7 +172,7 @@ def test_a_key_that_is_not_utf8_is_kept_named_and_read(tmp_path):
     assert sum(map(len, loader(index))) == 3
     index.save(tmp_path / "index.npz")
     assert keys(load_index(str(path), tmp_path / "index.npz")) == keys(index)
-    assert read_metadata(index, np.array([1, 2])) == {1: {}, 2: {"labels": [1]}}
+    assert read_metadata(index, np.array([1, 2])) == {1: {}, 2: {"full": [1]}}
 
 
 def test_links_and_sparse_files_are_named(tmp_path):

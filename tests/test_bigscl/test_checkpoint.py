@@ -17,11 +17,14 @@ from bigscl.training.checkpoint.checkpoint_folder import (
     CheckpointError,
     Checkpoints,
     Progress,
+    check_optimizer,
+    check_ranks,
+    check_tensors,
+    misfit,
     write_files,
     write_state,
     write_tensors,
 )
-from bigscl.training.checkpoint.validate import check_optimizer, check_ranks, check_tensors, misfit
 from bigscl.training.run_progress import rng_state
 
 

@@ -70,7 +70,7 @@ def test_without_expected_positives_every_class_has_k():
 def test_annotated_positives_come_first_and_are_counted_with_the_others():
     annotations, positives = draw(7)
     random = np.random.default_rng(7)
-    values = random.random((len(annotations.offsets) - 1, 6)).astype(np.float16)
+    values = random.random((len(annotations.given), 6)).astype(np.float16)
     ids = np.arange(200)
     chunks = [(part, values[part]) for part in np.array_split(ids, 7)]
     num_expected = 2 * annotations.counts()

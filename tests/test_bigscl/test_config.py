@@ -73,7 +73,7 @@ NO_MEMORY = {"base": "an", "consistency": "none"}
         ({"store": {"compact_after": 3}}, "store.compact_after"),
         ({"store": {"warmup_heatmaps": "scores"}}, "store.warmup_heatmaps"),
         ({"store": {"url": "here", "endpoint": "http://x"}}, "store.endpoint"),
-        ({"data": {"labels": "labels", "observed": {"seed": 1}}}, "data.observed"),
+        ({"data": {"labels": "full", "given": {"seed": 1}}}, "data.given"),
         ({"data": {"color_jitter": {"hue": 0.1}, "rand_augment": {}}}, "data.rand_augment"),
         ({"data": {"resize": "square", "shorter": 300}}, "data.shorter"),
         ({"data": {"eval_size": 288, "shorter": 256}}, "data.shorter"),
@@ -188,7 +188,7 @@ def test_what_is_no_config_is_said_in_one_line(tmp_path, text, overrides, compla
 
 
 def test_the_resolved_config_loads_again_as_the_same():
-    config = make_config(values(data={"erase": {}, "observed": {"seed": 3}}, weight_ema=0.99))
+    config = make_config(values(data={"erase": {}, "given": {"seed": 3}}, weight_ema=0.99))
     again = make_config(yaml.safe_load(to_yaml(config)))
     assert again == config
     assert isinstance(again, Config)
@@ -206,8 +206,8 @@ def test_the_reference_page_is_that_of_today():
 
 def test_the_reference_has_every_setting_with_its_default():
     found = {one.path: one for one in all_settings()}
-    optional = {"data.observed", "data.color_jitter", "data.rand_augment", "data.erase"}
-    everything = values(data={name.split(".")[1]: {} for name in optional} | {"observed": {"seed": 1}})
+    optional = {"data.given", "data.color_jitter", "data.rand_augment", "data.erase"}
+    everything = values(data={name.split(".")[1]: {} for name in optional} | {"given": {"seed": 1}})
     del everything["data"]["rand_augment"]  # it excludes colour jitter
     for path in flattened(yaml.safe_load(to_yaml(make_config(everything)))):
         assert path in found
@@ -215,7 +215,7 @@ def test_the_reference_has_every_setting_with_its_default():
     assert (found["schedule.warmup.epochs"].default, found["schedule.main.epochs"].default) == ("5", "25")
     assert found["selection.K"].kind == "number, at least 1 or `auto`"
     assert found["data.batch_size"].kind == "integer, at least 1"
-    assert found["data.observed.seed"].default is None
+    assert found["data.given.seed"].default is None
 
 
 def flattened(sections, prefix=""):
@@ -227,9 +227,7 @@ def flattened(sections, prefix=""):
 
 
 def test_a_config_printed_with_comments_loads_again_as_the_same(tmp_path):
-    config = make_config(
-        values(data={"erase": {}, "observed": {"seed": 3}, "val": "a: b # c"}, weight_ema=0.99)
-    )
+    config = make_config(values(data={"erase": {}, "given": {"seed": 3}, "val": "a: b # c"}, weight_ema=0.99))
     text = commented_yaml(config)
     (tmp_path / "c.yaml").write_text(text)
     assert load_config(tmp_path / "c.yaml") == config
@@ -238,10 +236,10 @@ def test_a_config_printed_with_comments_loads_again_as_the_same(tmp_path):
 
 def test_data_settings_of_a_run_are_read_even_if_other_sections_are_damaged(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("model: 3\ndata: {train: t, observed: {seed: 7}, setting_of_tomorrow: 1}")
+    path.write_text("model: 3\ndata: {train: t, given: {seed: 7}, setting_of_tomorrow: 1}")
     data = load_data_settings(path)
-    assert (data.train, data.observed.seed, data.observed.positives) == ("t", 7, 1)
-    for damaged in ("", "data: 3", "data: {train: [1]}", "data: {train: t, observed: {}}", "data: ["):
+    assert (data.train, data.given.seed, data.given.positives) == ("t", 7, 1)
+    for damaged in ("", "data: 3", "data: {train: [1]}", "data: {train: t, given: {}}", "data: ["):
         path.write_text(damaged)
         with pytest.raises(ConfigError, match=r"config\.yaml"):
             load_data_settings(path)
@@ -250,12 +248,12 @@ def test_data_settings_of_a_run_are_read_even_if_other_sections_are_damaged(tmp_
 def test_changed_settings_are_named_even_if_another_section_has_the_same_line(tmp_path):
     phases = {"warmup": {"epochs": 4, "learning_rate": 0.1}, "main": {"epochs": 5, "learning_rate": 0.1}}
     saved = tmp_path / "config.yaml"
-    saved.write_text(to_yaml(make_config(values(schedule=phases, data={"observed": {"seed": 3}}))))
-    assert changed_settings(saved, make_config(values(schedule=phases, data={"observed": {"seed": 3}}))) == []
+    saved.write_text(to_yaml(make_config(values(schedule=phases, data={"given": {"seed": 3}}))))
+    assert changed_settings(saved, make_config(values(schedule=phases, data={"given": {"seed": 3}}))) == []
     phases["warmup"]["epochs"] = 5
     changed = changed_settings(saved, make_config(values(schedule=phases)))
     assert "schedule.warmup.epochs: 5" in changed
-    assert "data.observed.seed: None" in changed
+    assert "data.given.seed: None" in changed
     assert changed_settings(tmp_path / "nowhere.yaml", make_config(values())) == []
 
 

@@ -8,14 +8,14 @@ from bigscl.losses.role import LabelEstimator
 from tests.test_store.conftest import make_annotations
 
 
-def test_observed_labels_start_sure_and_the_others_undecided():
+def test_given_labels_start_sure_and_the_others_undecided():
     annotations = make_annotations((4, 2), 5)
     start = LabelEstimator(annotations, seed=0).logits.sigmoid()
-    observed = torch.zeros_like(start, dtype=torch.bool)
-    owners = np.repeat(np.arange(len(start)), np.diff(annotations.offsets))
-    observed[owners, annotations.classes] = True
-    torch.testing.assert_close(start[observed], torch.full_like(start[observed], 0.995))
-    assert ((start[~observed] >= 0.4) & (start[~observed] <= 0.6)).all()
+    given = torch.zeros_like(start, dtype=torch.bool)
+    owners = np.repeat(np.arange(len(start)), annotations.given.lengths)
+    given[owners, annotations.given.values] = True
+    torch.testing.assert_close(start[given], torch.full_like(start[given], 0.995))
+    assert ((start[~given] >= 0.4) & (start[~given] <= 0.6)).all()
 
 
 def test_steps_are_those_of_adam_for_each_sample_alone():

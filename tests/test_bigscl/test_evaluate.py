@@ -55,7 +55,7 @@ def made(tmp_path_factory):
             own = np.flatnonzero(random.random(NUM_CLASSES) < 0.5).tolist() or [number % NUM_CLASSES]
             boxes = [[label, 0.1, 0.2, 0.7, 0.8] for label in own]
             key = f"ILSVRC2012_val_{number:08d}"
-            members += labelled(key, number, labels=own, observed=own[:1], boxes=boxes)
+            members += labelled(key, number, full=own, given=own[:1], boxes=boxes)
         write_tar(folder / f"{part}-0.tar", members)
         scan(str(folder / f"{part}-0.tar"), num_classes=NUM_CLASSES)[0].save(folder / f"{part}.npz")
     run = folder / "run"
@@ -153,9 +153,9 @@ def test_real_labels_boxes_and_stored_heatmaps_are_in_the_report(made, tmp_path,
     assert report["original"]["num_images"] == NUM_IMAGES
     assert report["localization"].keys() == {"network maps", "stored heatmaps of training images"}
     stored = report["localization"]["stored heatmaps of training images"]
-    assert stored["observed"]["num_pairs"] == NUM_IMAGES
+    assert stored["given"]["num_pairs"] == NUM_IMAGES
     # Never visited: flat, so they point as well as chance.
-    assert stored["observed"]["hit_rate"] == stored["observed"]["chance"]
+    assert stored["given"]["hit_rate"] == stored["given"]["chance"]
     assert "| present classes |" in capsys.readouterr().out
 
 
@@ -193,9 +193,9 @@ def test_map_pooling_is_reported_from_the_same_pass_with_the_plain_figures_besid
 
 def test_unreadable_images_are_missing_by_name(made, tmp_path):
     members = [
-        *labelled("good", 1, labels=[0]),
+        *labelled("good", 1, full=[0]),
         ("bad.jpg", b"no image"),
-        *labelled("bad", 2, labels=[1])[1:],
+        *labelled("bad", 2, full=[1])[1:],
     ]
     path = write_tar(tmp_path / "x.tar", members)
     scan(str(path), num_classes=NUM_CLASSES)[0].save(tmp_path / "x.npz")

@@ -28,7 +28,7 @@ def one_label(tmp_path_factory):
 @pytest.fixture(scope="module")
 def all_labels(tmp_path_factory):
     """The index of a shard with the full labels of each image: 1, 2 and 3 classes."""
-    samples = [member for n in range(3) for member in labelled(f"k{n}", n, labels=list(range(n + 1)))]
+    samples = [member for n in range(3) for member in labelled(f"k{n}", n, full=list(range(n + 1)))]
     index, _ = scan([str(write_tar(tmp_path_factory.mktemp("all") / "val.tar", samples))])
     return index
 

@@ -89,7 +89,7 @@ def tar_bytes() -> bytes:
     with tempfile.TemporaryDirectory() as path:
         kept = [
             *classed("a" * 120, 1, 0),
-            *labelled("b", 2, labels=[1], observed=[1], negatives=[0]),
+            *labelled("b", 2, full=[1], given=[1], negatives=[0]),
             *classed("c", 3, 1),
         ]
         return write_tar(Path(path) / "x.tar", kept).read_bytes()
@@ -136,7 +136,7 @@ def test_members_of_damaged_tars_lie_inside_of_them(folder, content, compressed)
 @fuzzed(50)
 @given(
     kind=st.sampled_from(["cls", "json"]),
-    content=mutated(b"1", b'{"labels": [0, 1], "observed": [1], "negatives": []}'),
+    content=mutated(b"1", b'{"labels": [0, 1], "given": [1], "negatives": []}'),
 )
 def test_damaged_labels_cost_at_most_their_sample(folder, kind, content):
     path = write_tar(
@@ -397,7 +397,7 @@ def saved(folder):
         ranked=ranked,
         labels=labels,
         class_names=tuple("xyz"),
-        about={"model": "m", "labels": "labels", "missing": []},
+        about={"model": "m", "labels": "full", "missing": []},
     )
     found.save(folder / "predictions.zarr")
     files = sorted(file for file in (folder / "predictions.zarr").rglob("*") if file.is_file())

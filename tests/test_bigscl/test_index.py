@@ -27,13 +27,13 @@ from tests.servers import web_server
 
 @pytest.fixture
 def labelled_shards(tmp_path):
-    """Two shards with observed and full labels, negatives, and sizes 3 and 2."""
+    """Two shards with given and full labels, negatives, and sizes 3 and 2."""
     first = [
-        *labelled("a", 0, labels=[0, 2], observed=[2]),
-        *labelled("b", 1, labels=[1], observed=[1], negatives=[0, 3]),
-        *labelled("c", 2, labels=[]),
+        *labelled("a", 0, full=[0, 2], given=[2]),
+        *labelled("b", 1, full=[1], given=[1], negatives=[0, 3]),
+        *labelled("c", 2, full=[]),
     ]
-    second = [*labelled("d", 3, labels=[3, 0, 1], observed=[3]), *labelled("e", 4, labels=[2])]
+    second = [*labelled("d", 3, full=[3, 0, 1], given=[3]), *labelled("e", 4, full=[2])]
     return [str(write_tar(tmp_path / "x-0.tar", first)), str(write_tar(tmp_path / "x-1.tar", second))]
 
 
@@ -54,25 +54,25 @@ def test_rows_are_numbered_by_shard_and_position(labelled_shards):
 
 def test_labels_are_positive_negative_or_unknown(labelled_shards):
     index, _ = scan(labelled_shards, num_classes=4)
-    observed = index.labels_of(np.array([1, 0, 2, 3]))
-    assert observed.tolist() == [[0, 1, -1, 0], [-1, -1, 1, -1], [-1, -1, -1, -1], [-1, -1, -1, 1]]
-    assert index.labels_of(np.array([0, 3]), "labels").tolist() == [[1, 0, 1, 0], [1, 1, 0, 1]]
+    given = index.labels_of(np.array([1, 0, 2, 3]))
+    assert given.tolist() == [[0, 1, -1, 0], [-1, -1, 1, -1], [-1, -1, -1, -1], [-1, -1, -1, 1]]
+    assert index.labels_of(np.array([0, 3]), "full").tolist() == [[1, 0, 1, 0], [1, 1, 0, 1]]
 
 
 def test_annotations_are_the_positives_and_their_fingerprint_tells_which(labelled_shards):
     index, _ = scan(labelled_shards, num_classes=4)
-    observed, full = index.annotations(), index.annotations("labels")
-    assert observed.classes.tolist() == [2, 1, 3, 2]
-    assert [found.tolist() for found in full.of_shard(1)] == [[0, 0, 0, 1], [0, 1, 3, 2]]
-    assert observed.counts().tolist() == [0, 1, 2, 1]
-    assert len({observed.fingerprint, full.fingerprint, index.fingerprint}) == 3
-    assert scan(labelled_shards, num_classes=4)[0].annotations().fingerprint == observed.fingerprint
+    given, full = index.annotations(), index.annotations("full")
+    assert given.given.values.tolist() == [2, 1, 3, 2]
+    assert [indices.tolist() for indices in full.of_shard(1).nonzero()] == [[0, 0, 0, 1], [0, 1, 3, 2]]
+    assert given.counts().tolist() == [0, 1, 2, 1]
+    assert len({given.fingerprint, full.fingerprint, index.fingerprint}) == 3
+    assert scan(labelled_shards, num_classes=4)[0].annotations().fingerprint == given.fingerprint
 
 
 def test_full_labels_are_refused_where_the_shards_do_not_carry_them(tmp_path):
     index, _ = scan(write_shards(tmp_path, [3]))
     with pytest.raises(ValueError, match="full labels"):
-        index.labels_of(np.array([0]), "labels")
+        index.labels_of(np.array([0]), "full")
 
 
 def test_saved_index_is_loaded_equal(labelled_shards, tmp_path):
@@ -83,7 +83,7 @@ def test_saved_index_is_loaded_equal(labelled_shards, tmp_path):
     assert loaded.class_names == ("cat", "dog", "eel", "fox")
     for name in ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes"):
         assert np.array_equal(getattr(loaded, name), getattr(index, name))
-    for name in ("keys", "observed", "negatives", "labels"):
+    for name in ("keys", "given", "negatives", "full"):
         left, right = getattr(loaded, name), getattr(index, name)
         assert np.array_equal(left.offsets, right.offsets)
         assert np.array_equal(left.values, right.values)
@@ -92,7 +92,7 @@ def test_saved_index_is_loaded_equal(labelled_shards, tmp_path):
 def test_an_index_without_full_labels_stays_so(tmp_path):
     shards = write_shards(tmp_path, [3, 1])
     scan(shards)[0].save(default_path(shards))
-    assert load_index(shards).labels is None
+    assert load_index(shards).full is None
 
 
 def test_the_fingerprint_is_of_the_data_not_of_its_place(tmp_path, labelled_shards):
@@ -105,14 +105,14 @@ def test_the_fingerprint_is_of_the_data_not_of_its_place(tmp_path, labelled_shar
 @pytest.mark.parametrize(
     "other",
     [
-        labelled("a", 0, labels=[0], observed=[2]),  # a label
-        labelled("z", 0, labels=[0, 2], observed=[2]),  # a key
-        labelled("a", 9, labels=[0, 2], observed=[2]),  # an image
-        labelled("a", 0, labels=[0, 2], observed=[2], negatives=[3]),
+        labelled("a", 0, full=[0], given=[2]),  # a label
+        labelled("z", 0, full=[0, 2], given=[2]),  # a key
+        labelled("a", 9, full=[0, 2], given=[2]),  # an image
+        labelled("a", 0, full=[0, 2], given=[2], negatives=[3]),
     ],
 )
 def test_other_data_has_another_fingerprint(tmp_path, other):
-    one = write_tar(tmp_path / "x.tar", labelled("a", 0, labels=[0, 2], observed=[2]))
+    one = write_tar(tmp_path / "x.tar", labelled("a", 0, full=[0, 2], given=[2]))
     before = scan(str(one), num_classes=4)[0].fingerprint
     write_tar(one, other)
     assert scan(str(one), num_classes=4)[0].fingerprint != before
@@ -162,21 +162,21 @@ def test_drawn_labels_are_some_of_the_full_ones(rows, count):
     index = an_index(np.array([len(rows)]), full=rows, num_classes=10)
     drawn = draw_given(index, seed=3, positives=count, negatives=2)
     for n, row in enumerate(rows):
-        assert len(drawn.observed[n]) == min(count, len(row))
-        assert set(drawn.observed[n].tolist()) <= set(row)
+        assert len(drawn.given[n]) == min(count, len(row))
+        assert set(drawn.given[n].tolist()) <= set(row)
         assert len(drawn.negatives[n]) == min(2, 10 - len(row))
         assert not set(drawn.negatives[n].tolist()) & set(row)
     again = draw_given(index, seed=3, positives=count, negatives=2)
     assert again.fingerprint == drawn.fingerprint
-    assert again.labels is index.labels
+    assert again.full is index.full
 
 
 def test_drawn_labels_are_drawn_without_bias_and_depend_on_the_seed():
     index = an_index(np.array([6000]), full=[[1, 4, 7]] * 6000, num_classes=8)
     one, two = draw_given(index, seed=1, negatives=1), draw_given(index, seed=2, negatives=1)
-    assert np.abs(np.bincount(one.observed.values)[[1, 4, 7]] - 2000).max() < 200
+    assert np.abs(np.bincount(one.given.values)[[1, 4, 7]] - 2000).max() < 200
     assert np.abs(np.bincount(one.negatives.values)[[0, 2, 3, 5, 6]] - 1200).max() < 160
-    assert 0.2 < (one.observed.values == two.observed.values).mean() < 0.5
+    assert 0.2 < (one.given.values == two.given.values).mean() < 0.5
     assert len({index.fingerprint, one.fingerprint, two.fingerprint}) == 3
 
 
@@ -194,9 +194,9 @@ def an_index(sizes, *, full=None, num_classes=1000) -> Index:
         keys=Ragged.of_bytes([f"n{n % 1000:08d}_{n}".encode() for n in range(len(ids))]).spread(ids, rows),
         image_offsets=np.cumsum(numbers),
         image_bytes=numbers,
-        observed=labels,
+        given=labels,
         negatives=Ragged(np.zeros(rows + 1, np.int64), np.empty(0, np.uint32)),
-        labels=labels,
+        full=labels,
         fingerprint="",
     )
 
@@ -228,15 +228,15 @@ def problems_of(tmp_path, content: list[tuple[str, bytes]], **options) -> list[t
         ([("bad.jpg", jpeg(1))], "no label"),
         ([("bad.cls", b"1")], "no image"),
         ([("bad.txt", b"1"), ("bad.cls", b"1")], "no image"),
-        (classed("bad", 1, 1000), "observed: 1000 is out of range, expected 0 to 999"),
+        (classed("bad", 1, 1000), "given: 1000 is out of range, expected 0 to 999"),
         ([("bad.jpg", jpeg(1)), ("bad.cls", b"-1")], "expected class numbers"),
         ([("bad.jpg", jpeg(1)), ("bad.cls", b"cat")], "expected class numbers"),
-        (labelled("bad", 1, labels=[1, 1000]), "labels: 1000 is out of range"),
-        (labelled("bad", 1, labels=3), "expected class numbers"),
-        (labelled("bad", 1, labels=["cat"]), "expected class numbers"),
-        (labelled("bad", 1, labels=[True]), "expected class numbers"),
+        (labelled("bad", 1, full=[1, 1000]), "full: 1000 is out of range"),
+        (labelled("bad", 1, full=3), "expected class numbers"),
+        (labelled("bad", 1, full=["cat"]), "expected class numbers"),
+        (labelled("bad", 1, full=[True]), "expected class numbers"),
         (labelled("bad", 1, caption="a dog"), "no label"),
-        (labelled("bad", 1, labels=[1], negatives=[1, 2]), r"negatives: \[1\] are positives as well"),
+        (labelled("bad", 1, full=[1], negatives=[1, 2]), r"negatives: \[1\] are positives as well"),
         ([("bad.jpg", jpeg(1)), ("bad.json", b"{oops")], "json: cannot be read"),
         ([("bad.jpg", jpeg(1)), ("bad.json", b"17")], "json: cannot be read"),
         ([("bad.jpg", jpeg(1)), ("bad.jpg", jpeg(2)), ("bad.cls", b"1")], "two members jpg"),
@@ -507,7 +507,7 @@ def test_a_tar_of_webdatasets_writer_in_the_layout_of_public_imagenet(tmp_path):
     index, problems = scan(str(tmp_path / "imagenet1k-train-{0000..0001}.tar"), num_classes=1000)
     assert problems == []
     assert keys(index) == names
-    assert index.observed.values.tolist() == [0, 0, 999]
+    assert index.given.values.tolist() == [0, 0, 999]
 
 
 @real_data
@@ -520,8 +520,8 @@ def test_real_shards_are_indexed_as_webdataset_reads_them():
     assert index.num_classes == 20
     for n, sample in zip(index.ids(), samples, strict=True):
         fields = json.loads(sample["json"])
-        assert index.observed[n].tolist() == sorted(fields["observed"])
-        assert index.labels[n].tolist() == sorted(fields["labels"])
+        assert index.given[n].tolist() == sorted(fields["observed"])
+        assert index.full[n].tolist() == sorted(fields["labels"])
         assert index.image_bytes[n] == len(sample["jpg"])
 
 
@@ -531,7 +531,7 @@ def test_tars_written_by_others_are_read_or_their_lack_of_labels_is_named():
     assert problems == []
     samples = list(read_by_webdataset(index.urls))
     assert keys(index) == [sample["__key__"] for sample in samples]
-    assert index.observed.values.tolist() == [int(sample["cls"]) for sample in samples]
+    assert index.given.values.tolist() == [int(sample["cls"]) for sample in samples]
     with pytest.raises(NoSamples) as caught:
         scan([str(WDS / "cc12m-train-0000.tar"), str(WDS / "compressed.tar")])
     assert sum("no label" in p.what for p in caught.value.problems if "cc12m" in p.shard) == 32
@@ -552,9 +552,9 @@ def test_an_index_is_a_value(tmp_path):
 )  # fmt: skip
 def test_malformed_boxes_are_reported_and_left_out_and_the_sample_is_kept(tmp_path, boxes):
     good = [[1, 0.1, 0.2, 0.3, 0.4]]
-    members = [*labelled("a", 0, labels=[0], boxes=boxes), *labelled("b", 1, labels=[1], boxes=good)]
+    members = [*labelled("a", 0, full=[0], boxes=boxes), *labelled("b", 1, full=[1], boxes=good)]
     index, problems = scan([str(write_tar(tmp_path / "t.tar", members))])
     assert [problem.key for problem in problems] == ["a"]
     assert "expected a list of [class, x0, y0, x1, y1]; the sample is kept without them" in str(problems[0])
     assert keys(index) == ["a", "b"]
-    assert read_metadata(index, index.ids()) == {0: {"labels": [0]}, 1: {"labels": [1], "boxes": good}}
+    assert read_metadata(index, index.ids()) == {0: {"full": [0]}, 1: {"full": [1], "boxes": good}}

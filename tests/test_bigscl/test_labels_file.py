@@ -22,7 +22,7 @@ NAMES = ["cat", "dog", "wild, big cat", "7"]
 @pytest.fixture
 def shards(tmp_path):
     """Two shards with images a, b, c and a, d: without labels, but for c, which is a dog."""
-    first = [("a.jpg", jpeg(0)), ("b.jpg", jpeg(1)), *labelled("c", 2, observed=[1])]
+    first = [("a.jpg", jpeg(0)), ("b.jpg", jpeg(1)), *labelled("c", 2, given=[1])]
     write_tar(tmp_path / "x-0.tar", first)
     write_tar(tmp_path / "x-1.tar", [("a.jpg", jpeg(3)), ("d.jpg", jpeg(4))])
     return str(tmp_path / "x-*.tar")
@@ -81,7 +81,7 @@ def test_each_format_gives_positives_negatives_and_unknowns(index, tmp_path, suf
         [0, -1, -1, 0],
     ]
     assert found.labels_of(found.ids()).tolist() == expected
-    assert found.labels is None
+    assert found.full is None
 
 
 def test_a_store_opens_with_the_labels_it_was_made_for_alone(index, tmp_path):
@@ -102,16 +102,16 @@ def test_all_others_absent_makes_full_labels(index, tmp_path):
         {"key": key, "positives": [0], "negatives": "*"} for key in ("x-0.tar/a", "x-1.tar/a", "b", "c", "d")
     ]
     full = with_training_labels(index, write(tmp_path / "full.jsonl", rows))
-    assert full.labels_of(full.ids(), "labels").tolist() == [[1, 0, 0, 0]] * 5
+    assert full.labels_of(full.ids(), "full").tolist() == [[1, 0, 0, 0]] * 5
     assert full.labels_of(full.ids()).tolist() == [[1, -1, -1, -1]] * 5
-    assert with_training_labels(index, write(tmp_path / "most.jsonl", rows[1:])).labels is None
+    assert with_training_labels(index, write(tmp_path / "most.jsonl", rows[1:])).full is None
 
 
 def test_images_that_evaluation_labels_lack_count_in_no_metric(index, tmp_path):
     rows = [{"key": "b", "positives": ["cat"]}, {"key": "d", "positives": []}]
     found = with_evaluation_labels(index, write(tmp_path / "labels.csv", rows))
     labels, which = true_labels(found, found.ids())
-    assert which == "labels"
+    assert which == "full"
     unknown = [-1, -1, -1, -1]
     assert labels.tolist() == [unknown, [1, 0, 0, 0], unknown, unknown, [0, 0, 0, 0]]
     with pytest.raises(ValueError, match=r"1 images have negatives, as x-0.tar/b"):
@@ -187,10 +187,10 @@ def test_real_labels_train_and_evaluate(tmp_path):
     index, _ = scan(str(tmp_path / "v-0.tar"), num_classes=1000, unlabelled=True)
     trained, evaluated = with_training_labels(index, REAL), with_evaluation_labels(index, REAL)
     for row, number in enumerate(numbers):
-        assert trained.observed[row].tolist() == sorted(lists[number - 1])
+        assert trained.given[row].tolist() == sorted(lists[number - 1])
         expected = np.zeros(1000, int) - (not lists[number - 1])
         expected[lists[number - 1]] = 1
-        assert evaluated.labels_of(evaluated.ids(), "labels")[row].tolist() == expected.tolist()
+        assert evaluated.labels_of(evaluated.ids(), "full")[row].tolist() == expected.tolist()
 
 
 def config(shards, **data):
@@ -211,7 +211,7 @@ def test_a_run_takes_its_labels_from_files(index, shards, tmp_path):
         tmp_path / "full.csv", [{"key": "b", "positives": ["cat", "dog", "7"]}, {"key": "c", "positives": []}]
     )
     data = open_data(config(shards, labels_file=str(labels), val_labels_file=str(full)))
-    assert data.annotations.classes.tolist() == [0, 2, 1, 3]
+    assert data.annotations.given.values.tolist() == [0, 2, 1, 3]
     assert data.positives_per_image == 1.5, "over the images whose labels are known"
 
 

@@ -221,7 +221,7 @@ def test_persistent_workers_give_the_batches_of_each_epoch_and_live_on(index):
 
 def test_batches_are_the_same_after_a_trip_to_another_process(index):
     """Workers that are not forked get the dataset pickled."""
-    batches = Batches(index, "observed")
+    batches = Batches(index, "given")
     batches.work = Work(stream=plan_for(index).streams[0][0], batch_size=4, transform=TRANSFORM)
     assert contents(list(pickle.loads(pickle.dumps(batches)))) == contents(list(batches))
 
@@ -580,10 +580,10 @@ def test_public_imagenet_layout_by_webdatasets_own_writer(tmp_path):
 def test_real_shards_are_read_whole():
     index, _ = scan(str(VOC / "val-*.tar"))
     plan = plan_for(index, batch_size=64, workers=2, shuffle_buffer=300)
-    loader = Loader(index, plan, 0, TrainingTransform(size=64, seed=1, epoch=0), labels="labels")
+    loader = Loader(index, plan, 0, TrainingTransform(size=64, seed=1, epoch=0), labels="full")
     batches = list(loader)
     assert sorted(n for batch in batches for n in batch.ids.tolist()) == index.ids().tolist()
-    assert sum(int(batch.labels.sum()) for batch in batches) == len(index.labels.values)
+    assert sum(int(batch.labels.sum()) for batch in batches) == len(index.full.values)
     assert len(loader.bad.ids) == 0
 
 

@@ -23,7 +23,7 @@ NUM_CLASSES, SIZE = 4, 6
 
 
 def boxed_samples(count, random):
-    """Samples with one to three classes, one of them observed, and one to three large boxes of each."""
+    """Samples with one to three classes, one of them given, and one to three large boxes of each."""
     for number in range(count):
         labels = np.sort(random.choice(NUM_CLASSES, random.integers(1, 4), replace=False)).tolist()
         boxes = []
@@ -31,8 +31,8 @@ def boxed_samples(count, random):
             for _ in range(random.integers(1, 4)):
                 x, y = random.uniform(0, 0.5, 2)
                 boxes.append([label, x, y, x + random.uniform(0.2, 0.5), y + random.uniform(0.2, 0.5)])
-        observed = [int(random.choice(labels))]
-        yield labelled(f"s{number:03d}", number, labels=labels, observed=observed, boxes=boxes), boxes
+        given = [int(random.choice(labels))]
+        yield labelled(f"s{number:03d}", number, full=labels, given=given, boxes=boxes), boxes
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def slow_trial(heat, boxes):
 
 def slow_figures(index, boxes_of, heat_of):
     """By kind: (pairs, mean hit, mean energy, mean chance)."""
-    trials = {"observed": [], "missing": [], "all": []}
+    trials = {"given": [], "missing": [], "all": []}
     for sample_id, boxes in boxes_of.items():
         for label in {box[0] for box in boxes}:
             own = [box for box in boxes if box[0] == label]
             trial = slow_trial(np.asarray(heat_of(sample_id, label), np.float64), own)
-            trials["observed" if label in index.observed[sample_id] else "missing"].append(trial)
+            trials["given" if label in index.given[sample_id] else "missing"].append(trial)
             trials["all"].append(trial)
     return {kind: (len(found), *np.nanmean(found, axis=0)) for kind, found in trials.items()}
 
@@ -110,7 +110,7 @@ def test_stored_heatmaps_point_as_counted_cell_by_cell(shards, tmp_path):
     rows = store.read(index.ids())
     places = {sample_id: place for place, sample_id in enumerate(index.ids().tolist())}
     expected = slow_figures(index, boxes_of, lambda n, label: rows.heatmaps[places[n], label])
-    assert expected["observed"][0] == 23
+    assert expected["given"][0] == 23
     assert expected["missing"][0] > 10
     check(pointing(store, index), expected)
 
@@ -144,12 +144,12 @@ def test_some_samples_can_be_asked_for_alone(shards, tmp_path):
 
 
 def test_boxes_of_classes_that_are_not_labelled_do_not_count(tmp_path):
-    members = labelled("a", 0, labels=[1], observed=[1], boxes=[[1, 0, 0, 1, 1], [2, 0, 0, 1, 1]])
+    members = labelled("a", 0, full=[1], given=[1], boxes=[[1, 0, 0, 1, 1], [2, 0, 0, 1, 1]])
     write_tar(tmp_path / "a.tar", members)
     index = scan(str(tmp_path / "a.tar"), num_classes=NUM_CLASSES)[0]
     HeatmapStore.create(tmp_path / "store", index.annotations(), heatmap_size=SIZE)
     found = pointing(HeatmapStore.open(tmp_path / "store", annotations=index.annotations()), index)
-    assert {kind: one.num_pairs for kind, one in found.items()} == {"observed": 1, "missing": 0, "all": 1}
+    assert {kind: one.num_pairs for kind, one in found.items()} == {"given": 1, "missing": 0, "all": 1}
     assert np.isnan(found["missing"].hit_rate)
 
 

@@ -7,8 +7,8 @@ import torch
 
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import Loss
+from bigscl.training import metrics_log
 from bigscl.training import metrics_log as log
-from bigscl.training import progress_bar
 from bigscl.training.metrics_log import Meter
 
 
@@ -88,7 +88,7 @@ def test_meter_of_a_single_process_waits_for_nobody_else_and_starts_over_when_re
 
 
 def test_the_work_after_an_epoch_is_measured_for_the_time_left(tmp_path, now, monkeypatch):
-    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics_log.time, "perf_counter", lambda: now[0])
     metrics = log.MetricsLog(tmp_path, SimpleNamespace(is_main_process=False))
     with metrics.progress(0, 3, 2, 0):
         for _ in range(2):

@@ -205,7 +205,7 @@ def test_class_priors_equal_the_papers_theorem(seed, delta):
 
 
 def test_class_priors_of_separated_classes_are_their_shares():
-    """A tenth of 10,000 images has the class, a fifth of those is observed; predictions tell them apart."""
+    """A tenth of 10,000 images has the class, a fifth of those is given; predictions tell them apart."""
     generator = np.random.default_rng(0)
     has = np.arange(10_000) % 10 == 0
     labels = np.where(has & (generator.random(10_000) < 0.2), 1, -1).astype(np.int8)[:, None]

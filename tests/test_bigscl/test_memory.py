@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bigscl.config import ConfigError, StoreConfig
+from bigscl.memory.epoch_io import divide_shards
 from bigscl.memory.lookup import RepeatedSample, SampleViews
 from bigscl.memory.memory import Memory
-from bigscl.memory.visits import divide_shards
 from bigscl.store import HeatmapStore, StoreError
-from bigscl.store.testing import PipeTransport
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations
+from tests.test_store.ranks import PipeTransport
 
 SIDE, K = 3, 1.5
 ANNOTATIONS = make_annotations()  # shards of 5, 3 and 4 samples, 7 classes

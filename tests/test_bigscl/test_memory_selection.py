@@ -6,10 +6,10 @@ import torch
 
 from bigscl.config import StoreConfig
 from bigscl.distributed.ranks import process_group
+from bigscl.memory.heatmaps import spatial_score
 from bigscl.memory.memory import Memory, MemoryStart
 from bigscl.selection.class_ratios import at_level, class_ratios
 from bigscl.selection.rule import selection_rule
-from bigscl.selection.spatial_ranking import spatial_ranking
 from bigscl.store import Answered, StoreError, with_answers
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,
@@ -25,9 +25,9 @@ from tests.test_bigscl.test_memory import (
 )
 from tests.test_store.conftest import assert_same_rows
 
-ANNOTATED = np.zeros((len(ANNOTATIONS.offsets) - 1, 7), bool)
+ANNOTATED = np.zeros((len(ANNOTATIONS.given), 7), bool)
 for row in range(len(ANNOTATED)):
-    ANNOTATED[row, ANNOTATIONS.classes[ANNOTATIONS.offsets[row] : ANNOTATIONS.offsets[row + 1]]] = True
+    ANNOTATED[row, ANNOTATIONS.given[row]] = True
 
 RULES = {
     "spatial": {"rank_by": "spatial"},
@@ -55,7 +55,7 @@ def evidence_ranking(rows, momentum=0.8):
     kept = annotated if classes is None else np.take_along_axis(annotated, classes, 1)
     start = kept[:, :, None, None] * momentum ** rows["cell_visits"][:, None].astype(np.float64)
     heat = np.maximum(rows.heatmaps.astype(np.float64) - start, 0)
-    found = spatial_ranking(
+    found = spatial_score(
         torch.from_numpy(rows.scores),
         torch.from_numpy(heat),
         torch.from_numpy(annotated),

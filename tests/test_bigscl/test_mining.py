@@ -28,7 +28,7 @@ def remember(folder, index, scores):
 def by_hand(index, scores, k):
     """(mined, missing, found), by sorting every class."""
     annotated = index.labels_of(index.ids()) == 1
-    truth = index.labels_of(index.ids(), "labels")
+    truth = index.labels_of(index.ids(), "full")
     mined = found = 0
     for number in range(index.num_classes):
         ranking = sorted(range(len(scores)), key=lambda row: (-np.float16(scores[row, number]), row))
@@ -42,7 +42,7 @@ def by_hand(index, scores, k):
 @pytest.mark.parametrize("k", [1.0, 2.5])
 def test_precision_and_recall_equal_a_count_by_hand(tmp_path, index, k):
     scores = np.random.default_rng(3).random((index.num_samples, index.num_classes))
-    scores += 0.5 * (index.labels_of(index.ids(), "labels") == 1)
+    scores += 0.5 * (index.labels_of(index.ids(), "full") == 1)
     found = mined_positives(remember(tmp_path / "store", index, scores / 1.5), index, k)
     mined, missing, right = by_hand(index, scores / 1.5, k)
     assert (found.num_mined, found.num_missing) == (mined, missing)
@@ -51,7 +51,7 @@ def test_precision_and_recall_equal_a_count_by_hand(tmp_path, index, k):
 
 
 def test_a_memory_that_knows_all_mines_only_positives(tmp_path, index):
-    truth = (index.labels_of(index.ids(), "labels") == 1).astype(np.float64)
+    truth = (index.labels_of(index.ids(), "full") == 1).astype(np.float64)
     found = mined_positives(remember(tmp_path / "store", index, truth), index, 1.5)
     assert found.precision == 1
     assert 0 < found.recall < 1
@@ -67,7 +67,7 @@ def test_nothing_beyond_the_annotated_is_mined_if_nothing_more_is_expected(tmp_p
 
 def test_answers_do_not_raise_the_number_of_expected_positives(tmp_path, index):
     """K counts labels: an answer says which image has the class, not that one more does."""
-    missing = (index.labels_of(index.ids(), "labels") == 1) & (index.labels_of(index.ids()) != 1)
+    missing = (index.labels_of(index.ids(), "full") == 1) & (index.labels_of(index.ids()) != 1)
     rows, classes = (numbers[:3] for numbers in np.nonzero(missing))
     answered = Answered.of(rows, classes, np.ones(3))
     scores = np.random.default_rng(5).random((index.num_samples, index.num_classes))

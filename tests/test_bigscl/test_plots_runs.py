@@ -42,7 +42,7 @@ def index(tmp_path_factory):
 def test_images_with_an_unnamed_positive_are_chosen(index):
     ids = _with_missing(index, 4)
     assert len(ids) == 4
-    missing = (index.labels_of(ids, "labels") == 1) & (index.labels_of(ids) != 1)
+    missing = (index.labels_of(ids, "full") == 1) & (index.labels_of(ids) != 1)
     assert missing.any(1).all()
 
 

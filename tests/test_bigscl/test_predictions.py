@@ -14,10 +14,10 @@ from tests.builders import labelled, write_shards, write_tar
 @pytest.fixture
 def index(tmp_path):
     """Two shards of unequal size; every sample has full labels."""
-    one = [*labelled("é/a", 0, labels=[0, 2], observed=[2]), *labelled("b", 1, labels=[1])]
+    one = [*labelled("é/a", 0, full=[0, 2], given=[2]), *labelled("b", 1, full=[1])]
     paths = [
         write_tar(tmp_path / "t-0.tar", one),
-        write_tar(tmp_path / "t-1.tar", labelled("c", 2, labels=[])),
+        write_tar(tmp_path / "t-1.tar", labelled("c", 2, full=[])),
     ]
     return scan([str(path) for path in paths], num_classes=3)[0]
 
@@ -43,7 +43,7 @@ def test_what_is_saved_comes_back(index, tmp_path):
         assert np.array_equal(loaded.pooled("map").ranked, np.argsort(found.logits, axis=1))
         assert loaded.ids.tolist() == index.ids().tolist() == [0, 1, 2]
         assert loaded.class_names == index.class_names
-        assert loaded.about == {"model": "net", "labels": "labels", "missing": []}
+        assert loaded.about == {"model": "net", "labels": "full", "missing": []}
 
 
 def test_saved_predictions_are_plain_zarr_in_half_precision(index, tmp_path):
@@ -84,7 +84,7 @@ def test_logits_too_large_for_half_precision_stay_finite_and_in_order(index):
 def test_shards_with_one_class_per_image_are_scored_as_if_others_were_absent(tmp_path):
     index = scan(write_shards(tmp_path, [3], num_classes=3))[0]
     labels, which = true_labels(index, index.ids())
-    assert which == "observed"
+    assert which == "given"
     assert labels.tolist() == np.eye(3, dtype=int).tolist()
 
 

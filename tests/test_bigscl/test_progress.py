@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
-from bigscl.training import progress_bar
-from bigscl.training.progress_bar import EpochBar, EpochTimer, clock, describe, working
+from bigscl.training import metrics_log
+from bigscl.training.metrics_log import EpochBar, EpochTimer, clock, describe, working
 
 VALUES = {
     "total": 0.12345,
@@ -24,7 +24,7 @@ VALUES = {
 def now(monkeypatch):
     """A clock that stands still until it is set."""
     seconds = [0.0]
-    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(metrics_log.time, "perf_counter", lambda: seconds[0])
     return seconds
 
 
@@ -71,7 +71,7 @@ def test_bar_of_a_large_run_shows_the_waits_in_100_columns(now):
 
 def test_long_work_without_a_terminal_tells_how_far_it_is(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress_bar, "SECONDS_BETWEEN_LINES", 0.01)
+    monkeypatch.setattr(metrics_log, "SECONDS_BETWEEN_LINES", 0.01)
     with working("counting", 3, None) as show:
         show(2)
         while not any("2 of 3" in message for message in caplog.messages):

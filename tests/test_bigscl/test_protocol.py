@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.datasets.multilabel import observe, split
+from bigscl.datasets.multilabel import draw_given, split
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 VOC = DATA / "voc2012_labels" / "voc2012_spml.npz"
@@ -30,20 +30,20 @@ def coco():
 
 
 def singles(labels):
-    observed, negatives = observe(labels)
-    assert all(len(row) == 1 for row in observed)
+    given, negatives = draw_given(labels)
+    assert all(len(row) == 1 for row in given)
     assert not any(negatives)
-    return np.array(observed)[:, 0]
+    return np.array(given)[:, 0]
 
 
 @needs_voc
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_observed_labels_of_voc_are_the_published_ones(voc, part):
+def test_given_labels_of_voc_are_the_published_ones(voc, part):
     assert np.array_equal(singles(voc[f"{part}_labels"]), voc[f"{part}_obs_seed1200"])
 
 
 @needs_coco
-def test_observed_labels_of_coco_are_the_published_ones(coco):
+def test_given_labels_of_coco_are_the_published_ones(coco):
     assert np.array_equal(singles(coco["train_labels"]), coco["train_obs"])
 
 
@@ -65,10 +65,10 @@ def test_split_of_coco_is_the_published_one(coco):
 
 def statistics(labels, names):
     """name -> (train, share of singles, val, share of singles): a row of the paper's table."""
-    observed = np.eye(labels.shape[1], dtype=int)[singles(labels)]
+    given = np.eye(labels.shape[1], dtype=int)[singles(labels)]
     columns = []
     for rows in split(len(labels)):
-        total, kept = labels[rows].sum(axis=0, dtype=int), observed[rows].sum(axis=0)
+        total, kept = labels[rows].sum(axis=0, dtype=int), given[rows].sum(axis=0)
         columns += [total, 100 * kept // total]
     return {str(name): tuple(int(column[i]) for column in columns) for i, name in enumerate(names)}
 
@@ -119,7 +119,7 @@ def test_statistics_of_voc_are_those_of_the_paper(voc):
 def test_stream_of_draws_is_frozen():
     """Written down when the published files were reproduced, to be checked where these are not at hand."""
     labels = np.array([[1, 1, 0, 0, 1], [0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 1], [0, 0, 1, 1, 1]])
-    positives, negatives = observe(labels, num_negatives=1)
+    positives, negatives = draw_given(labels, num_negatives=1)
     assert positives == [(0,), (1,), (3,), (0,), (4,)]
     assert negatives == [(3,), (0,), (), (2,), (0,)]
     assert [rows.tolist() for rows in split(12)] == [[0, 1, 2, 4, 5, 6, 7, 8, 10, 11], [3, 9]]
@@ -131,9 +131,9 @@ def random_labels(rows=200, classes=12):
     return labels
 
 
-def test_observed_positives_are_among_the_labels_and_negatives_are_not():
+def test_given_positives_are_among_the_labels_and_negatives_are_not():
     labels = random_labels()
-    positives, negatives = observe(labels, num_positives=2, num_negatives=3)
+    positives, negatives = draw_given(labels, num_positives=2, num_negatives=3)
     for row, present, absent in zip(labels, positives, negatives, strict=True):
         assert row[list(present)].all()
         assert not row[list(absent)].any()
@@ -143,8 +143,8 @@ def test_observed_positives_are_among_the_labels_and_negatives_are_not():
 
 def test_a_positive_more_adds_to_the_single_one():
     labels = random_labels()
-    one, _ = observe(labels, num_positives=1)
-    two, _ = observe(labels, num_positives=2, num_negatives=4)
+    one, _ = draw_given(labels, num_positives=1)
+    two, _ = draw_given(labels, num_positives=2, num_negatives=4)
     assert all(set(single) <= set(pair) for single, pair in zip(one, two, strict=True))
 
 
@@ -158,14 +158,14 @@ def test_every_positive_is_drawn_equally_often():
 
 def test_seed_changes_the_draw():
     labels = random_labels()
-    assert observe(labels, seed=1) != observe(labels, seed=2)
+    assert draw_given(labels, seed=1) != draw_given(labels, seed=2)
     assert not np.array_equal(split(100, seed=1)[1], split(100, seed=2)[1])
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (-1, 0), (1, -1)])
-def test_numbers_of_observed_labels_that_make_no_sense_are_refused(counts):
+def test_numbers_of_given_labels_that_make_no_sense_are_refused(counts):
     with pytest.raises(ValueError, match="expected at least 1 and 0"):
-        observe(random_labels(), num_positives=counts[0], num_negatives=counts[1])
+        draw_given(random_labels(), num_positives=counts[0], num_negatives=counts[1])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 12, 13, 999])

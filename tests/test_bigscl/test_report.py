@@ -38,7 +38,7 @@ def saved(logits, labels, *, keys=None, missing=(), **about):
         ranked=ranked,
         labels=None if labels is None else np.ascontiguousarray(labels, np.int8),
         class_names=tuple(f"class{i}" for i in range(logits.shape[1])),
-        about={"model": "net", "labels": "labels", "missing": list(missing), **about},
+        about={"model": "net", "labels": "full", "missing": list(missing), **about},
     )
 
 
@@ -108,7 +108,7 @@ def test_top_1_is_taken_from_the_full_precision_ranking_where_halves_tie():
             ranked=np.argsort(-exact, axis=1),
             labels=np.array([[0, 1, 0], [1, 0, 0]], np.int8),
             class_names=("x", "y", "z"),
-            about={"model": "net", "labels": "labels", "missing": []},
+            about={"model": "net", "labels": "full", "missing": []},
         )
     )
     assert report.top1 == report.by_num_labels["all"].top1 == report.at_k["1"].overall_precision == 1.0

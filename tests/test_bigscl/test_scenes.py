@@ -42,19 +42,19 @@ def test_source_digits_of_the_parts_are_disjoint(made):
 
 
 def test_singles_are_fully_labelled_and_scenes_show_one_of_two_to_four_labels(made):
-    assert all(len(sample.label.labels) == 1 for sample in made.parts["single"])
-    assert all(sample.label.observed == sample.label.labels for sample in made.parts["single"])
+    assert all(len(sample.label.full) == 1 for sample in made.parts["single"])
+    assert all(sample.label.given == sample.label.full for sample in made.parts["single"])
     for sample in all_scenes(made):
-        assert len(sample.label.observed) == 1
-        assert sample.label.observed[0] in sample.label.labels
-    assert set(Counter(len(sample.label.labels) for sample in all_scenes(made))) == {2, 3, 4}
+        assert len(sample.label.given) == 1
+        assert sample.label.given[0] in sample.label.full
+    assert set(Counter(len(sample.label.full) for sample in all_scenes(made))) == {2, 3, 4}
 
 
 def test_labels_are_the_classes_of_the_source_digits_each_once(made):
     targets = load_digits().target
     for sample in all_scenes(made):
         classes = [int(targets[digit.source]) for digit in sample.image.digits]
-        assert sorted(classes) == list(sample.label.labels)
+        assert sorted(classes) == list(sample.label.full)
         assert [box[0] for box in sample.label.boxes] == classes
 
 

@@ -7,7 +7,7 @@ import torch
 import bigscl
 from bigscl.common.digests import write_array
 from bigscl.common.files import BadFile
-from bigscl.memory.score_history import ScoreLog, annotated, highest_classes, log_folder, read_score_log
+from bigscl.memory.score_history import ScoreLog, highest_classes, log_folder, read_score_log
 from bigscl.store import HeatmapStore, SingleProcess, choose_classes
 
 NUM_CLASSES = 12
@@ -38,8 +38,8 @@ def test_highest_classes_are_those_of_the_store(seed, num_classes):
         assert (named.sum(1) <= np.take_along_axis(named, expected, 1).sum(1)).all()
 
 
-def test_annotated_classes_of_rows_are_found():
-    mask = annotated(ANNOTATIONS, np.array([3, 0, 22]))
+def test_given_labels_of_rows_are_found():
+    mask = ANNOTATIONS.of_rows(np.array([3, 0, 22]))
     assert [np.flatnonzero(row).tolist() for row in mask] == [POSITIVES[3], POSITIVES[0], POSITIVES[22]]
 
 

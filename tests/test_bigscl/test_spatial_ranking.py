@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigscl.selection.spatial_ranking import num_hottest, spatial_ranking
+from bigscl.memory.heatmaps import num_hottest, spatial_score
 
 
 def reference(scores, heat, annotated):
@@ -32,7 +32,7 @@ def test_it_is_the_formula(side, num_annotated):
     heat = torch.rand(4, 5, side, side, generator=generator)
     annotated = torch.zeros(4, 5, dtype=torch.bool)
     annotated[:, :num_annotated] = True
-    found = spatial_ranking(scores, heat, annotated)
+    found = spatial_score(scores, heat, annotated)
     assert found.dtype == torch.float16
     for n in range(4):
         expected = torch.tensor(reference(scores[n], heat[n], annotated[n]))
@@ -46,8 +46,8 @@ def test_kept_classes_rank_as_in_the_dense_layout():
     annotated[:, 2] = True
     classes = torch.tensor([[1, 2, 5], [0, 2, 3], [2, 4, 5]])
     kept = heat[torch.arange(3)[:, None], classes]
-    dense = spatial_ranking(scores, heat, annotated)
-    assert torch.equal(spatial_ranking(scores, kept, annotated, classes), dense.gather(1, classes))
+    dense = spatial_score(scores, heat, annotated)
+    assert torch.equal(spatial_score(scores, kept, annotated, classes), dense.gather(1, classes))
 
 
 def test_an_object_of_its_own_ranks_before_one_in_the_place_of_the_label():
@@ -56,7 +56,7 @@ def test_an_object_of_its_own_ranks_before_one_in_the_place_of_the_label():
     heat[0, 1, :5, :5] = 0.6  # where the label is
     heat[0, 2, 6:, 6:] = 0.6  # elsewhere
     annotated = torch.tensor([[True, False, False]])
-    label, same_place, elsewhere = spatial_ranking(torch.full((1, 3), 0.5), heat, annotated)[0]
+    label, same_place, elsewhere = spatial_score(torch.full((1, 3), 0.5), heat, annotated)[0]
     assert label == 1
     assert elsewhere > same_place
 
@@ -64,7 +64,7 @@ def test_an_object_of_its_own_ranks_before_one_in_the_place_of_the_label():
 def test_a_label_that_was_never_seen_discounts_nothing():
     heat = torch.zeros(1, 2, 4, 4)
     heat[0, 1] = 0.36
-    found = spatial_ranking(torch.tensor([[1.0, 0.25]]), heat, torch.tensor([[True, False]]))
+    found = spatial_score(torch.tensor([[1.0, 0.25]]), heat, torch.tensor([[True, False]]))
     torch.testing.assert_close(found[0, 1].float(), torch.tensor(0.3), rtol=1e-3, atol=0)
 
 

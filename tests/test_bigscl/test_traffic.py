@@ -22,8 +22,7 @@ from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import BASES
 from bigscl.losses.role import LabelEstimator
 from bigscl.losses.state import SampleRows
-from bigscl.memory.device import AnnotatedClasses
-from bigscl.memory.lookup import CheckedViews, to_device, updated_averages
+from bigscl.memory.lookup import CheckedViews, GivenClasses, to_device, updated_averages
 from bigscl.models.averaging import WeightAverage
 from bigscl.models.spatial import build_model
 from bigscl.selection.thresholds import Thresholds
@@ -191,7 +190,7 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
         state = SimpleNamespace(model=model, loss_state=kept, accelerator=accelerator, optimizer=None)
         none = Thresholds.none(NUM_CLASSES)
         selection = replace(none, pseudo_positives=none).to(CUDA)
-        annotated = AnnotatedClasses(make_annotations(), CUDA)
+        annotated = GivenClasses(make_annotations(), CUDA)
         memory = SimpleNamespace(keeps_heatmaps=layout != "scores")
         step = Step(config, data, state, memory, ranks or SingleProcess())
         step.epoch = 1

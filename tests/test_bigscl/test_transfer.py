@@ -8,8 +8,7 @@ import torch
 
 from bigscl.data import loader as batches
 from bigscl.data.loader import normalize
-from bigscl.memory.device import AnnotatedClasses
-from bigscl.memory.lookup import SampleViews, check_sample_views, to_device
+from bigscl.memory.lookup import GivenClasses, SampleViews, check_sample_views, to_device
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from tests.test_store.conftest import make_annotations
@@ -28,7 +27,7 @@ def test_classes_of_either_width_arrive_as_int64(dtype):
     )
     sample_views = check_sample_views(SampleViews([3, 8]))
     device = torch.device("cpu")
-    annotated = AnnotatedClasses(make_annotations(), device)
+    annotated = GivenClasses(make_annotations(), device)
     stored = to_device(
         rows, sample_views, Thresholds.none(4).to(device), annotated, device=device, momentum=0.8
     )

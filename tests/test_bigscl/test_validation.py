@@ -25,7 +25,7 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
     members = [
         part
         for number, row in enumerate(full)
-        for part in labelled(f"image{number}", number, labels=np.flatnonzero(row).tolist())
+        for part in labelled(f"image{number}", number, full=np.flatnonzero(row).tolist())
     ]
     index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=3)[0]
     data = {"train": "t", "val": "v", "size": 48, "resize": "square", "workers": 0, "batch_size": 7}
@@ -62,7 +62,7 @@ def test_the_setting_chooses_the_metric_that_decides(settings, expected):
 
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_unreadable_images_are_tolerated_as_the_setting_says(tmp_path, share):
-    members = [part for n in range(5) for part in labelled(f"image{n}", n, labels=[n % 3])]
+    members = [part for n in range(5) for part in labelled(f"image{n}", n, full=[n % 3])]
     members[0], members[2] = ("image0.jpg", b"no image"), ("image1.jpg", b"no image")
     index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=3)[0]
     data = {"train": "t", "val": "v", "size": 48, "resize": "square", "workers": 0, "max_bad_share": share}

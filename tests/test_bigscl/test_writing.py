@@ -32,7 +32,7 @@ def samples(count, broken=()):
         Sample(
             key=f"n{i:04d}",
             image=Bytes(bytes([i]) * (100 + i), i in broken),
-            label=MultiLabel(labels=(1, i), observed=(i,)),
+            label=MultiLabel(full=(1, i), given=(i,)),
         )
         for i in range(count)
     ]
@@ -71,7 +71,7 @@ def test_shards_hold_all_samples_in_order_as_webdataset_reads_them(tmp_path):
     assert [sample["__key__"] for sample in found] == [f"n{i:04d}" for i in range(7)]
     assert [sample["jpg"] for sample in found] == [bytes([i]) * (100 + i) for i in range(7)]
     assert [json.loads(sample["json"]) for sample in found] == [
-        {"labels": [1, i], "observed": [i]} for i in range(7)
+        {"full": [1, i], "given": [i]} for i in range(7)
     ]
     assert (tmp_path / "classes.txt").read_text() == "a\nb b\nc\n"
 
@@ -80,7 +80,7 @@ def test_webdataset_decodes_what_was_written(tmp_path):
     from webdataset.filters import decode
 
     contents = [encoded(picture(i), ("JPEG", "PNG")[i % 2]) for i in range(7)]
-    labels = [MultiLabel(labels=(1, 4), observed=(4,)) if i % 3 else i for i in range(7)]
+    labels = [MultiLabel(full=(1, 4), given=(4,)) if i % 3 else i for i in range(7)]
     made = [
         Sample(key=f"n{i}", image=Bytes(content, extension=("jpg", "png")[i % 2]), label=labels[i])
         for i, content in enumerate(contents)
@@ -93,7 +93,7 @@ def test_webdataset_decodes_what_was_written(tmp_path):
         pixels = np.asarray(Image.open(io.BytesIO(contents[i])).convert("RGB"))
         np.testing.assert_array_equal(sample[("jpg", "png")[i % 2]], pixels)
         if i % 3:
-            assert sample["json"] == {"labels": [1, 4], "observed": [4]}
+            assert sample["json"] == {"full": [1, 4], "given": [4]}
         else:
             assert sample["cls"] == i
 
@@ -107,14 +107,14 @@ def test_class_numbers_go_to_cls_members_as_in_public_tars(tmp_path):
 
 
 def test_optional_fields_appear_only_where_they_are_known():
-    everything = MultiLabel(labels=(1, 2), observed=(2,), negatives=(0,), boxes=((1, 0.0, 0.5, 1.0, 0.75),))
+    everything = MultiLabel(full=(1, 2), given=(2,), negatives=(0,), boxes=((1, 0.0, 0.5, 1.0, 0.75),))
     assert json.loads(everything.encoded()) == {
-        "labels": [1, 2],
-        "observed": [2],
+        "full": [1, 2],
+        "given": [2],
         "negatives": [0],
         "boxes": [[1, 0.0, 0.5, 1.0, 0.75]],
     }
-    assert json.loads(MultiLabel(labels=(1,), observed=(1,)).encoded()) == {"labels": [1], "observed": [1]}
+    assert json.loads(MultiLabel(full=(1,), given=(1,)).encoded()) == {"full": [1], "given": [1]}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

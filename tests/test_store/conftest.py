@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore, Rows, StorageOptions
+from bigscl.store import Annotations, HeatmapStore, Ragged, Rows, StorageOptions
 from bigscl.store.backends.backend import forget_memory
 
 
@@ -27,8 +27,9 @@ def make_annotations(shard_sizes=(5, 3, 4), num_classes=7, seed=0, fingerprint="
         num_classes=num_classes,
         rows_per_shard=rows,
         shard_sizes=np.array(shard_sizes, np.int64),
-        offsets=np.concatenate([[0], np.cumsum([len(p) for p in positives])]).astype(np.int64),
-        classes=np.concatenate(positives).astype(np.int64),
+        given=Ragged.from_lengths(
+            np.array([len(p) for p in positives]), np.concatenate(positives).astype(np.int64)
+        ),
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 from bigscl.common.user_error import UserError
 from bigscl.store import Answered, GroupSpec, HeatmapStore, StoreError, update, with_answers
 from bigscl.store.errors import StorageFailed
-from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
+from tests.test_store.ranks import run_ranks
 
 ANNOTATIONS = make_annotations()
 IDS = all_ids(ANNOTATIONS)
@@ -19,7 +19,7 @@ LAYOUTS = ["dense", "topk", "scores"]
 
 
 def positives_of(row, annotations=ANNOTATIONS):
-    return set(annotations.classes[annotations.offsets[row] : annotations.offsets[row + 1]].tolist())
+    return set(annotations.given[row].tolist())
 
 
 def answered(*answers):
@@ -138,7 +138,7 @@ def test_rows_that_were_never_stored_start_with_the_answers(tmp_path):
         assert rows.heatmaps[0, number].min() == 1 == rows.scores[0, number]
         assert rows.heatmaps[0, wrong].max() == 0 == rows.scores[0, wrong]
         assert found.late.tolist() == [True, False, False]
-        assert store.initial_values.annotations.includes(np.array([row]), np.array([number])).all()
+        assert store.initial_values.annotations.is_given(np.array([row]), np.array([number])).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -181,7 +181,7 @@ def test_more_positives_than_places_are_refused_before_anything_is_written(tmp_p
     all_of_it = answered(*((0, number, 1) for number in range(7)))
     with opened(tmp_path / "store") as store:
         number = store.snapshot.id
-        with pytest.raises(UserError, match="would lose annotated positives"):
+        with pytest.raises(UserError, match="would lose given labels"):
             store.answer(all_of_it)
         assert store.snapshot.id == number
 

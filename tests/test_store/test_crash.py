@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store import HeatmapStore
-from bigscl.store.commit.check_chunks import verify
+from bigscl.store import HeatmapStore, verify
 from tests.test_store.conftest import all_ids
 from tests.test_store.crash_writer import ANNOTATIONS, EPOCHS, values_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.store import GroupSpec, HeatmapStore, ShardCache, StoreError, update
-from bigscl.store.commit.check_chunks import verify
+from bigscl.store import GroupSpec, HeatmapStore, ShardCache, StoreError, update, verify
 from bigscl.store.errors import ChunkCorrupt
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
@@ -31,7 +30,7 @@ def chunk(store, array, shard):
     return Path(store.backend.url, keys[0])
 
 
-@pytest.mark.parametrize("array", ["scores", "heatmaps", "last_epoch"])
+@pytest.mark.parametrize("array", ["scores", "heatmaps", "samples"])
 def test_a_flipped_bit_is_found_and_its_samples_named(committed, array):
     store, _ = committed
     path = chunk(store, array, 1)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import zarr
 
-from bigscl.store import Annotations, HeatmapStore, seal, update
+from bigscl.store import Annotations, HeatmapStore, Ragged, seal, update
 from bigscl.store.commit.create import spec_for
-from bigscl.store.commit.snapshots import SnapshotLog
-from bigscl.store.commit.versions import by_version, snapshot_bytes, version_of
+from bigscl.store.commit.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
 from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
@@ -78,17 +77,17 @@ def test_rows_never_visited_start_at_the_annotations_and_cost_no_disk(place, ann
     with open_for_writing(place, annotations) as store:
         rows = store.read(all_ids(annotations))
         for place_in_batch, n in enumerate(all_ids(annotations)):
-            positives = annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]]
+            positives = annotations.given[n]
             expected = np.isin(np.arange(annotations.num_classes), positives)
             np.testing.assert_array_equal(rows.scores[place_in_batch], expected)
             assert (rows.heatmaps[place_in_batch] == expected[:, None, None]).all()
         assert sum(store.sizes().values()) < 10_000
 
 
-def test_top_k_starts_with_the_annotated_classes_and_then_the_lowest(annotations):
+def test_top_k_starts_with_the_given_classes_and_then_the_lowest(annotations):
     spec = spec_for(annotations, 2, 0)
     rows = initial_shard(spec, GroupSpec(name="g", layout="topk", top=4), annotations, 0)
-    positives = annotations.classes[: annotations.offsets[1]]
+    positives = annotations.given.values[: annotations.given.offsets[1]]
     rest = [c for c in range(7) if c not in positives][: 4 - len(positives)]
     assert rows.classes[0].tolist() == sorted([*positives, *rest])
     np.testing.assert_array_equal(rows.heatmaps[0, :, 0, 0], np.isin(rows.classes[0], positives))
@@ -194,7 +193,7 @@ def test_opening_while_a_writer_drops_gets_the_newest_snapshot(place, annotation
 
 
 @pytest.mark.parametrize("layout", ["dense", "scores"])
-def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotations, layout):
+def test_compaction_keeps_the_highest_scores_and_the_given(place, annotations, layout):
     make(place, annotations, layout=layout)
     ids = all_ids(annotations)
     with open_for_writing(place, annotations) as store:
@@ -208,7 +207,7 @@ def test_compaction_keeps_the_highest_scores_and_the_annotated(place, annotation
     np.testing.assert_array_equal(compacted.scores, dense.scores)
     np.testing.assert_array_equal(compacted["last_epoch"], dense["last_epoch"])
     for place_in_batch, n in enumerate(ids):
-        positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
+        positives = set(annotations.given[n].tolist())
         scores = dense.scores[place_in_batch]
         order = sorted(range(7), key=lambda c: (c not in positives, -scores[c], c))
         kept = sorted(order[:4])
@@ -255,10 +254,10 @@ def test_rollback_undoes_a_compaction(place, annotations):
         assert store.group.top == 4
 
 
-def test_compaction_refuses_a_top_that_would_lose_annotated_positives(place, annotations):
+def test_compaction_refuses_a_top_that_would_lose_given_labels(place, annotations):
     make(place, annotations)
     with open_for_writing(place, annotations) as store:
-        with pytest.raises(ValueError, match=r"would lose annotated positives: sample \d+ has 3"):
+        with pytest.raises(ValueError, match=r"would lose given labels: sample \d+ has 3"):
             store.compact(2)
         with pytest.raises(ValueError, match="expected 1 to 7"):
             store.compact(8)
@@ -355,7 +354,12 @@ def test_foreign_and_newer_hierarchies_are_refused(tmp_path, annotations):
 
 @pytest.mark.parametrize(
     ("features", "complaint"),
-    [(None, "a revision before version 0.2.0"), ({"packed": ["last_epoch"]}, "uses packed, .*Upgrade")],
+    [
+        (None, "a revision before version 0.2.0"),
+        ({}, "a revision before version 0.2.0"),
+        ({"packed": ["last_epoch"]}, "uses packed, .*Upgrade"),
+        ({"packed": ["sample_visits", "last_epoch"], "sparse_scores": 64}, "uses sparse_scores, .*Upgrade"),
+    ],
 )
 def test_a_store_with_features_that_are_not_known_here_is_refused(tmp_path, annotations, features, complaint):
     HeatmapStore.create(tmp_path / "new", annotations, heatmap_size=4)
@@ -387,8 +391,7 @@ def test_a_store_for_imagenet_is_created_small(tmp_path):
         num_classes=1000,
         rows_per_shard=1000,
         shard_sizes=np.full(shards, 1000),
-        offsets=np.arange(shards * 1000 + 1),
-        classes=np.zeros(shards * 1000, np.int64),
+        given=Ragged(np.arange(shards * 1000 + 1), np.zeros(shards * 1000, np.int64)),
     )
     HeatmapStore.create(
         tmp_path / "store", annotations, heatmap_size=14, group=GroupSpec(layout="topk", top=10)
@@ -402,7 +405,7 @@ def test_a_store_for_imagenet_is_created_small(tmp_path):
         ({"layout": "wide"}, "layout: 'wide', expected one of dense, topk, scores"),
         ({"codec": "zip"}, "codec: 'zip'"),
         ({"layout": "topk"}, "top: None with layout 'topk'"),
-        ({"layout": "topk", "top": 2}, "would lose annotated positives"),
+        ({"layout": "topk", "top": 2}, "would lose given labels"),
         ({"slots": 1}, "slots: 1, expected at least 2"),
         ({"heatmap_size": 0}, "heatmap_size: 0"),
     ],

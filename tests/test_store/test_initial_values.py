@@ -1,4 +1,4 @@
-"""Heatmaps without what is left of their initial values, and who is annotated with what."""
+"""Heatmaps without what is left of their initial values, and who is given with what."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ IDS = all_ids(ANNOTATIONS)
 
 
 def positives_of(row):
-    return set(ANNOTATIONS.classes[ANNOTATIONS.offsets[row] : ANNOTATIONS.offsets[row + 1]].tolist())
+    return set(ANNOTATIONS.given[row].tolist())
 
 
 def test_annotations_know_which_classes_a_row_has():
-    rows, classes = np.meshgrid(np.arange(len(ANNOTATIONS.offsets) - 1), np.arange(7), indexing="ij")
+    rows, classes = np.meshgrid(np.arange(len(ANNOTATIONS.given)), np.arange(7), indexing="ij")
     slow = [[number in positives_of(row) for number in range(7)] for row in range(len(rows))]
-    np.testing.assert_array_equal(ANNOTATIONS.includes(rows, classes), slow)
-    assert ANNOTATIONS.includes(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (0,)
+    np.testing.assert_array_equal(ANNOTATIONS.is_given(rows, classes), slow)
+    assert ANNOTATIONS.is_given(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize("debiased", [False, True])
@@ -43,14 +43,14 @@ def test_evidence_equals_that_of_the_method(tmp_path, layout, debiased):
     store = HeatmapStore.open(tmp_path / "store", annotations=ANNOTATIONS)
     raw, seen = store.read(IDS), store.read_without_initial_value(IDS)
     kept = raw.kept_classes().astype(np.int64)
-    annotated = ANNOTATIONS.includes(np.repeat(IDS[:, None], kept.shape[1], 1), kept)
+    given = ANNOTATIONS.is_given(np.repeat(IDS[:, None], kept.shape[1], 1), kept)
     remaining = method.remaining_start(torch.from_numpy(raw["cell_visits"]), 0.7, debiased=debiased)
     expected = method.without_initial_value(
-        torch.from_numpy(raw.heatmaps), torch.from_numpy(annotated), remaining
+        torch.from_numpy(raw.heatmaps), torch.from_numpy(given), remaining
     )
     np.testing.assert_allclose(seen.heatmaps, expected.numpy(), atol=1e-3)
-    assert (seen.heatmaps[annotated] != raw.heatmaps[annotated]).any()
-    np.testing.assert_array_equal(seen.heatmaps[~annotated], raw.heatmaps[~annotated])
+    assert (seen.heatmaps[given] != raw.heatmaps[given]).any()
+    np.testing.assert_array_equal(seen.heatmaps[~given], raw.heatmaps[~given])
     for place in range(len(IDS)):
         for number in range(7):
             one = store.heatmaps_without_initial_value(raw, IDS, np.array([place]), np.array([number]))

@@ -10,16 +10,16 @@ from tests.test_store.conftest import make_annotations
 
 
 @pytest.mark.parametrize("num_columns", [5, 300_000])
-def test_the_classes_chosen_are_the_annotated_then_the_highest_ties_to_the_lowest(num_columns):
+def test_the_classes_chosen_are_the_given_then_the_highest_ties_to_the_lowest(num_columns):
     random = np.random.default_rng(0)
     # Few different scores, so that most rows have ties at the cut; so many columns need wider keys.
     scores = (random.integers(0, 4, (6, num_columns)) / 4).astype(np.float16)
-    annotated = np.zeros(scores.shape, bool)
-    annotated[np.arange(6), random.integers(0, num_columns, 6)] = True
-    annotated[:3, num_columns - 1] = True
-    chosen = choose_classes(scores, annotated, 3)
+    given = np.zeros(scores.shape, bool)
+    given[np.arange(6), random.integers(0, num_columns, 6)] = True
+    given[:3, num_columns - 1] = True
+    chosen = choose_classes(scores, given, 3)
     for row, found in enumerate(chosen):
-        keys = (np.arange(num_columns), -scores[row].astype(float), ~annotated[row])
+        keys = (np.arange(num_columns), -scores[row].astype(float), ~given[row])
         assert found.tolist() == sorted(np.lexsort(keys)[:3].tolist())
 
 

@@ -13,6 +13,7 @@ from bigscl.store.backends.backend import open_backend
 from bigscl.store.commit.lease import Holder, Lease, break_lease, read_holder
 from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import AlreadyExists, BadFile
+from bigscl.store.format.fields import to_table
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()
@@ -89,7 +90,15 @@ HOSTILE = {
     "id": [None, 7, "3", -1],
     "group": ["", "arrays-001", "../../etc", "arrays-\0", 5, None],
     "attributes": [None, [], 3],
-    "digests": [[], {"scores": [1]}, {"scores": ["a", "b", "c"]}, {"scores": [-9, 0, 0]}, None],
+    "digests": [
+        [],
+        {"scores": [1, 2, 3]},
+        {"scores": "no base64"},
+        {"scores": to_table([1])},
+        {"scores": to_table([-9, 0, 0])},
+        {"scores": to_table([0, 0, 0])[:-3]},
+        None,
+    ],
     "time": ["now", None],
     "run": [3, None],
 }
@@ -123,7 +132,7 @@ def _same_json(one, other):
     return False
 
 
-@pytest.mark.parametrize("array", ["", "scores/", "last_epoch/"])
+@pytest.mark.parametrize("array", ["", "scores/", "samples/"])
 def test_metadata_is_that_of_the_creation_or_refused(damaged, whole, array):
     """A flipped byte leaves the same rows, or gives an error of ours."""
     name = f"arrays-000/{array}zarr.json"

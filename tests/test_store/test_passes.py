@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore
+from bigscl.store import Annotations, HeatmapStore, Ragged
 from bigscl.store.commit.compaction import compact_rows
-from bigscl.store.epoch.passes import in_order
+from bigscl.store.epoch.threads import in_order
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -64,8 +64,7 @@ def test_compaction_rewrites_several_shards_at_a_time(tmp_path, monkeypatch):
         num_classes=5,
         rows_per_shard=3,
         shard_sizes=np.full(4, 3),
-        offsets=np.arange(13),
-        classes=np.arange(12) % 5,
+        given=Ragged(np.arange(13), np.arange(12) % 5),
     )
     both, told = threading.Barrier(2, timeout=20), []
 

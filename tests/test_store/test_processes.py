@@ -8,8 +8,8 @@ import pytest
 
 from bigscl.store import GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, StoreError, Writeback
 from bigscl.store.commit.snapshots import SnapshotLog
-from bigscl.store.testing import run_ranks
 from tests.test_store.conftest import all_ids, make_annotations, random_update
+from tests.test_store.ranks import run_ranks
 
 ANNOTATIONS = {"shard_sizes": (6, 4, 6, 5, 1, 6, 3), "num_classes": 5}
 

@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bigscl.store import GroupSpec, HeatmapStore, update
+from bigscl.store import GroupSpec, HeatmapStore, update, verify
 from bigscl.store.backends.backend import forget_memory
-from bigscl.store.commit.check_chunks import verify
 from bigscl.store.errors import NoFreeSlot, SnapshotMissing
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 from tests.test_store.rounding_reference import slowly_rounded
@@ -21,7 +20,7 @@ NUM_CLASSES, SIZE = 5, 2
 
 def initial_row(annotations, n, layout, top, ranked):
     """What a sample starts as, written the slow and obvious way."""
-    positives = set(annotations.classes[annotations.offsets[n] : annotations.offsets[n + 1]].tolist())
+    positives = set(annotations.given[n].tolist())
     scores = np.array([c in positives for c in range(NUM_CLASSES)], np.float16)
     row = {"scores": scores, "last_epoch": -1, "sample_visits": 0}
     if layout == "dense":
@@ -92,8 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.committed[newest + 1] = self.committed[newest]
 
     def positives(self, n):
-        offsets = self.annotations.offsets
-        return set(self.annotations.classes[offsets[n] : offsets[n + 1]].tolist())
+        return set(self.annotations.given[n].tolist())
 
     @rule(data=st.data(), seed=st.integers(0, 2**16))
     def update(self, data, seed):

@@ -5,13 +5,12 @@ from functools import partial
 
 import pytest
 
-from bigscl.store import GroupSpec, HeatmapStore, StoreError, update
-from bigscl.store.commit.check_chunks import verify
+from bigscl.store import GroupSpec, HeatmapStore, StoreError, update, verify
 from bigscl.store.commit.lease import Lease, break_lease
-from bigscl.store.commit.versions import version_of
+from bigscl.store.commit.snapshots import version_of
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from bigscl.store.format.layout import initial_shard
-from bigscl.store.format.zarr_group import STALE_SECONDS
+from bigscl.store.format.zarr_group import STALE_SECONDS, WatchedStore
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
 
@@ -166,16 +165,16 @@ def test_a_stale_and_a_swapped_chunk_are_found_on_load_and_by_verify(tmp_path, a
         for array, shard, source in (
             ("scores", 0, (older.slots[0], 0)),
             ("heatmaps", 1, (newer.slots[2], 2)),
-            ("last_epoch", 2, (older.slots[2], 2)),
+            ("samples", 2, (older.slots[2], 2)),
         ):
-            tail = ".0" * {"scores": 2, "heatmaps": 4, "last_epoch": 1}[array]
+            tail = ".0" * {"scores": 2, "heatmaps": 4, "samples": 2}[array]
             folder = tmp_path / "store" / "arrays-000" / array
             stale = (folder / f"c.{source[0]}.{source[1]}{tail}").read_bytes()
             (folder / f"c.{newer.slots[shard]}.{shard}{tail}").write_bytes(stale)
             with pytest.raises(ChunkCorrupt, match=f"{array}: shard {shard}.*not the version"):
                 store.load_shard(shard)
         problems = [problem for _, found in verify(store) for problem in found]
-        assert [(p.shard, p.array) for p in problems] == [(0, "scores"), (1, "heatmaps"), (2, "last_epoch")]
+        assert [(p.shard, p.array) for p in problems] == [(0, "scores"), (1, "heatmaps"), (2, "samples")]
         assert problems[1].samples == (5, 6, 7)
         with pytest.raises(ChunkCorrupt):
             store.last_epochs()
@@ -221,15 +220,14 @@ def test_a_file_handle_that_went_stale_is_read_again(stale_chunk, clock, monkeyp
     """NFS: another node renamed over the file between opening and reading it."""
     store, file, newest, expected = stale_chunk
     file.write_bytes(newest)
-    whole = store.arrays._read_one
+    whole = WatchedStore.get
 
-    def stale_for_a_while(plan, shard, slot):
-        if plan.name == "scores" and clock.seconds < 5:
-            stale = OSError(errno.ESTALE, "Stale file handle")
-            raise store.arrays.corrupt(plan.name, shard, slot, str(stale)) from stale
-        return whole(plan, shard, slot)
+    async def stale_for_a_while(self, key, *arguments, **options):
+        if "/scores/c." in key and clock.seconds < 5:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return await whole(self, key, *arguments, **options)
 
-    monkeypatch.setattr(store.arrays, "_read_one", stale_for_a_while)
+    monkeypatch.setattr(WatchedStore, "get", stale_for_a_while)
     assert_same_rows(store.load_shard(0), expected)
     assert clock.seconds >= 5
 

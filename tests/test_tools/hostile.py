@@ -352,7 +352,7 @@ def wrong_fields() -> dict[str, Callable[[World], Path]]:
         found[f"snapshot: {what}"] = lambda world, slots=slots: _with_field(
             world, "store/snapshots/NEWEST.json", "slots", slots
         )
-    for key, value in {"train": 7, "train_index": 5, "observed": {"seed": "x"}}.items():
+    for key, value in {"train": 7, "train_index": 5, "given": {"seed": "x"}}.items():
         found[f"config: data.{key} is {value}"] = lambda world, key=key, value=value: _with_data(
             world, key, value
         )

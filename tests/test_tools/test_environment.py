@@ -10,8 +10,8 @@ from bigscl.preflight import environment
 from bigscl.preflight.environment import NEEDED
 from bigscl.preflight.shared_storage import probe_place
 from bigscl.store import LocalBackend, SingleProcess, StorageOptions
-from bigscl.store.testing import run_ranks
 from tests.forks import free_port
+from tests.test_store.ranks import run_ranks
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.lookers import look
 

@@ -9,7 +9,7 @@ import pytest
 from bigscl.data.index import with_fingerprint
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Rows, update
-from bigscl.tools.shared.expected import expected_at
+from bigscl.tools.shared.shard_passes import expected_at
 from tests.builders import SIDE, K, learn
 from tests.test_tools.conftest import add_config, bigscl
 
@@ -97,7 +97,7 @@ def test_show_and_diff_expect_what_export_expects(run, index):
 @pytest.fixture
 def unlabelled(tmp_path, index):
     """(run, index) whose shards do not say what is there, so that pictures show what is expected."""
-    bare = with_fingerprint(replace(index, labels=None))
+    bare = with_fingerprint(replace(index, full=None))
     bare.save(tmp_path / "bare.npz")
     HeatmapStore.create(tmp_path / "run" / "store", bare.annotations(), heatmap_size=SIDE, history_samples=2)
     with HeatmapStore.open(tmp_path / "run" / "store", annotations=bare.annotations(), mode="w") as store:

@@ -18,7 +18,7 @@ from bigscl.data.read_samples import read_metadata
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore
 from bigscl.store.commit.snapshots import SnapshotLog
-from bigscl.tools.shared import tables
+from bigscl.tools.shared import label_table
 from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
 
@@ -144,9 +144,9 @@ def test_parquet_has_few_large_row_groups(runs, tmp_path):
 
 def test_parquet_row_groups_are_written_as_they_fill_up(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(tables, "ROWS_PER_GROUP", 10)
+    monkeypatch.setattr(label_table, "ROWS_PER_GROUP", 10)
     batches = [np.arange(first, first + 4) for first in range(0, 28, 4)]
-    with tables.table_writer(tmp_path / "x.parquet", {"n": int}) as write:
+    with label_table.table_writer(tmp_path / "x.parquet", {"n": int}) as write:
         for batch in batches:
             write({"n": batch})
     file = parquet.ParquetFile(tmp_path / "x.parquet")
@@ -161,12 +161,12 @@ def test_scores_are_never_all_in_memory(tmp_path):
         "import sys\n"
         "from pathlib import Path\n"
         "import numpy as np\n"
-        "from store import Annotations, GroupSpec, HeatmapStore\n"
+        "from store import Annotations, GroupSpec, Ragged, HeatmapStore\n"
         "from bigscl.tools.verbs.export import write_scores\n"
         "shards, rows, classes = 100, 500, 2000\n"
         "annotations = Annotations(fingerprint='x' * 64, num_classes=classes, rows_per_shard=rows,\n"
-        "    shard_sizes=np.full(shards, rows), offsets=np.arange(shards * rows + 1),\n"
-        "    classes=np.arange(shards * rows) % classes)\n"
+        "    shard_sizes=np.full(shards, rows),\n"
+        "    given=Ragged(np.arange(shards * rows + 1), np.arange(shards * rows) % classes))\n"
         "folder = Path(sys.argv[1])\n"
         "HeatmapStore.create(folder / 'store', annotations, heatmap_size=2,\n"
         "    group=GroupSpec(layout='scores'))\n"

@@ -36,19 +36,17 @@ def test_problems_are_listed_with_shard_and_key_and_exit_1(tmp_path):
     shard = write_tar(tmp_path / "x.tar", good + bad)
     result = run(str(shard), "--classes", "1000")
     assert result.exit_code == 1
-    assert "x.tar: far: observed: 1000 is out of range, expected 0 to 999" in result.output
+    assert "x.tar: far: given: 1000 is out of range, expected 0 to 999" in result.output
     assert "x.tar: lost: no label" in result.output
     assert load_index(str(shard)).num_samples == 1
 
 
 def test_json_has_the_facts_and_the_problems(tmp_path):
-    shard = write_tar(
-        tmp_path / "x.tar", [*labelled("a", 0, labels=[1, 2], observed=[2]), ("b.jpg", jpeg(1))]
-    )
+    shard = write_tar(tmp_path / "x.tar", [*labelled("a", 0, full=[1, 2], given=[2]), ("b.jpg", jpeg(1))])
     result = run(str(shard), "--json")
     assert result.exit_code == 1
     facts = json.loads(result.stdout)
-    assert (facts["samples"], facts["classes"], facts["positives"], facts["labels"]) == (1, 3, 1, 2)
+    assert (facts["samples"], facts["classes"], facts["given"], facts["full"]) == (1, 3, 1, 2)
     assert [(problem["shard"], problem["key"]) for problem in facts["problems"]] == [(str(shard), "b")]
 
 

@@ -126,7 +126,7 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
     front = yaml.safe_load(card.split("---")[1])
     assert [one["data_files"] for one in front["configs"]] == ["labels.parquet", "boxes.parquet"]
     store = HeatmapStore.open(run / "store")
-    present = index.labels_of(index.ids(), "labels") == 1
+    present = index.labels_of(index.ids(), "full") == 1
     mined = [(sample, label[0]) for sample, labels in wanted.items() for label in labels if not label[2]]
     places = {sample: place for place, sample in enumerate(index.ids().tolist())}
     right = sum(present[places[sample], number] for sample, number in mined)
@@ -143,7 +143,7 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
 
 
 def test_a_card_without_settings_or_full_labels_says_so(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("bigscl.tools.shared.relabelled._count", blind(monkeypatch))
+    monkeypatch.setattr("bigscl.tools.shared.label_dataset._count", blind(monkeypatch))
     card = (export(runs / "dense", tmp_path, "dataset", "mined") / "README.md").read_text()
     assert "Precision of the found labels: not known" in card
     assert "Not known: the store has no run" in card
@@ -153,12 +153,12 @@ def blind(monkeypatch):
     """The count of labels, of shards without full labels."""
     from dataclasses import replace
 
-    from bigscl.tools.shared import relabelled
+    from bigscl.tools.shared import label_dataset
 
-    count = relabelled._count
+    count = label_dataset._count
 
     def counted(found, labels):
-        data = replace(found.data, index=replace(found.data.index, labels=None))
+        data = replace(found.data, index=replace(found.data.index, full=None))
         return count(replace(found, data=data), labels)
 
     return counted
@@ -178,7 +178,7 @@ def hostile(tmp_path):
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", exif=exif)
         content = b"not an image" if name == "broken" else buffer.getvalue()
-        labels = {"labels": [0, 1], "observed": [0], "negatives": [2]}
+        labels = {"labels": [0, 1], "given": [0], "negatives": [2]}
         files += [(f"{name}.JPG", content), (f"{name}.json", json.dumps(labels).encode())]
     write_tar(folder / "train-000000.tar", files)
     classes = ["<b>|*one*", 'two "2"', "\x1b[31mred"]

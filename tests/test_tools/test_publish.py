@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from bigscl.config import make_config, to_yaml
 from bigscl.data.build_index import scan
 from bigscl.models.spatial import build_model
-from bigscl.tools.shared import portable_files
+from bigscl.tools.shared import publication
 from bigscl.tools.verbs import publish
 from tests.builders import labelled, write_tar
 from tests.test_bigscl.test_evaluate import same_process_afterwards  # noqa: F401
@@ -27,7 +27,7 @@ SMALL_VIT = {"img_size": 48, "embed_dim": 24, "depth": 2, "num_heads": 2, "globa
 
 def make_run(folder, backbone=OWN, args=None):
     """A run as training leaves it: config, best weights with their metrics, and its shards."""
-    write_tar(folder / "t-0.tar", [member for n in range(3) for member in labelled(f"k{n}", n, observed=[n])])
+    write_tar(folder / "t-0.tar", [member for n in range(3) for member in labelled(f"k{n}", n, given=[n])])
     scan(str(folder / "t-0.tar"), class_names=NAMES)[0].save(folder / "bigscl-index-t.npz")
     model = {"backbone": backbone, "args": args or {}}
     data = {"train": str(folder / "t-0.tar"), "val": str(folder / "t-0.tar"), "size": 48, "shorter": 56}
@@ -55,6 +55,13 @@ def published(tmp_path_factory):
     words = ["--license", "apache-2.0", "--dataset", "animals", "--data-license", "research only"]
     assert run("publish", make_run(folder), folder / "out", *words) == 0
     return folder
+
+
+def test_the_first_axis_of_the_onnx_network_is_called_batch(published):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = str(published / "out" / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [value.shape[0] for value in (*session.get_inputs(), *session.get_outputs())] == ["batch", "batch"]
 
 
 def test_every_network_file_gives_the_logits_of_the_run_in_any_batch(published):
@@ -113,7 +120,7 @@ def test_an_evaluation_of_these_weights_comes_before_the_validation(tmp_path):
     assert run("evaluate", path, "--workers", 0) == 0
     assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "evaluation on 3 images, against their observed labels" in text
+    assert "evaluation on 3 images, against their given labels" in text
     assert "| AP per image |" in text
     report = path / "evaluation" / "report.json"
     report.write_text(report.read_text().replace("mine/best", "mine/checkpoints/step-00000001"))
@@ -199,7 +206,7 @@ def test_a_file_with_other_logits_is_not_published(tmp_path, monkeypatch, capsys
     def export(network, side, path):
         return lambda images: network(images) + 0.01
 
-    monkeypatch.setattr(portable_files, "_export_onnx", export)
+    monkeypatch.setattr(publication, "_export_onnx", export)
     assert run("publish", make_run(tmp_path), tmp_path / "out") == 2
     assert "model.onnx: its logits differ by 0.01 from those of the run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

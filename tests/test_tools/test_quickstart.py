@@ -62,7 +62,7 @@ def test_unknown_methods_are_refused():
 
 
 def test_the_table_shows_f1_intervals_and_mined_labels_beside_the_map(tmp_path):
-    heat = {"observed": {"hit_rate": 0.5}, "missing": {"hit_rate": 0.25}}
+    heat = {"given": {"hit_rate": 0.5}, "missing": {"hit_rate": 0.25}}
     report = {
         "mean_ap": {"present": 0.756},
         "at_threshold": {"overall_f1": 0.4},
@@ -99,6 +99,6 @@ def test_mined_labels_of_a_run_are_those_of_a_study(tmp_path, index):
     found = _mined(tmp_path)
     assert found["mined_precision"] > 0.8
     assert 0.5 < found["mined_recall"] < 1
-    config["data"] |= {"labels": "labels"}
+    config["data"] |= {"labels": "full"}
     (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
     assert _mined(tmp_path) == {"mined_precision": None, "mined_recall": None}

@@ -66,7 +66,7 @@ def test_coco_labels_and_boxes_are_those_of_the_annotations(coco):
         for sample in index.ids().tolist():
             key = index.key(sample)
             seen.add(key)
-            labels = {names[n] for n in np.flatnonzero(index.labels_of(np.array([sample]), "labels")[0] == 1)}
+            labels = {names[n] for n in np.flatnonzero(index.labels_of(np.array([sample]), "full")[0] == 1)}
             assert labels == {name for name, _ in known[key]}
             found = sorted((names[int(number)], *box) for number, *box in metadata[sample]["boxes"])
             wanted = sorted((name, *np.clip(box, 0, 1)) for name, box in known[key])
@@ -79,10 +79,10 @@ def test_coco_labels_and_boxes_are_those_of_the_annotations(coco):
 def test_coco_training_sees_one_of_the_labels_and_all_images_decode(coco):
     index = coco["train"]
     ids = index.ids()
-    observed, full = index.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
-    assert (observed.sum(1) == 1).all()
-    assert not (observed & ~full).any()
-    assert full.sum() > 3 * observed.sum()
+    given, full = index.labels_of(ids) == 1, index.labels_of(ids, "full") == 1
+    assert (given.sum(1) == 1).all()
+    assert not (given & ~full).any()
+    assert full.sum() > 3 * given.sum()
     assert all(image.shape[0] == 3 for image in read_images(index, ids).values())
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from bigscl.tools.shared.found_labels import best_share, overlaps, strongest_boxes
+from bigscl.tools.shared.label_table import best_share, overlaps, strongest_boxes
 
 
 def slow_box(heatmap, share):

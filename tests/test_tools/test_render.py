@@ -1,4 +1,7 @@
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -145,3 +148,11 @@ def test_epochs_fit_on_a_screen(runs, tmp_path):
     with Image.open(tmp_path / "x.png") as picture:
         assert picture.width <= 1920
         assert picture.height <= 1080
+
+
+def test_a_backend_of_another_project_is_ignored(runs, tmp_path):
+    command = [sys.executable, "-m", "bigscl", "render", str(runs / "dense"), "-o", str(tmp_path / "x.png")]
+    environment = {**os.environ, "MPLBACKEND": "no_such_backend"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.png").stat().st_size

@@ -145,7 +145,7 @@ def test_rows_that_are_damaged_in_every_snapshot_get_their_initial_values(wide_r
 
 def test_lost_stamps_become_those_of_the_snapshot_and_values_stay(wide_run, wide):
     before = rows_of(wide_run, wide.ids())
-    corrupt(chunks(wide_run, progress(wide_run, 20)["snapshot"], 0, "last_epoch")[0])
+    corrupt(chunks(wide_run, progress(wide_run, 20)["snapshot"], 0, "samples")[0])
     answer = bigscl("repair", wide_run, "--apply")
     assert "samples 0-39: reset to stamps of the snapshot's epoch" in answer.out
     after = rows_of(wide_run, wide.ids())
@@ -153,6 +153,8 @@ def test_lost_stamps_become_those_of_the_snapshot_and_values_stay(wide_run, wide
     np.testing.assert_array_equal(after.heatmaps, before.heatmaps)
     assert (after["last_epoch"][:40] == 1).all()
     np.testing.assert_array_equal(after["last_epoch"][40:], before["last_epoch"][40:])
+    assert (after["sample_visits"][:40] == 2).all()
+    np.testing.assert_array_equal(after["sample_visits"][40:], before["sample_visits"][40:])
 
 
 def test_a_topk_store_is_repaired_from_an_older_version(topk, index):
@@ -171,7 +173,7 @@ def test_rounded_heatmaps_stay_as_they_are(topk, index):
     assert bigscl("compact", topk, "--codec", "uint8", "--apply").code == 0
     ids = index.ids()
     before = rows_of(topk, ids)
-    corrupt(chunks(topk, None, 1, "last_epoch")[0])
+    corrupt(chunks(topk, None, 1, "samples")[0])
     assert bigscl("repair", topk, "--apply").code == 0
     after = rows_of(topk, ids)
     np.testing.assert_array_equal(after.heatmaps, before.heatmaps)

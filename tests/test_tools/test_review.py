@@ -12,8 +12,9 @@ from bigscl.data.build_index import scan
 from bigscl.data.labels.sampling import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
-from bigscl.tools.shared.expected import expected_at
-from bigscl.tools.shared.questions import Question, Source, read_tool_answers, write_questions
+from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
+from bigscl.tools.shared.questions import Question
+from bigscl.tools.shared.shard_passes import expected_at
 from tests.builders import SIDE, centres, labelled, make_store, write_tar
 from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl
@@ -34,11 +35,11 @@ def test_by_chance_the_warmest_of_what_no_label_names_come_first(runs, index, na
     found = asked(runs / name, "--count", 40, "--by", "chance")
     assert len(found) == 40
     assert len(set(pairs(found))) == 40
-    observed = index.labels_of(index.ids())
+    given = index.labels_of(index.ids())
     for one in found:
         assert index.key(one["sample"]) == one["key"]
-        assert (observed[one["sample"], one["number"]] == 1) == one["labelled"]
-    truth = index.labels_of(index.ids(), "labels")
+        assert (given[one["sample"], one["number"]] == 1) == one["labelled"]
+    truth = index.labels_of(index.ids(), "full")
     first = [truth[one["sample"], one["number"]] == 1 for one in found[:15]]
     assert np.mean(first) > 0.8
     shares = {by: len(missing_found(asked(runs / name, "--count", 20, "--by", by), truth)) for by in ORDERS}
@@ -96,12 +97,12 @@ def test_full_labels_answer_and_are_counted(run, index, tmp_path):
     given = read_answers(run / "answers.jsonl").standing
     assert facts["answers"] == len(given) == 60
     keys = {index.key(int(sample)): int(sample) for sample in index.ids()}
-    truth, observed = (index.labels_of(index.ids(), which) for which in ("labels", "observed"))
+    truth, labelled = (index.labels_of(index.ids(), which) for which in ("full", "given"))
     found = 0
     for (key, name), one in given.items():
         place = keys[key], index.class_names.index(name)
         assert one.yes == (truth[place] == 1)
-        found += bool(one.yes and observed[place] != 1)
+        found += bool(one.yes and labelled[place] != 1)
     assert facts["found"] == found
     again = asked(run, "--simulate", 60)
     assert again["answers"] == 60
@@ -268,7 +269,7 @@ def test_hostile_keys_and_classes_are_asked_without_harm(tmp_path, monkeypatch):
     members = [
         member
         for n, key in enumerate(("a", "b\\", "c"))
-        for member in labelled(key, n, labels=[0, 1], observed=[0])
+        for member in labelled(key, n, full=[0, 1], given=[0])
     ]
     for shard in (0, 1):
         write_tar(tmp_path / f"train-00000{shard}.tar", members)
@@ -298,7 +299,7 @@ def test_a_store_without_a_run_needs_a_file(bare, index, tmp_path):
 
 
 def test_a_run_with_all_labels_has_nothing_to_ask(tmp_path, index):
-    HeatmapStore.create(tmp_path / "run" / "store", index.annotations("labels"), heatmap_size=4)
+    HeatmapStore.create(tmp_path / "run" / "store", index.annotations("full"), heatmap_size=4)
     add_config(tmp_path / "run", index)
     answer = bigscl("review", "ask", tmp_path / "run")
     assert answer.code == 2
@@ -313,7 +314,7 @@ COLD, HOT = 5, 17
 def keep_scores(run, index, epochs=3):
     """Scores of imaginary epochs: the label of one image never warms, a missing one of another stays hot."""
     ids = index.ids()
-    named, present = index.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
+    named, present = index.labels_of(ids) == 1, index.labels_of(ids, "full") == 1
     scores = np.where(named, 0.9, np.where(present, 0.3, 0.05))
     cold, hot = np.flatnonzero(named[COLD])[0], np.flatnonzero(present[HOT] & ~named[HOT])[0]
     scores[COLD, cold], scores[HOT, hot] = 0.02, 0.85
@@ -361,10 +362,10 @@ def test_wrong_labels_of_a_run_with_noise_are_counted_as_such(tmp_path, index):
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     train = index.urls[0].replace("000000", "*")
-    settings = {"data": {"train": train, "observed": {"seed": 1, "noise": 0.2}}}
+    settings = {"data": {"train": train, "given": {"seed": 1, "noise": 0.2}}}
     (run / "config.yaml").write_text(json.dumps(settings))
     ids = index.ids()
-    named, present = drawn.labels_of(ids) == 1, index.labels_of(ids, "labels") == 1
+    named, present = drawn.labels_of(ids) == 1, index.labels_of(ids, "full") == 1
     log = ScoreLog(run, drawn.annotations(), SingleProcess(), 10)
     log.note(ids, np.where(named & present, 0.8, 0.2).astype(np.float16))
     log.write(0)
@@ -390,7 +391,7 @@ def test_known_negatives_are_never_missing(tmp_path, index):
     drawn = draw_given(index, 1, negatives=3)
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
-    settings = {"train": index.urls[0].replace("000000", "*"), "observed": {"seed": 1, "negatives": 3}}
+    settings = {"train": index.urls[0].replace("000000", "*"), "given": {"seed": 1, "negatives": 3}}
     (run / "config.yaml").write_text(json.dumps({"data": settings}))
     keep_scores(run, drawn, epochs=1)
     found = bigscl("review", "list", run, "--json").json()["missing"]

@@ -31,8 +31,8 @@ def test_folder_becomes_shards_of_jpg_and_cls(tmp_path):
     make_imagenet(tmp_path / "imagenet")
     found = summary("folder", tmp_path / "imagenet", tmp_path / "out", "--samples-per-shard", 5)
     assert found["parts"] == {
-        "train": {"samples": 12, "shards": 3, "labels": 12, "observed": 12},
-        "val": {"samples": 6, "shards": 2, "labels": 6, "observed": 6},
+        "train": {"samples": 12, "shards": 3, "full": 12, "given": 12},
+        "val": {"samples": 6, "shards": 2, "full": 6, "given": 6},
     }
     assert members(tmp_path / "out" / "val-000001.tar") == [
         "ILSVRC2012_val_00000006.jpg",
@@ -59,26 +59,26 @@ def test_flat_validation_folder_takes_a_ground_truth(tmp_path):
     assert labels == [b"0", b"1", b"2"] * 2
 
 
-def test_voc_becomes_shards_with_observed_labels(tmp_path):
+def test_voc_becomes_shards_with_given_labels(tmp_path):
     images = {f"2008_{i:06d}": [("dog", 0, 1, 1, 9, 9), ("cat", 0, 3, 3, 20, 20)] for i in range(10)}
     make_voc(tmp_path / "VOC2012", images, {"train": list(images), "val": ["2008_000000"]})
     found = summary("voc", tmp_path, tmp_path / "out", "--resize", 16, "--negatives", 2)
     assert found["classes"] == 20
-    assert found["parts"]["train"] == {"samples": 8, "shards": 1, "labels": 16, "observed": 8}
+    assert found["parts"]["train"] == {"samples": 8, "shards": 1, "full": 16, "given": 8}
     assert found["parts"]["val"]["samples"] == 2
     with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
         label = json.load(tar.extractfile(tar.getnames()[1]))
-    assert label["labels"] == [7, 11]
-    assert len(label["observed"]) == 1
+    assert label["full"] == [7, 11]
+    assert len(label["given"]) == 1
     assert len(label["negatives"]) == 2
     assert len(label["boxes"]) == 2
 
 
-def test_coco_becomes_shards_with_observed_labels(tmp_path):
+def test_coco_becomes_shards_with_given_labels(tmp_path):
     images = {number: [(1, 0, 0, 10, 10), (2, 5, 5, 10, 10)] for number in range(1, 6)}
     make_coco(tmp_path, {"train2014": images, "val2014": {7: [(1, 0, 0, 1, 1)]}}, [(1, "person"), (2, "car")])
     found = summary("coco", tmp_path, tmp_path / "out", "--positives", 2, "--workers", 1)
-    assert found["parts"]["train"] == {"samples": 4, "shards": 1, "labels": 8, "observed": 8}
+    assert found["parts"]["train"] == {"samples": 4, "shards": 1, "full": 8, "given": 8}
     assert (tmp_path / "out" / "classes.txt").read_text() == "person\ncar\n"
 
 

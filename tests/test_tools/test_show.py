@@ -12,8 +12,8 @@ from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
 from bigscl.data.labels.sampling import draw_given
 from bigscl.selection.thresholds import Thresholds
-from bigscl.store import Annotations, GroupSpec, HeatmapStore, Rows, update
-from bigscl.tools.shared.expected import expected_at
+from bigscl.store import Annotations, GroupSpec, HeatmapStore, Ragged, Rows, update
+from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.verbs.show import histogram
 from tests.builders import make_store
 from tests.test_tools.conftest import bigscl
@@ -83,7 +83,7 @@ def test_a_sample_shows_its_scores_labels_and_expected_classes(runs, index):
     store = HeatmapStore.open(runs / "dense" / "store")
     rows, ids = store.read([9]), np.array([9])
     expected = expected_at(store).expected(rows.scores, ids)[0]
-    annotated, present = index.labels_of(ids)[0] == 1, index.labels_of(ids, "labels")[0] == 1
+    annotated, present = index.labels_of(ids)[0] == 1, index.labels_of(ids, "full")[0] == 1
     assert sorted(one["class"] for one in sample["classes"]) == list(range(10))
     assert annotated[sample["classes"][0]["class"]]
     for one in sample["classes"]:
@@ -149,7 +149,7 @@ def test_shards_may_be_told_instead_of_a_config(bare, index):
 def test_labels_drawn_anew_by_the_run_are_found_through_its_config(tmp_path, index):
     make_store(tmp_path / "run" / "store", draw_given(index, seed=7), epochs=1)
     train = index.urls[0].replace("000000", "*")
-    config = f"data:\n  train: {train}\n  observed: {{seed: 7, positives: 1, negatives: 0}}\n"
+    config = f"data:\n  train: {train}\n  given: {{seed: 7, positives: 1, negatives: 0}}\n"
     (tmp_path / "run" / "config.yaml").write_text(config)
     assert bigscl("show", tmp_path / "run", "--sample", index.key(3)).code == 0
     (tmp_path / "run" / "config.yaml").write_text(config.replace("seed: 7", "seed: 8"))
@@ -205,8 +205,7 @@ def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
         num_classes=1000,
         rows_per_shard=1000,
         shard_sizes=np.full(1281, 1000, np.int64),
-        offsets=np.arange(rows + 1),
-        classes=np.zeros(rows, np.int64),
+        given=Ragged(np.arange(rows + 1), np.zeros(rows, np.int64)),
     )
     HeatmapStore.create(
         tmp_path / "store", annotations, heatmap_size=14, group=GroupSpec(layout="topk", top=10)

@@ -35,7 +35,11 @@ def test_every_config_and_variant_runs_with_every_seed_in_a_folder_of_its_own(tm
     assert len({trial.folder for trial in trials}) == 8
     for trial in trials:
         config = trial.resolved()
-        assert (config.run, config.seed, config.data.observed.seed) == (trial.folder, trial.seed, trial.seed)
+        assert (config.run, config.seed, config.data.given.seed) == (
+            trial.folder,
+            trial.seed,
+            trial.seed,
+        )
         assert config.data.workers == 0
         assert config.store.momentum == (0.5 if trial.variant else 0.8)
     assert {trial.row for trial in trials} == {
@@ -48,13 +52,13 @@ def test_every_config_and_variant_runs_with_every_seed_in_a_folder_of_its_own(tm
 
 def test_no_labels_are_drawn_for_an_oracle(tmp_path):
     (trial,) = plan_trials(tmp_path, [ORACLE], [""], [1], [])
-    assert trial.resolved().data.observed is None
+    assert trial.resolved().data.given is None
 
 
 def test_labels_are_the_shards_own_if_asked(tmp_path):
     config = CONFIGS / "voc12_resnet50_scl.yaml"
     (trial,) = plan_trials(tmp_path, [config], [""], [1], [], redraw=False)
-    assert trial.resolved().data.observed is None
+    assert trial.resolved().data.given is None
 
 
 def test_a_variant_may_change_several_settings(tmp_path):
@@ -77,7 +81,7 @@ def test_a_dry_run_shows_the_commands_and_makes_nothing(tmp_path):
     answer = bigscl("study", tmp_path / "out", AN, "--seeds", 1, "--dry-run", "--test", "test-*.tar")
     assert answer.code == 0
     training, evaluation = answer.out.splitlines()
-    assert f"--run={tmp_path}/out/voc12_lite0_an/seed-0 --seed=0 --data.observed.seed=0" in training
+    assert f"--run={tmp_path}/out/voc12_lite0_an/seed-0 --seed=0 --data.given.seed=0" in training
     assert "--shards 'test-*.tar'" in evaluation
     assert not (tmp_path / "out").exists()
 
@@ -92,7 +96,7 @@ def test_an_evaluation_on_other_shards_is_another_one(tmp_path):
 
 
 def test_shards_without_boxes_are_noticed_before_training(tmp_path):
-    write_tar(tmp_path / "train-0.tar", labelled("s0", 0, labels=[0], observed=[0]))
+    write_tar(tmp_path / "train-0.tar", labelled("s0", 0, full=[0], given=[0]))
     scan(str(tmp_path / "train-*.tar"), num_classes=2)[0].save(tmp_path / "bigscl-index-train.npz")
     data = {"data": {"train": str(tmp_path / "train-*.tar")}}
     config = write_config(tmp_path / "bare.yaml", tmp_path, **data)
@@ -121,7 +125,7 @@ def test_the_table_has_means_spreads_and_differences_within_seeds():
             "seed": seed,
             "map": value,
             "minutes": 2.0 + seed,
-            **dict.fromkeys(("f1", "observed", "missing", "mined_precision"), 0.5),
+            **dict.fromkeys(("f1", "given", "missing", "mined_precision"), 0.5),
             "mined_recall": math.nan,
         }
         for row, values in maps.items()

@@ -92,20 +92,20 @@ def test_other_data_is_a_problem(runs, other_shards):
 
 def test_lost_annotated_positives_are_a_problem(topk, index):
     rows = HeatmapStore.open(topk / "store").load_shard(0)
-    annotated = index.labels_of(np.arange(8))[5] == 1
-    others = np.flatnonzero(~annotated)[:4].astype(rows.classes.dtype)
+    given = index.labels_of(np.arange(8))[5] == 1
+    others = np.flatnonzero(~given)[:4].astype(rows.classes.dtype)
     rows.classes[5] = others
     with HeatmapStore.open(topk / "store", annotations=index.annotations(), mode="w") as store:
         store.save_shard(0, rows)
         store.commit(epoch=2, attributes=store.snapshot.attributes)
     (problem,) = bigscl("verify", topk, "--json").json()["problems"]
     assert problem["samples"] == [5]
-    assert "annotated positives" in problem["reason"]
+    assert "given labels" in problem["reason"]
 
 
 def test_a_refuted_label_is_no_lost_positive_and_a_class_that_was_found_is_one(run, index):
     annotations = index.annotations()
-    label = int(annotations.classes[annotations.offsets[5]])
+    label = int(annotations.given.values[annotations.given.offsets[5]])
     own, absent = (
         np.flatnonzero((index.labels_of(np.array([6]))[0] == 1) == is_own) for is_own in (True, False)
     )
@@ -122,14 +122,14 @@ def test_a_refuted_label_is_no_lost_positive_and_a_class_that_was_found_is_one(r
         store.commit(epoch=2, attributes=store.snapshot.attributes)
     (problem,) = bigscl("verify", run, "--json").json()["problems"]
     assert problem["samples"] == [6]
-    assert "annotated positives are not among the kept classes" in problem["reason"]
+    assert "given labels are not among the kept classes" in problem["reason"]
 
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
         ("attributes", {"answers": {"rows": [1], "classes": [1], "says": []}}, "its answers cannot be read"),
-        ("slots", [0, 0, 0], "expected a list of 3 whole numbers"),
+        ("slots", [0, 0, 0], "expected base64 of 3 whole numbers"),
         ("slots", [0, 0, 0, 9999], "names slot 9999, the arrays have 3072"),
         ("group", "arrays-009", "arrays-009/zarr.json: is missing"),
         ("attributes", {"next_epoch": 3}, "has no attribute selection, skipped"),

@@ -11,9 +11,9 @@ import pytest
 
 from bigscl.store import ChunkCorrupt, HeatmapStore
 from bigscl.store.commit.snapshots import SnapshotLog
-from bigscl.tools.shared.expected import expected_at
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags, open_store
+from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.viewer import index_building, listing
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.listing import Against, Query, listed, rows_with
@@ -56,7 +56,7 @@ def reference(store, data):
         rows = store.read_without_initial_value(ids)
         then = rows.scores if before is None else before.read(ids).scores
         hot = expected.expected(rows.ranked_by(), ids)[0]
-        named, there = data.index.labels_of(ids)[0], data.index.labels_of(ids, "labels")[0]
+        named, there = data.index.labels_of(ids)[0], data.index.labels_of(ids, "full")[0]
         for number in range(store.spec.num_classes):
             peak = 0.0
             if rows.heatmaps is not None and number in rows.kept_classes()[0]:

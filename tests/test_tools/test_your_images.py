@@ -32,10 +32,10 @@ def write_photos(folder):
             if kind == "jpg":
                 images[stem] = content
                 continue
-            (observed,) = json.loads(content)["observed"]
-            if left.get(observed, 0):
-                left[observed] -= 1
-                place = folder / CLASSES[observed] / f"{stem}.jpg"
+            (given,) = json.loads(content)["observed"]
+            if left.get(given, 0):
+                left[given] -= 1
+                place = folder / CLASSES[given] / f"{stem}.jpg"
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_bytes(images[stem])
     assert not any(left.values())

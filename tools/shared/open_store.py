@@ -79,7 +79,7 @@ class Data:
 
     def present(self, ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return `[n,L]`: which classes are present; None if the shards do not say."""
-        return None if self.index.labels is None else self.index.labels_of(ids, "labels") == 1
+        return None if self.index.full is None else self.index.labels_of(ids, "full") == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,9 @@ class DataFlags:
                     answers=answers,
                 )
         raise IndexMismatch(
-            f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the observed nor "
+            f"{locate(store)}: was created for data {fingerprint[:12]}, but that is neither the given nor "
             f"the full labels of {patterns}. Give the shards that this store was created from; if its "
-            f"run drew the observed labels itself (data.observed), config.yaml must be next to the store."
+            f"run drew the given labels itself (data.given), config.yaml must be next to the store."
         )
 
     def need(self, what: str, store: str, fingerprint: str) -> Data:
@@ -199,12 +199,12 @@ def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tupl
 
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
-        if settings.observed is not None and index.labels is not None:
-            drawn = with_given_labels(index, None, settings.observed)
-            yield drawn, "observed"
-    yield index, "observed"
-    if index.labels is not None:
-        yield index, "labels"
+        if settings.given is not None and index.full is not None:
+            drawn = with_given_labels(index, None, settings.given)
+            yield drawn, "given"
+    yield index, "given"
+    if index.full is not None:
+        yield index, "full"
 
 
 def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":

@@ -1,13 +1,6 @@
-"""Questions of a run for people, ranked again after each answer; files with them for other tools.
+"""Pairs of image and class for a person: questions ranked after each answer, and doubtful labels."""
 
-CSV has an empty column `yes`, to be filled with yes or no. Label Studio gets a task for each question, with
-the image and two choices; it exports the answers as JSON. In COCO's JSON each question is an annotation with
-`attributes: {"yes": null}`. Questions without an answer are not imported.
-"""
-
-import csv
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,19 +8,30 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.files import atomic_write, parse_errors
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.answers import FILE, Answer, moment, read_answers
+from bigscl.data.answers import FILE, read_answers
 from bigscl.data.index import Index
 from bigscl.data.labels.training_labels import match_answers
-from bigscl.evaluation.review import By, Pairs, Shortlist, first_values, next_questions, pairs_of
+from bigscl.evaluation.review import (
+    By,
+    Pairs,
+    ScoreHistory,
+    Shortlist,
+    area_under_curve,
+    first_values,
+    next_questions,
+    pairs_of,
+    score_history,
+    suspicion,
+)
+from bigscl.memory.score_history import read_score_log
 from bigscl.store import Array, HeatmapStore, Rows
-from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
-from bigscl.tools.shared.find_samples import answer_key
-from bigscl.tools.shared.label_formats import ANSWER, Label, LabelledImage, label_writer
+from bigscl.tools.shared.find_samples import answer_key, class_name, name_of, next_epoch
+from bigscl.tools.shared.label_table import strongest_boxes
 from bigscl.tools.shared.open_store import Data
-from bigscl.tools.shared.shard_passes import pass_over
+from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
+from bigscl.tools.shared.terminal import few_visits_note, plural, table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +74,9 @@ class Questions:
         one. Pairs that the files of `answers` answer are not asked again. RAM grows with the classes times
         `most`, not with the images.
         """
-        if data.labels != "observed":
+        if data.labels != "given":
             raise UserError(
-                "this run was trained with all labels (data.labels: labels): nothing is to be asked"
+                "this run was trained with all labels (data.labels: full): nothing is to be asked"
             )
         self._index, self._by = data.labelled, by
         self._said = self._read(answers)
@@ -183,7 +187,8 @@ def _pairs_of_shard(
         np.put_along_axis(others, rows.classes.astype(np.int64), False, 1)
         known[others] = 0
     selected = expected.expected(rows.ranked_by(), ids)
-    return pairs_of(ids, rows.scores, _peaks(store, ids, rows, known), known, selected)
+    scores = store.scores_without_initial_value(rows, ids)
+    return pairs_of(ids, scores, _peaks(store, ids, rows, known), known, selected)
 
 
 def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArray[np.int8]) -> Array | None:
@@ -203,130 +208,176 @@ def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArr
     return peaks
 
 
-# Other tools
+# Doubtful labels
 
-Format = Literal["label-studio", "coco", "csv"]
-COLUMNS = ("key", "class", "yes", "question", "score", "snapshot")
-WORDS = {
-    **dict.fromkeys(("yes", "y", "true", "1"), True),
-    **dict.fromkeys(("no", "n", "false", "0"), False),
+Kind = Literal["wrong", "missing"]
+KINDS: dict[Kind, str] = {"wrong": "labels likely wrong", "missing": "labels likely missing"}
+PRINTED = 10
+BOX_SHARE = 0.5
+LIST_COLUMNS = {
+    "kind": str,
+    "id": int,
+    "shard": str,
+    "key": str,
+    "class": int,
+    "name": str,
+    "suspicion": float,
+    "mean": float,
+    "spread": float,
+    "last": float,
+    "x": float,
+    "y": float,
+    "x0": float,
+    "y0": float,
+    "x1": float,
+    "y1": float,
 }
-REMEDY = "Give a file that `bigscl review export` wrote, with answers."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Person and time of answers that do not name them."""
-
-    who: str
-    when: str
-
-
-def write_questions(
-    form: Format,
-    output: Path,
-    questions: Sequence[Question],
-    class_names: Sequence[str],
-    *,
-    snapshot: str,
-    images: str = "{key}",
-) -> None:
-    """Write questions for another tool; `images` with {key} says where that tool finds an image."""
-    if form == "csv":
-        _write_csv(output, questions, snapshot)
-        return
-    prefix, _, end = images.partition("{key}")
-    info = {"snapshot": snapshot}
-    with label_writer(
-        form, output, class_names, made_by="questions of bigscl", images=prefix, info=info, questions=True
-    ) as write:
-        for each in questions:
-            file = each.key + end.replace("{key}", each.key) if "{key}" in images else ""
-            label = Label(number=each.number, score=each.score, question=str(each))
-            write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
+def find_doubtful_labels(
+    run: Path, store: HeatmapStore, data: Data, count: int
+) -> tuple[dict[str, Any], dict[Kind, dict[str, NDArray[Any]]]]:
+    """Return what `bigscl review list` prints, and the columns of up to `count` labels of each kind."""
+    epochs = _epochs(run, store, data)
+    left = _initial_shares(store, list(epochs))
+    history = score_history(list(epochs.values()), data.annotations, data.index.ids(), left)
+    values = suspicion(history)
+    rankings = {kind: _ranking(kind, history, values, data) for kind in KINDS}
+    lists = {
+        kind: _columns(store, data, kind, history, values, ranked[:count])
+        for kind, ranked in rankings.items()
+    }
+    facts: dict[str, Any] = {
+        "epochs": list(epochs),
+        "num_images": store.spec.num_samples,
+        "initial_share": round(left[-1], 4),
+        "auc": {
+            kind: _curve(kind, history.take(ranked), values[ranked], data)
+            for kind, ranked in rankings.items()
+        },
+        **{kind: _rows(columns) for kind, columns in lists.items()},
+    }
+    return facts, lists
 
 
-def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> None:
-    if output.suffix != ".csv":
-        raise UserError(f"{output}: questions for csv are written as .csv")
-    with atomic_write(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for one in questions:
-            writer.writerow([one.key, one.class_name, "", str(one), one.score, snapshot])
+def _initial_shares(store: HeatmapStore, epochs: Sequence[int]) -> list[float]:
+    """Return the weight of the initial value in the scores at the end of each epoch: one visit in each."""
+    start = store.initial_values
+    if start is None:
+        return [0.0] * len(epochs)
+    return [float(share) for share in start.remaining(np.minimum(np.array(epochs) + 1, 255))]
 
 
-def read_tool_answers(path: Path, source: Source) -> list[Answer]:
-    """Return the answers in a file of any of the formats; BadFile says what is wrong with it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of answers")
-    if path.suffix == ".csv":
-        with parse_errors(path, "a table of answers", REMEDY):
-            return list(_from_csv(path, source))
-    with parse_errors(path, "answers in JSON", REMEDY):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        read = _from_label_studio if isinstance(content, list) else _from_coco
-        return list(read(content, source))
-
-
-def _from_csv(path: Path, source: Source) -> Iterator[Answer]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        missing = [name for name in COLUMNS[:3] if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"no column {missing[0]!r} in {reader.fieldnames}")
-        for row in reader:
-            where = f"line {reader.line_num}"
-            if None in row or None in row.values():
-                raise UserError(f"{where} has another number of columns than the first line")
-            yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
-
-
-def _from_label_studio(tasks: list[Any], source: Source) -> Iterator[Answer]:
-    for number, task in enumerate(tasks):
-        where = f"task {number}"
-        data = task["data"]
-        for annotation in task.get("annotations") or ():
-            if annotation.get("was_cancelled"):
-                continue
-            when = annotation.get("created_at") or source.when
-            given = Source(who=_person(annotation, source.who), when=when)
-            for result in annotation["result"]:
-                if result.get("from_name") == ANSWER:
-                    for choice in result["value"]["choices"]:
-                        yield from _answer(
-                            data["key"], data["class"], choice, where, given, data.get("snapshot", "")
-                        )
-
-
-def _person(annotation: Mapping[str, Any], default: str) -> str:
-    person = annotation.get("completed_by")
-    if isinstance(person, dict):
-        person = person.get("email") or person.get("id")
-    return default if person is None else str(person)
-
-
-def _from_coco(content: Mapping[str, Any], source: Source) -> Iterator[Answer]:
-    keys = {image["id"]: image["key"] for image in content["images"]}
-    classes = {category["id"]: category["name"] for category in content["categories"]}
-    snapshot = str(content.get("info", {}).get("snapshot", ""))
-    for annotation in content["annotations"]:
-        yes = annotation.get("attributes", {}).get("yes")
-        where = f"annotation {annotation['id']}"
-        key, name = keys[annotation["image_id"]], classes[annotation["category_id"]]
-        yield from _answer(key, name, yes, where, source, snapshot)
-
-
-def _answer(key: Any, name: Any, yes: Any, where: str, source: Source, snapshot: Any) -> Iterator[Answer]:
-    """Yield the answer, or nothing if there is none."""
-    word = "" if yes is None else str(yes).strip().lower()
-    if not word:
-        return
-    if word not in WORDS:
-        raise UserError(f"{where}: found {printable(word[:40])!r}, expected yes or no")
-    if not isinstance(key, str) or not isinstance(name, str):
+def _epochs(folder: Path, store: HeatmapStore, data: Data) -> dict[int, NDArray[Any]]:
+    epochs = read_score_log(folder, data.annotations, next_epoch(store))
+    if not epochs:
         raise UserError(
-            f"{where}: key {printable(str(key)[:40])!r} or class {printable(str(name)[:40])!r} is no text"
+            f"{folder}: has no scores of finished epochs in {folder / 'scores'}. Runs keep them with "
+            f"log.score_classes above 0 and a store on disk."
         )
-    moment(source.when)
-    yield Answer(key, name, WORDS[word], source.who, source.when, str(snapshot))
+    return epochs
+
+
+def _ranking(kind: Kind, history: ScoreHistory, values: NDArray[np.float64], data: Data) -> NDArray[np.int64]:
+    """Return the rows of a kind in the history, the most suspicious first; ties by id and class."""
+    rows = np.flatnonzero(history.labelled == (kind == "wrong"))
+    if kind == "missing" and data.labels == "given":
+        rows = rows[~_known_absent(data, history.ids[rows], history.classes[rows])]
+    return rows[np.argsort(-values[rows], kind="stable")]
+
+
+def _known_absent(data: Data, ids: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which pairs are known negatives."""
+    rows, absent = data.index.negatives.entries(np.arange(len(data.index.keys)))
+    known = rows * data.index.num_classes + absent.astype(np.int64)
+    return np.isin(ids * data.index.num_classes + classes, known)
+
+
+def _curve(kind: Kind, history: ScoreHistory, values: NDArray[np.float64], data: Data) -> float | None:
+    """Return the area under the ROC curve of the ranking; None if the truth is unknown or all the same."""
+    if data.index.full is None:
+        return None
+    rows, labels = data.index.full.entries(np.arange(len(data.index.keys)))
+    known = rows * data.index.num_classes + labels.astype(np.int64)
+    present = np.isin(history.ids * data.index.num_classes + history.classes, known)
+    area = area_under_curve(values, present if kind == "missing" else ~present)
+    return None if np.isnan(area) else round(area, 4)
+
+
+def _columns(
+    store: HeatmapStore,
+    data: Data,
+    kind: Kind,
+    history: ScoreHistory,
+    values: NDArray[np.float64],
+    rows: NDArray[np.int64],
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of the list of some pairs."""
+    chosen = history.take(rows)
+    shards = chosen.ids // data.index.rows_per_shard
+    columns: dict[str, NDArray[Any]] = {
+        "kind": _texts([kind] * len(rows)),
+        "id": chosen.ids,
+        "shard": _texts([data.index.shard_names[shard] for shard in shards]),
+        "key": _texts([data.index.key(int(sample)) for sample in chosen.ids]),
+        "class": chosen.classes,
+        "name": _texts([data.index.class_names[number] for number in chosen.classes]),
+        "suspicion": values[rows].round(4),
+        **{name: getattr(chosen, name).round(4) for name in ("mean", "spread", "last")},
+    }
+    where = _where(store, chosen.ids, chosen.classes).round(4)
+    return columns | dict(zip(("x", "y", "x0", "y0", "x1", "y1"), where.T, strict=True))
+
+
+def _where(store: HeatmapStore, ids: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `[n,6]`: the centre of the hottest cell, and the box around it; NaN where there is no heat."""
+    where = np.full((len(ids), 6), np.nan)
+    if not len(ids) or store.group.layout == "scores":
+        return where
+    images, image = np.unique(ids, return_inverse=True)
+    heatmaps = store.read_without_initial_value(images).heatmaps_of(image, classes).astype(np.float32)
+    side = heatmaps.shape[-1]
+    y, x = np.divmod(heatmaps.reshape(len(ids), -1).argmax(axis=1), side)
+    where[:, 2:] = strongest_boxes(heatmaps, BOX_SHARE)
+    warm = ~np.isnan(where[:, 2])
+    where[warm, 0], where[warm, 1] = (x[warm] + 0.5) / side, (y[warm] + 0.5) / side
+    return where
+
+
+def _texts(values: Sequence[str]) -> NDArray[Any]:
+    return np.array(values, dtype=object)
+
+
+def _rows(columns: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    names = [name for name in columns if name != "kind"]
+    return [
+        {name: None if value != value else value for name, value in zip(names, row, strict=True)}
+        for row in zip(*(columns[name].tolist() for name in names), strict=True)
+    ]
+
+
+def doubtful_labels_text(facts: dict[str, Any], data: Data, output: Path | None) -> str:
+    epochs = facts["epochs"]
+    lines = [
+        f"{plural(facts['num_images'], 'image')}, {plural(len(epochs), 'epoch')} "
+        f"({epochs[0] + 1} to {epochs[-1] + 1})"
+    ]
+    lines += few_visits_note(facts["initial_share"])
+    for kind, title in KINDS.items():
+        area = facts["auc"][kind]
+        known = "" if area is None else f"; area under the ROC curve {area:.3f}"
+        lines.append(f"{title}, the most suspicious first{known}:")
+        rows = [
+            [
+                f"{row['suspicion']:.2f}",
+                name_of(row["id"], data.index),
+                class_name(row["class"], data.index),
+                f"{row['mean']:.3f} ± {row['spread']:.3f}",
+                "–" if row["x"] is None else f"{row['x']:.2f}, {row['y']:.2f}",
+            ]
+            for row in facts[kind][:PRINTED]
+        ]
+        lines.append(table(("suspicion", "image", "label", "score", "hottest at"), rows))
+    if output is not None:
+        lines.append(f"{output}: {len(facts['wrong']) + len(facts['missing']):,} labels")
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAKE_AGAIN = "Delete the file and run the command again to make it again."
 FIGURES = {
     "f1": "F1 at 0.5",
-    "observed": "pointing: observed",
+    "given": "pointing: given",
     "missing": "missing",
     "mined_precision": "mined: precision",
     "mined_recall": "recall",
@@ -236,7 +236,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
     # A run that is given all labels has no missing ones.
-    missing = {} if trial.resolved().data.labels == "labels" else heat.get("missing", {})
+    missing = {} if trial.resolved().data.labels == "full" else heat.get("missing", {})
     plain = {"map": report["mean_ap"]["present"], "f1": report["at_threshold"]["overall_f1"]}
     poolings = {"plain": plain, **report.get("poolings", {})}
     return {
@@ -245,7 +245,7 @@ def _figures(trial: "Trial") -> dict[str, float]:
             for pooling, end in POOLED.items()
             for name in plain
         },
-        "observed": _number(heat.get("observed", {}).get("hit_rate")),
+        "given": _number(heat.get("given", {}).get("hit_rate")),
         "missing": _number(missing.get("hit_rate")),
         "mined_precision": _number(mined.get("precision")),
         "mined_recall": _number(mined.get("recall")),
@@ -330,7 +330,7 @@ def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
 
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}
-    if kept and open_data(next(iter(kept.values()))).train.labels is not None:
+    if kept and open_data(next(iter(kept.values()))).train.full is not None:
         names = _short_names(list(kept))
         draw_runs(dict(zip(names, kept.values(), strict=True)), path)
 

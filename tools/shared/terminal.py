@@ -67,6 +67,20 @@ def histogram_text(labels: Sequence[str], counts: Sequence[int], width: int = 40
     )
 
 
+FEW_VISITS_SHARE = 0.1
+"""Weight of the initial value in a score from which on commands warn: 10 visits with momentum 0.8."""
+
+
+def few_visits_note(share: float) -> list[str]:
+    """Return a line that warns of scores of few visits, if their initial value still weighs much."""
+    if share < FEW_VISITS_SHARE:
+        return []
+    return [
+        f"  few visits: {share:.0%} of a stored score is still its initial value. It is taken out here, but "
+        f"the rest is the mean of few predictions: train for more epochs before you trust it."
+    ]
+
+
 # Progress
 
 SECONDS_BETWEEN_LINES = 10.0

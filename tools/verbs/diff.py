@@ -16,10 +16,15 @@ from bigscl.store import (
     IndexMismatch,
     Rows,
 )
-from bigscl.tools.shared.expected import SnapshotThresholds, count_by_class, expected_at
 from bigscl.tools.shared.find_samples import class_name, name_of
 from bigscl.tools.shared.open_store import Data, DataFlags, StorageFlags, open_store, with_snapshot
-from bigscl.tools.shared.shard_passes import pass_over, to_float32
+from bigscl.tools.shared.shard_passes import (
+    SnapshotThresholds,
+    count_by_class,
+    expected_at,
+    pass_over,
+    to_float32,
+)
 from bigscl.tools.shared.terminal import print_result, table
 
 Place = Annotated[str, typer.Argument(help="A store or the folder of a run; STORE@ID is snapshot ID of it.")]

@@ -24,9 +24,9 @@ from bigscl.common.user_error import UserError
 from bigscl.data.tar import SUFFIXES
 from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
-from bigscl.tools.shared.find_samples import find_samples
-from bigscl.tools.shared.found_labels import COLUMNS, Fit, FoundLabels, Which, find_labels
+from bigscl.tools.shared.find_samples import find_samples, next_epoch
 from bigscl.tools.shared.label_formats import Label, LabelledImage, label_writer
+from bigscl.tools.shared.label_table import COLUMNS, Fit, FoundLabels, Which, find_labels, table_writer
 from bigscl.tools.shared.open_store import (
     AtSnapshot,
     Data,
@@ -37,8 +37,7 @@ from bigscl.tools.shared.open_store import (
     run_folder,
 )
 from bigscl.tools.shared.shard_passes import scores_by_shard
-from bigscl.tools.shared.tables import table_writer
-from bigscl.tools.shared.terminal import print_result, size
+from bigscl.tools.shared.terminal import few_visits_note, print_result, size
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +148,18 @@ def command(
     if found is not None:
         facts["selection"] = found.expected.facts()
         told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
+        share = _initial_share(opened)
+        facts["initial_share"] = round(share, 4)
+        told = "\n".join([told, *few_visits_note(share)])
         facts["region"] = asdict(fit)
         told += f"\n  {fit}"
     print_result(facts, told, as_json)
+
+
+def _initial_share(store: HeatmapStore) -> float:
+    """Return the weight of the initial value in the stored scores after the finished epochs."""
+    start = store.initial_values
+    return 0.0 if start is None else float(start.remaining(np.array([min(next_epoch(store), 255)]))[0])
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -171,7 +179,7 @@ def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | 
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":
-        from bigscl.tools.shared.relabelled import write_relabelled
+        from bigscl.tools.shared.label_dataset import write_relabelled
 
         return write_relabelled(found, fit, run, output)
     of = "a store" if run is None else run.name

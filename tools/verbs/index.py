@@ -101,9 +101,7 @@ def _print(index: Index, problems: list[Problem], path: Path, before: str | None
         return
     _print_problems(problems, as_json)
     print(f"{path}: {facts['samples']} samples in {facts['shards']} shards, {facts['classes']} classes")
-    print(
-        f"  labels: {facts['positives']} observed, {facts['labels']} in full; {facts['negatives']} negatives"
-    )
+    print(f"  labels: {facts['given']} given, {facts['full']} in full; {facts['negatives']} negatives")
     print(f"  {facts['bytes']} bytes, fingerprint {index.fingerprint}")
     if facts["changed"]:
         print(
@@ -121,9 +119,9 @@ def _facts(index: Index, path: Path, before: str | None) -> dict[str, Any]:
         "samples": index.num_samples,
         "rows_per_shard": index.rows_per_shard,
         "classes": index.num_classes,
-        "positives": len(index.observed.values),
+        "given": len(index.given.values),
         "negatives": len(index.negatives.values),
-        "labels": 0 if index.labels is None else len(index.labels.values),
+        "full": 0 if index.full is None else len(index.full.values),
         "fingerprint": index.fingerprint,
         "changed": before is not None and before != index.fingerprint,
     }

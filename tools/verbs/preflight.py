@@ -289,7 +289,7 @@ def _problems(facts: Facts) -> Iterator[str]:
 
 
 def _text(facts: Facts) -> str:
-    from bigscl.training.progress_bar import clock
+    from bigscl.training.metrics_log import clock
 
     one = facts
     lines = [

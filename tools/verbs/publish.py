@@ -61,8 +61,7 @@ def command(
     if folder.exists():
         raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
     from bigscl.evaluation.target import find_target
-    from bigscl.tools.shared.model_card import Licences, model_card
-    from bigscl.tools.shared.portable_files import write_portable_files
+    from bigscl.tools.shared.publication import Licences, model_card, write_portable_files
 
     target = find_target(run, None, None)
     assert target.config is not None
@@ -83,8 +82,13 @@ def command(
         (partial / "README.md").write_text(card)
     if push_to_hub is not None:
         _push(folder, push_to_hub, private)
-    facts = {"folder": str(folder), "differences": differences, "pushed_to": push_to_hub}
-    print_result(facts, _text(folder, differences, push_to_hub), as_json)
+    facts = {
+        "folder": str(folder),
+        "weights": str(target.weights),
+        "differences": differences,
+        "pushed_to": push_to_hub,
+    }
+    print_result(facts, _text(folder, str(target.weights), differences, push_to_hub), as_json)
 
 
 def _check_packages(needed: dict[str, bool]) -> None:
@@ -126,8 +130,8 @@ def _push(folder: Path, repository: str, private: bool) -> None:
         ) from error
 
 
-def _text(folder: Path, differences: dict[str, float], repository: str | None) -> str:
-    lines = [f"{folder}: logits of the run, largest difference:"]
+def _text(folder: Path, weights: str, differences: dict[str, float], repository: str | None) -> str:
+    lines = [f"{folder}: weights of {weights}", "largest difference from the logits of the run:"]
     lines += [f"  {name:18} {difference:.1e}" for name, difference in differences.items()]
     if repository is not None:
         lines.append(f"uploaded to {repository}")

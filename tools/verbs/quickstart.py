@@ -32,8 +32,8 @@ over ...: difference from that row with its 95% interval over test images (bigsc
 F1: of scores of at least 0.5.
 mined: labels that the memory found beyond the given ones: the share of them that are right (precision), and
 the share of the missing ones that were found (recall).
-pointing: how often the stored heatmap of a digit is hottest inside its box, for the digit that the label
-names and for those that no label names.
+pointing: how often the stored heatmap of a digit is hottest inside its box, for the digit of the
+given label and for unlabelled digits.
 score: average of the prediction of a class for an image over the epochs; heatmap: the same for each cell."""
 MAKE_AGAIN = "Delete the file and run the command again to make it again."
 PARTS = ("single", "train", "val", "test")
@@ -77,7 +77,7 @@ def command(
     picture = folder / "heatmaps.png"
     _draw(folder, chosen, picture)
     typer.echo(f"\n{_table(results, differences, baseline)}\n\n{EXPLAINED}")
-    typer.echo(f"\nheatmaps of digits that no label names: {picture}")
+    typer.echo(f"\nheatmaps of unlabelled digits: {picture}")
     typer.echo(f"took {(time.monotonic() - started) / 60:.1f} minutes")
 
 
@@ -157,7 +157,7 @@ def _figures(report: Path) -> dict[str, float | None]:
         return {
             "map": float(found["mean_ap"]["present"]),
             "f1": float(found["at_threshold"]["overall_f1"]),
-            "observed": float(heat["observed"]["hit_rate"]),
+            "given": float(heat["given"]["hit_rate"]),
             "missing": float(heat["missing"]["hit_rate"]),
         }
 
@@ -192,7 +192,7 @@ def _table(
     baseline: str,
 ) -> str:
     over = f"over {baseline.upper()}"
-    heads = ["", "test mAP", over, "F1", over, "mined: precision", "recall", "pointing: named", "unnamed"]
+    heads = ["", "test mAP", over, "F1", over, "mined: precision", "recall", "pointing: given", "unlabelled"]
     rows = [
         [
             METHODS[name],
@@ -200,7 +200,7 @@ def _table(
             _interval(differences[name][f"map_over_{baseline}"], name == baseline),
             _percent(row["f1"]),
             _interval(differences[name][f"f1_over_{baseline}"], name == baseline),
-            *(_percent(row[figure]) for figure in ("mined_precision", "mined_recall", "observed", "missing")),
+            *(_percent(row[figure]) for figure in ("mined_precision", "mined_recall", "given", "missing")),
         ]
         for name, row in results.items()
     ]
@@ -219,7 +219,7 @@ def _interval(found: Mapping[str, float], is_baseline: bool) -> str:
 
 
 def _draw(folder: Path, methods: list[str], path: Path) -> None:
-    """Draw the heatmaps of each run for digits that no label names."""
+    """Draw the heatmaps of each run for unlabelled digits."""
     from bigscl.config import load_config
     from bigscl.evaluation.plots.run_plots import draw_runs
 

@@ -1,9 +1,10 @@
 """Draw samples with their heatmaps."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -21,13 +22,15 @@ from bigscl.evaluation.plots.sample_plots import (
     panel_of,
 )
 from bigscl.store import HeatmapStore, Rows
-from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
-from bigscl.tools.shared.find_samples import Choice, choose_samples, find_class, find_samples
+from bigscl.tools.shared.find_samples import find_class, find_samples, snapshot_before
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
+from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over, to_float32
 from bigscl.tools.shared.terminal import print_result
 
 MAX_EPOCHS = 8
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
+
+Choice = Literal["random", "tracked", "most-changed", "confident"]
 
 
 def command(
@@ -82,6 +85,8 @@ def command(
     """
     if output.suffix not in SUFFIXES:
         raise UserError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
+    # Of a notebook or another project; pictures are written without any backend.
+    os.environ.pop("MPLBACKEND", None)
     fingerprint = open_store(store, snapshot, storage).spec.fingerprint
     data = source.need("render", store, fingerprint)
     opened = open_store(store, snapshot, storage, data)
@@ -96,7 +101,7 @@ def command(
     if epochs and against is not None:
         raise UserError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
-    expected = None if data.index.labels is not None else expected_at(opened)
+    expected = None if data.index.full is not None else expected_at(opened)
     images = _Images(opened, data, ids, expected)
     draw = _over_epochs if epochs else _side_by_side
     pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
@@ -170,7 +175,7 @@ def _side_by_side(
     stores: Sequence[HeatmapStore], images: _Images, data: Data, ids: NDArray[np.int64], count: int
 ) -> list[SamplePicture]:
     """Return one picture per sample and store, with the classes that are strongest in the first store."""
-    memories = [store.read_without_initial_value(ids) for store in stores]
+    memories = [_memory(store, ids) for store in stores]
     pictures = []
     for place, sample in enumerate(ids.tolist()):
         first = memories[0].take(slice(place, place + 1))
@@ -183,6 +188,12 @@ def _side_by_side(
             title += f"   {store.backend.url}" if len(stores) > 1 else ""
             pictures.append(images.picture(sample, title, panels))
     return pictures
+
+
+def _memory(store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:
+    """Return the rows of samples with scores and heatmaps without their initial values."""
+    rows = store.read_without_initial_value(ids)
+    return rows.replace(scores=store.scores_without_initial_value(rows, ids).astype(np.float16))
 
 
 def _over_epochs(
@@ -222,3 +233,94 @@ def _epochs_of(
             for epoch in shown
         ]
         yield images.picture(sample, f"{name}: {images.names[number]}", panels)
+
+
+# Samples to look at
+
+ScoredSamples = tuple[NDArray[np.int64], NDArray[np.float32]]
+
+
+def choose_samples(
+    store: HeatmapStore, data: Data, choice: Choice, count: int, number: int | None, seed: int
+) -> NDArray[np.int64]:
+    """Return the ids of up to `count` samples, the most interesting first; of class `number` if given."""
+    if choice == "tracked":
+        return _tracked(store, data, count, number)
+    if choice == "random":
+        return _random(data, count, number, seed)
+    ranked = _confident if choice == "confident" else _changes
+    return _best(ranked(store, data, number))[:count]
+
+
+def _largest(values: NDArray[np.float32], number: int | None) -> NDArray[np.float32]:
+    """Return the largest value of each sample over the classes, or its value of one class."""
+    return values.max(axis=1) if number is None else values[:, number]
+
+
+def _tracked(store: HeatmapStore, data: Data, count: int, number: int | None) -> NDArray[np.int64]:
+    ids = np.array(store.spec.history_samples, np.int64)
+    if not len(ids):
+        raise UserError(
+            f"{store.backend.url}: has no tracked samples (store.history_samples of its run is 0)"
+        )
+    return ids[_with_class(data, ids, number)][:count]
+
+
+def _random(data: Data, count: int, number: int | None, seed: int) -> NDArray[np.int64]:
+    ids = data.index.ids()
+    ids = ids[_with_class(data, ids, number)]
+    return np.sort(np.random.default_rng(seed).choice(ids, min(count, len(ids)), replace=False))
+
+
+def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArray[np.bool_]:
+    """Return which samples are annotated with the class; all, if no class is given."""
+    if number is None:
+        return np.ones(len(ids), bool)
+    given = data.annotations.given
+    rows = np.searchsorted(given.offsets, np.flatnonzero(given.values == number), side="right") - 1
+    found = np.isin(ids, rows)
+    if not found.any():
+        raise UserError(f"--class: no sample is annotated with {data.index.class_names[number]!r}")
+    return found
+
+
+def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
+    """Yield the highest score of a class that is not annotated, for each sample, shard by shard."""
+
+    def work(shard: int) -> ScoredSamples:
+        ids, scores = next(store.scores_by_shard([shard]))
+        return ids, _largest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
+
+    shards = range(store.spec.num_shards)
+    return (found for _, found in pass_over("searching confident samples", shards, work, [store]))
+
+
+def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
+    """Yield the change of the scores since the previous snapshot, for the shards that changed."""
+    older = snapshot_before(store)
+    if older is None:
+        raise UserError(
+            f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
+            f"change to show. Use another --choose."
+        )
+    before = HeatmapStore(store.backend, store.spec, older, data.annotations)
+    changed = [
+        shard
+        for shard, (new, old) in enumerate(zip(store.snapshot.slots, older.slots, strict=True))
+        if (store.snapshot.group, new) != (older.group, old)
+    ]
+
+    def work(shard: int) -> ScoredSamples:
+        (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
+        return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
+
+    return (found for _, found in pass_over("searching changed samples", changed, work, [store, before]))
+
+
+def _best(ranked: Iterator[ScoredSamples]) -> NDArray[np.int64]:
+    """Return all ids by falling value; equal values by id."""
+    parts = list(ranked)
+    if not parts:
+        return np.empty(0, np.int64)
+    ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return ids[np.lexsort((ids, -values))]

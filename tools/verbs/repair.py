@@ -14,6 +14,8 @@ from bigscl.common.command_line import AsJson
 from bigscl.common.digests import read_sealed, write_sealed
 from bigscl.common.user_error import UserError
 from bigscl.store import (
+    MAX_COUNT,
+    PACKED_NAME,
     Answered,
     Array,
     HeatmapStore,
@@ -312,12 +314,13 @@ def repaired_shard(
     """Return the repaired rows of a shard, with all answers of people that the snapshot has.
 
     A damaged row is taken from the first source in which it is intact. It keeps its visit stamp, so that the
-    current epoch does not visit it twice; a lost stamp becomes the snapshot's epoch for the same reason.
+    current epoch does not visit it twice; a lost stamp becomes the snapshot's epoch for the same reason,
+    and lost visits become one for each epoch so far.
     """
     spec = store.spec
     assert store.annotations is not None
     initial = dict(initial_shard(spec, store.group, store.annotations, shard))
-    values = [problem for problem in problems if problem.array != STAMPS]
+    values = [problem for problem in problems if problem.array not in (STAMPS, PACKED_NAME)]
     lost = damaged_rows(spec, shard, values)
     origins = {INITIAL: lost.copy()}
     replacement = {name: array.copy() for name, array in initial.items()}
@@ -337,7 +340,9 @@ def repaired_shard(
     is_about = _is_about(answered, spec, shard, origins[INITIAL])
     answered = replace(answered, late=answered.late & ~is_about)
     rows = _readable(store, at, shard, initial)
-    lost_stamps = damaged_rows(spec, shard, [problem for problem in problems if problem.array == STAMPS])
+    lost_visits = damaged_rows(spec, shard, [one for one in problems if one.array == PACKED_NAME])
+    rows["sample_visits"][lost_visits] = min(at.epoch + 1, MAX_COUNT)
+    lost_stamps = lost_visits | damaged_rows(spec, shard, [one for one in problems if one.array == STAMPS])
     stamps = np.where(lost_stamps, at.epoch, rows[STAMPS]).astype(rows[STAMPS].dtype)
     _copy(replacement, rows, lost)
     rows[STAMPS] = stamps

@@ -16,8 +16,9 @@ from bigscl.data.answers import Answer, AnswersFile, now, standing_answers
 from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
 from bigscl.store import HeatmapStore
-from bigscl.tools.shared.doubtful_labels import COLUMNS, doubtful_labels_text, find_doubtful_labels
 from bigscl.tools.shared.find_samples import find_class
+from bigscl.tools.shared.label_formats import QuestionFormat, Source, read_tool_answers, write_questions
+from bigscl.tools.shared.label_table import table_writer
 from bigscl.tools.shared.open_store import (
     AtSnapshot,
     Data,
@@ -29,15 +30,13 @@ from bigscl.tools.shared.open_store import (
     run_folder,
 )
 from bigscl.tools.shared.questions import (
-    Format,
+    LIST_COLUMNS,
     Question,
     Questions,
-    Source,
     answers_files,
-    read_tool_answers,
-    write_questions,
+    doubtful_labels_text,
+    find_doubtful_labels,
 )
-from bigscl.tools.shared.tables import table_writer
 from bigscl.tools.shared.terminal import plural, print_result, table
 
 app = typer.Typer(
@@ -132,7 +131,7 @@ def list_labels(
     opened, data = _open(store, source, storage)
     facts, lists = find_doubtful_labels(folder, opened, data, count)
     if output is not None:
-        with table_writer(output, COLUMNS) as write:
+        with table_writer(output, LIST_COLUMNS) as write:
             for columns in lists.values():
                 write(columns)
     print_result(facts, doubtful_labels_text(facts, data, output), as_json)
@@ -297,7 +296,7 @@ def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any],
 def export(
     store: Store,
     form: Annotated[
-        Format,
+        QuestionFormat,
         typer.Argument(
             metavar="FORMAT",
             help="label-studio: a folder with tasks and the labelling interface; coco: .json; csv: .csv.",

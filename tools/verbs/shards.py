@@ -218,11 +218,11 @@ def _summary(shards: "Shards", out: Path, *, written: bool, skipped: int) -> dic
 
 def _label_counts(samples: "Sequence[Sample]") -> dict[str, int]:
     """Return how many labels there are, and how many of them training may see."""
-    labels = observed = 0
+    full = given = 0
     for sample in samples:
-        labels += 1 if isinstance(sample.label, int) else len(sample.label.labels)
-        observed += 1 if isinstance(sample.label, int) else len(sample.label.observed)
-    return {"labels": labels, "observed": observed}
+        full += 1 if isinstance(sample.label, int) else len(sample.label.full)
+        given += 1 if isinstance(sample.label, int) else len(sample.label.given)
+    return {"full": full, "given": given}
 
 
 def _as_text(summary: dict[str, Any]) -> str:
@@ -231,7 +231,7 @@ def _as_text(summary: dict[str, Any]) -> str:
     for part, counts in summary["parts"].items():
         lines.append(
             f"  {part}: {counts['samples']} samples in {counts['shards']} shards of up to "
-            f"{summary['samples_per_shard']}, {counts['observed']} of {counts['labels']} labels observed"
+            f"{summary['samples_per_shard']}, {counts['given']} of {counts['full']} labels given"
         )
     if summary["shards_already_there"]:
         lines.append(f"  {summary['shards_already_there']} shards existed already")

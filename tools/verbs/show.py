@@ -18,7 +18,6 @@ from bigscl.store import (
     read_holder,
     snapshot_bytes,
 )
-from bigscl.tools.shared.expected import SnapshotThresholds, expected_at
 from bigscl.tools.shared.find_samples import class_name, find_samples, name_of
 from bigscl.tools.shared.open_store import (
     AtSnapshot,
@@ -33,8 +32,16 @@ from bigscl.tools.shared.open_store import (
     run_folder,
     snapshot_facts,
 )
-from bigscl.tools.shared.shard_passes import pass_over
-from bigscl.tools.shared.terminal import histogram_text, plural, print_result, size, table, utc_time
+from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
+from bigscl.tools.shared.terminal import (
+    few_visits_note,
+    histogram_text,
+    plural,
+    print_result,
+    size,
+    table,
+    utc_time,
+)
 
 BINS = 10
 MAX_EPOCHS_SHOWN = 12
@@ -203,7 +210,8 @@ def _sample(
     annotated = None if data is None else data.annotated(ids)[0]
     present = None if data is None else data.present(ids)
     expected = expected_there.expected(rows.ranked_by(), ids)[0]
-    order = _by_score(rows.scores[0], annotated)[:count]
+    scores = store.scores_without_initial_value(rows, ids)[0]
+    order = _by_score(scores, annotated)[:count]
     index = None if data is None else data.index
     return {
         "id": sample,
@@ -211,12 +219,13 @@ def _sample(
         "shard": sample // store.spec.rows_per_shard,
         "snapshot": store.snapshot.id,
         "visited": int(rows["last_epoch"][0]),
+        "initial_share": _initial_share(store, rows),
         "tracked": sample in store.spec.history_samples,
         "classes": [
             {
                 "class": int(number),
                 "name": class_name(int(number), index),
-                "score": float(rows.scores[0, number]),
+                "score": float(scores[number]),
                 "annotated": None if annotated is None else bool(annotated[number]),
                 "present": None if present is None else bool(present[0, number]),
                 "expected": bool(expected[number]),
@@ -225,10 +234,25 @@ def _sample(
             for number in order
         ],
         "history": {
-            epoch: [float(then.scores[0, number]) for number in order]
+            epoch: _seen_after(store, then, ids, epoch)[order].tolist()
             for epoch, then in store.history(sample).items()
         },
     }
+
+
+def _initial_share(store: HeatmapStore, rows: Rows) -> float:
+    """Return the weight that the initial value still has in the stored scores of a sample."""
+    start = store.initial_values
+    return 0.0 if start is None else float(start.remaining(rows["sample_visits"])[0])
+
+
+def _seen_after(store: HeatmapStore, rows: Rows, ids: NDArray[np.int64], epoch: int) -> NDArray[np.float32]:
+    """Return the scores of a sample at the end of an epoch without initial values: one visit per epoch."""
+    visits = np.array([min(epoch + 1, 255)], np.uint8)
+    scores: NDArray[np.float32] = store.scores_without_initial_value(rows.replace(sample_visits=visits), ids)[
+        0
+    ]
+    return scores
 
 
 def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.int64]:
@@ -258,7 +282,8 @@ def _sample_text(facts: dict[str, Any]) -> str:
     heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
     title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
     tail = "\n  on the right: scores after each epoch" if epochs else ""
-    return f"{title}\n{table(heads, rows)}{tail}"
+    note = few_visits_note(facts["initial_share"])
+    return "\n".join([title, *note, table(heads, rows)]) + tail
 
 
 # Distributions

@@ -8,7 +8,7 @@ import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.tools.shared.terminal import print_result
-from bigscl.training.stop_file import StopFile
+from bigscl.training.options import StopFile
 
 POLL_SECONDS = 0.5
 

@@ -30,10 +30,10 @@ def command(
         int, typer.Option(min=1, max=1000, help="Number of seeds per config, starting with --first-seed.")
     ] = 3,
     first_seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="First seed of training and of the observed labels.")
+        int, typer.Option(min=0, max=2**32 - 1, help="First seed of training and of the given labels.")
     ] = 0,
     same_labels: Annotated[
-        bool, typer.Option("--same-labels", help="Use the same observed labels for all seeds.")
+        bool, typer.Option("--same-labels", help="Use the same given labels for all seeds.")
     ] = False,
     vary: Annotated[
         list[str] | None,
@@ -71,7 +71,7 @@ def command(
 ) -> None:
     """Train and evaluate each config with several seeds, and compare the results.
 
-    Each seed draws its own observed labels, except with --same-labels. Run the same command again to resume,
+    Each seed draws its own given labels, except with --same-labels. Run the same command again to resume,
     even in the middle of a run. Writes results.md, results.json and pictures (scores, curves, heatmaps).
     Example of an ablation:
 
@@ -112,13 +112,13 @@ def plan_trials(
 ) -> list[Trial]:
     """Return all runs, ordered by seed so that early results can be compared; all are checked first.
 
-    With `redraw`, each seed draws its own observed labels, if training sees only a part of the labels.
+    With `redraw`, each seed draws its own given labels, if training sees only a part of the labels.
     """
     trials = []
     for seed in seeds:
         for config in configs:
             for variant in variants:
-                drawn = [f"data.observed.seed={seed}"] if redraw and _observes(config) else []
+                drawn = [f"data.given.seed={seed}"] if redraw and _sees_given(config) else []
                 trial = _trial(out, config, variant, seed, [*drawn, *settings])
                 trial = replace(trial, test=tuple(test), boxes=boxes, pooling=pooling)
                 trial.check_unchanged()
@@ -145,11 +145,11 @@ def _split(variant: str) -> list[str]:
         ) from None
 
 
-def _observes(config: Path) -> bool:
+def _sees_given(config: Path) -> bool:
     """Return whether training sees only a part of the labels, so that another part can be drawn."""
     from bigscl.config import load_config
 
-    return load_config(config).data.labels == "observed"
+    return load_config(config).data.labels == "given"
 
 
 def _setting(word: str) -> str:
@@ -167,9 +167,9 @@ def _check_data(trials: Sequence[Trial]) -> None:
     for trial in trials[:1]:
         data = trial.resolved().data
         index = load_index(data.train, data.train_index)
-        if data.observed is not None and index.labels is None:
+        if data.given is not None and index.full is None:
             raise UserError(
-                f"{index.urls[0]}: each seed draws its own observed labels from the full ones, which these "
+                f"{index.urls[0]}: each seed draws its own given labels from the full ones, which these "
                 f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
             )
         found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])

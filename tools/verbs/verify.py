@@ -206,15 +206,15 @@ def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -
     """Yield positives, by labels and answers, whose heatmaps are not kept: as in a store of other data."""
     slot = store.snapshot.slots[shard]
     classes = store.arrays.read(shard, slot, ("classes",))["classes"]
-    positions, positives = annotations.of_shard(shard)
-    lost = ~(classes[positions] == positives[:, None]).any(axis=1)
+    positions, given = np.nonzero(annotations.of_shard(shard))
+    lost = ~(classes[positions] == given[:, None]).any(axis=1)
     if lost.any():
         ids = np.unique(shard * store.spec.rows_per_shard + positions[lost])
         yield Finding(
             snapshot=store.snapshot.id,
             where=f"shard {shard}, classes",
             samples=tuple(ids.tolist()),
-            reason="annotated positives are not among the kept classes",
+            reason="given labels are not among the kept classes",
         )
 
 

@@ -121,7 +121,7 @@ class Api:
             "classes": [printable(name) for name in run.data.index.class_names],
             "side": spec.heatmap_size,
             "tracked": spec.history_samples,
-            "full_labels": run.data.index.labels is not None,
+            "full_labels": run.data.index.full is not None,
             "same_samples": [
                 other for other, same in enumerate(self._same[number]) if same and other != number
             ],

@@ -20,10 +20,15 @@ from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
 from bigscl.memory.score_history import highest_classes
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
-from bigscl.tools.shared.expected import SnapshotThresholds, count_by_class, expected_at
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import Data
-from bigscl.tools.shared.shard_passes import pass_over, to_float32
+from bigscl.tools.shared.shard_passes import (
+    SnapshotThresholds,
+    count_by_class,
+    expected_at,
+    pass_over,
+    to_float32,
+)
 from bigscl.tools.viewer.score_index import (
     ABSENT,
     ANNOTATED,
@@ -89,7 +94,7 @@ def _build_index(
             "before": None if before is None else before.id,
             "complete": pass_.keep_all,
             "heatmaps": store.group.layout != "scores",
-            "full_labels": data.index.labels is not None,
+            "full_labels": data.index.full is not None,
             "note": expected.note,
             "recomputed": expected.recomputed,
             "seconds": time.monotonic() - start,
@@ -150,7 +155,7 @@ class _Pass:
         return _Shard(
             pairs=_pairs(ids, values, np.nonzero(kept)),
             orders={**orders, "row": orders["surprise"]},
-            counts=_counted(flags, values["score"], self._data.index.labels is not None),
+            counts=_counted(flags, values["score"], self._data.index.full is not None),
             together=_together(flags),
         )
 
@@ -158,10 +163,10 @@ class _Pass:
         index = self._data.index
         flags = np.where(expected, np.uint8(EXPECTED), np.uint8(0))
         flags[self._data.annotated(ids)] |= ANNOTATED
-        if self._data.labels == "observed":
+        if self._data.labels == "given":
             flags[index.negatives.entries(ids)] |= ABSENT
-        if index.labels is not None:
-            truth = index.labels_of(ids, "labels")
+        if index.full is not None:
+            truth = index.labels_of(ids, "full")
             flags |= np.where(truth >= 0, np.uint8(KNOWN), np.uint8(0))
             flags |= np.where(truth == 1, np.uint8(PRESENT), np.uint8(0))
         return flags

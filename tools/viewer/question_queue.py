@@ -122,16 +122,16 @@ class QuestionQueue:
             scores=scores,
             confidence=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
             # The labels before anybody answered.
-            labelled=self._run.data.annotations.includes(rows, classes),
+            labelled=self._run.data.annotations.is_given(rows, classes),
             expected=pairs["flags"] & EXPECTED != 0,
         )
 
     # Answers
 
     def _files(self) -> list[AnswersFile]:
-        if self._run.data.labels != "observed":
+        if self._run.data.labels != "given":
             raise UserError(
-                "this run was trained with all labels (data.labels: labels): nothing is to be asked"
+                "this run was trained with all labels (data.labels: full): nothing is to be asked"
             )
         paths = answers_files(self._run.folder, self._run.data, None)
         return [self._read.setdefault(path, AnswersFile(path)) for path in paths]

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from bigscl.common.digests import FILES, check_file, read_array, read_sealed, write_array
 from bigscl.common.files import BadFile
 from bigscl.store import Array, HeatmapStore
-from bigscl.tools.shared.expected import SnapshotThresholds
-from bigscl.tools.shared.shard_passes import pass_over, to_float32
+from bigscl.tools.shared.shard_passes import SnapshotThresholds, pass_over, to_float32
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class FileLabels:
 
 
 def with_training_labels(index: Index, path: Path) -> Index:
-    """Return the index with the observed labels of a file; samples that it lacks keep those of the shards.
+    """Return the index with the given labels of a file; samples that it lacks keep those of the shards.
 
     The full labels are the file's if it knows all classes of all samples.
     """
@@ -51,12 +51,12 @@ def with_training_labels(index: Index, path: Path) -> Index:
     ids = index.ids()
     kept = len(ids) - len(found.positives)
     logger.info("%s: labels of %d of %d training images%s", path, len(found.positives), len(ids), _rest(kept))
-    observed = replaced_rows(index.observed, found.positives)
+    given = replaced_rows(index.given, found.positives)
     labelled = replace(
         index,
-        observed=observed,
+        given=given,
         negatives=replaced_rows(index.negatives, found.negatives),
-        labels=observed if len(found.complete) == len(ids) else index.labels,
+        full=given if len(found.complete) == len(ids) else index.full,
     )
     return with_fingerprint(labelled)
 
@@ -81,7 +81,7 @@ def with_evaluation_labels(index: Index, path: Path) -> Index:
         index.num_samples,
     )
     empty = Ragged.from_lengths(np.zeros(len(index.keys), np.int64), np.empty(0, np.uint32))
-    return with_fingerprint(replace(index, labels=replaced_rows(empty, found.positives), unknown=unknown))
+    return with_fingerprint(replace(index, full=replaced_rows(empty, found.positives), unknown=unknown))
 
 
 def read_labels(path: Path, index: Index) -> FileLabels:

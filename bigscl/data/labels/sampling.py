@@ -1,4 +1,4 @@
-"""Draw observed labels from full ones, as if annotators had named only a few classes of each image."""
+"""Draw given labels from full ones, as if people had labelled only a few classes of each image."""
 
 from dataclasses import dataclass, replace
 
@@ -13,17 +13,17 @@ BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedConfig:
-    """Observed labels drawn from the full ones, in place of those in the shards."""
+class GivenConfig:
+    """Given labels drawn from the full ones, in place of those in the shards."""
 
     seed: CountOrZero
     """Seed of the draw."""
     positives: Count = 1
-    """Observed positives per image; images with fewer keep all."""
+    """Given positives per image; images with fewer keep all."""
     negatives: CountOrZero = 0
-    """Observed negatives per image."""
+    """Given negatives per image."""
     noise: Share = 0.0
-    """Share of the images of which one observed positive is replaced by a class that they do not show."""
+    """Share of the images in which one given positive is replaced by a class that they do not show."""
 
 
 def draw_given(
@@ -49,7 +49,7 @@ def draw_given(
         # A class that is given by mistake is not drawn as absent.
         kept, full = flip_positives(kept, full, noise, index.num_classes, wrong)
     absent = draw_negatives(full, index.ids(), negatives, index.num_classes, random)
-    return with_fingerprint(replace(index, observed=kept, negatives=absent))
+    return with_fingerprint(replace(index, given=kept, negatives=absent))
 
 
 def draw_positives(
@@ -91,21 +91,21 @@ def draw_negatives(
 
 
 def flip_positives(
-    observed: Ragged, full: Ragged, share: float, num_classes: int, random: np.random.Generator
+    given: Ragged, full: Ragged, share: float, num_classes: int, random: np.random.Generator
 ) -> tuple[Ragged, Ragged]:
-    """Return `observed` with wrong classes in a share of its rows, and `full` with these classes added.
+    """Return `given` with wrong classes in a share of its rows, and `full` with these classes added.
 
-    The share is of the rows that can be wrong: with an observed positive, and a class that is not in the full
+    The share is of the rows that can be wrong: with a given positive, and a class that is not in the full
     labels. Exactly `round(share * rows)` of them, drawn uniformly, get one wrong class, drawn uniformly among
     those that they do not show, in place of one of their positives.
     """
-    able = np.flatnonzero((observed.lengths > 0) & (full.lengths < num_classes))
+    able = np.flatnonzero((given.lengths > 0) & (full.lengths < num_classes))
     rows = np.sort(random.permutation(able)[: round(share * len(able))])
-    replaced = observed.offsets[rows] + random.integers(0, observed.lengths[rows])
+    replaced = given.offsets[rows] + random.integers(0, given.lengths[rows])
     wrong = draw_negatives(full, rows, 1, num_classes, random)
-    values = observed.values.copy()
+    values = given.values.copy()
     values[replaced] = wrong.values
-    return _ascending(Ragged(observed.offsets, values)), _joined(full, wrong)
+    return _ascending(Ragged(given.offsets, values)), _joined(full, wrong)
 
 
 def _ascending(rows: Ragged) -> Ragged:

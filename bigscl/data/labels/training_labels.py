@@ -11,7 +11,7 @@ from bigscl.common.text import first_few, printable
 from bigscl.data.answers import Answers, AnswersFile, moment
 from bigscl.data.index import Index, Labels
 from bigscl.data.labels.label_files import SEVERAL, ids_by_key, replaced_rows, with_training_labels
-from bigscl.data.labels.sampling import ObservedConfig, draw_given
+from bigscl.data.labels.sampling import GivenConfig, draw_given
 from bigscl.store import Annotations, Answered, SingleProcess, Transport, label_counts, on_rank_zero
 
 
@@ -36,8 +36,8 @@ class TrainingLabels:
         return label_counts(self.annotations, self.answered)
 
 
-def with_given_labels(index: Index, labels_file: Path | None, drawn: ObservedConfig | None) -> Index:
-    """Return the samples with the labels of a file, and observed ones drawn from the full ones."""
+def with_given_labels(index: Index, labels_file: Path | None, drawn: GivenConfig | None) -> Index:
+    """Return the samples with the labels of a file, and given ones drawn from the full ones."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
     return index if drawn is None else draw_given(index, **asdict(drawn))
@@ -91,17 +91,17 @@ def match_answers(index: Index, answers: Answers, path: Path) -> Answered:
     for answer in sorted(answers.standing.values(), key=lambda answer: moment(answer.when)):
         says[ids[answer.key], numbers[answer.class_name]] = int(bool(answer.yes))
     pairs = np.array(list(says), np.int64).reshape(-1, 2)
-    labelled = index.annotations("observed").includes(pairs[:, 0], pairs[:, 1])
+    labelled = index.annotations("given").is_given(pairs[:, 0], pairs[:, 1])
     return Answered.of(pairs[:, 0], pairs[:, 1], list(says.values()), named=labelled)
 
 
 def with_answered(index: Index, answered: Answered) -> Index:
-    """Return the index with the answers in its observed labels and known negatives.
+    """Return the index with the answers in its given labels and known negatives.
 
     It keeps its fingerprint: a store is made for the labels without answers, and its snapshots say which
     answers they contain.
     """
-    positives = {int(row): set(index.observed[row].tolist()) for row in np.unique(answered.rows)}
+    positives = {int(row): set(index.given[row].tolist()) for row in np.unique(answered.rows)}
     negatives = {row: set(index.negatives[row].tolist()) for row in positives}
     lists = (array.tolist() for array in (answered.rows, answered.classes, answered.says))
     for row, number, says in zip(*lists, strict=True):
@@ -111,6 +111,6 @@ def with_answered(index: Index, answered: Answered) -> Index:
             of[row].discard(number)
     return replace(
         index,
-        observed=replaced_rows(index.observed, {row: sorted(own) for row, own in positives.items()}),
+        given=replaced_rows(index.given, {row: sorted(own) for row, own in positives.items()}),
         negatives=replaced_rows(index.negatives, {row: sorted(own) for row, own in negatives.items()}),
     )

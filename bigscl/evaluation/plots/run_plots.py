@@ -53,7 +53,7 @@ def draw_runs(
     ids = _with_missing(index, count)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
     stored = {name: _stored_samples(config, ids) for name, config in runs.items()}
-    present = index.labels_of(ids, "labels") == 1
+    present = index.labels_of(ids, "full") == 1
     samples = []
     for place, sample_id in enumerate(ids.tolist()):
         held = {name: samples[place] for name, samples in stored.items()}
@@ -84,7 +84,7 @@ def draw_runs(
 def _with_missing(index: Index, count: int) -> NDArray[np.int64]:
     """Return images spread over the set that have an unannotated positive; any images if none has one."""
     ids = index.ids()
-    missing = ((index.labels_of(ids, "labels") == 1) & (index.labels_of(ids) != 1)).any(1)
+    missing = ((index.labels_of(ids, "full") == 1) & (index.labels_of(ids) != 1)).any(1)
     candidates = ids[missing] if missing.any() else ids
     return candidates[:: max(1, len(candidates) // count)][:count]
 
@@ -140,14 +140,12 @@ def _kinds(
     index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Thresholds
 ) -> list[list[Kind]]:
     """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
-    observed = index.labels_of(ids)
-    if index.labels is not None:
-        present = index.labels_of(ids, "labels") == 1
-        return [kinds_of(observed[n] == 1, present=present[n]) for n in range(len(ids))]
+    given = index.labels_of(ids)
+    if index.full is not None:
+        present = index.labels_of(ids, "full") == 1
+        return [kinds_of(given[n] == 1, present=present[n]) for n in range(len(ids))]
     expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
-    return [
-        kinds_of(observed[n] == 1, expected=expected[n], negatives=observed[n] == 0) for n in range(len(ids))
-    ]
+    return [kinds_of(given[n] == 1, expected=expected[n], negatives=given[n] == 0) for n in range(len(ids))]
 
 
 Curve = dict[int, float]

@@ -1,4 +1,4 @@
-"""The relabelled dataset: labels and boxes as Parquet, with a card that says how they were made."""
+"""A dataset of labels and boxes as Parquet, with a card that says how they were made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from bigscl.common.files import load_pyarrow, write_text
 from bigscl.common.text import printable
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.tools.shared.found_labels import COLUMNS, Fit, FoundLabels
 from bigscl.tools.shared.label_formats import check_folder
-from bigscl.tools.shared.tables import Batch, table_writer
+from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, table_writer
 
 LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
 RULES = {
@@ -77,7 +76,7 @@ def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
     ends = np.searchsorted(labels["id"], ids, side="right")
     starts = np.searchsorted(labels["id"], ids, side="left")
     positives = [labels["class"][start:end].tolist() for start, end in zip(starts, ends, strict=True)]
-    known = index.labels_of(ids, "observed") == 0
+    known = index.labels_of(ids, "given") == 0
     return {
         "key": _objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
         "positives": _objects(positives),
@@ -97,8 +96,8 @@ def _count(found: FoundLabels, labels: Batch) -> Counts:
     classes, annotated = labels["class"], labels["annotated"]
     ids, places = np.unique(labels["id"], return_inverse=True)
     checked, right = np.zeros((2, len(classes)), bool)
-    if index.labels is not None:
-        truth = index.labels_of(ids, "labels")[places, classes]
+    if index.full is not None:
+        truth = index.labels_of(ids, "full")[places, classes]
         checked, right = ~annotated & (truth >= 0), ~annotated & (truth == 1)
     masks = (annotated, ~annotated, checked, right)
     return Counts(*(np.bincount(classes[mask], minlength=width) for mask in masks))
@@ -186,7 +185,7 @@ def _plain(name: str) -> str:
 
 def _settings(run: Path | None) -> str:
     from bigscl.config import ConfigError, load_config
-    from bigscl.tools.shared.model_card import method, published_settings
+    from bigscl.tools.shared.publication import method, published_settings
 
     unknown = "Not known: the store has no run with a usable config.yaml."
     if run is None:

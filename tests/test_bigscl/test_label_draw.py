@@ -42,7 +42,7 @@ def shards(tmp_path_factory):
         members = [
             part
             for n in range(count)
-            for part in labelled(f"image{shard}-{n}", n, labels=LABELS, observed=[0], boxes=BOXES)
+            for part in labelled(f"image{shard}-{n}", n, full=LABELS, given=[0], boxes=BOXES)
         ]
         write_tar(folder / f"t-{shard}.tar", members)
     return scan(str(folder / "t-*.tar"), num_classes=6)[0]
@@ -61,8 +61,8 @@ def test_each_class_is_drawn_as_often_as_its_chance(shards, by):
     counts: Counter[int] = Counter()
     for seed in range(60):
         drawn = draw_given(shards, seed, weights=None if by == "uniform" else label_weights(shards, by))
-        assert drawn.observed.lengths.sum() == 65
-        counts.update(drawn.observed.values.tolist())
+        assert drawn.given.lengths.sum() == 65
+        counts.update(drawn.given.values.tolist())
     total = sum(counts.values())
     expected = {label: total * weight / sum(weights.values()) for label, weight in weights.items()}
     # Two degrees of freedom: 13.8 is passed once in a thousand times, and the seeds are fixed.
@@ -88,7 +88,7 @@ def test_several_positives_are_drawn_one_after_the_other(shards):
     for seed in range(60):
         drawn = draw_given(shards, seed, 2, weights=by_size)
         for sample_id in shards.ids():
-            own = drawn.observed[sample_id].tolist()
+            own = drawn.given[sample_id].tolist()
             assert own == sorted(own)
             missing.update(set(LABELS) - set(own))
     num_images = 60 * 65
@@ -101,7 +101,7 @@ def test_draws_without_weights_and_noise_are_those_of_earlier_revisions():
     full = [[1, 4, 7], [0, 2], [], [5], [1, 2, 3, 6]]
     index = an_index(np.array([5]), full=full, num_classes=8)
     drawn = draw_given(index, seed=3, negatives=2)
-    assert [row.tolist() for row in map(drawn.observed.__getitem__, range(5))] == [[4], [2], [], [5], [1]]
+    assert [row.tolist() for row in map(drawn.given.__getitem__, range(5))] == [[4], [2], [], [5], [1]]
     assert [row.tolist() for row in map(drawn.negatives.__getitem__, range(5))] == [
         [0, 3],
         [1, 6],
@@ -130,16 +130,16 @@ def test_a_class_without_boxes_is_named_last_and_an_image_without_any_uniformly(
     members = []
     for n in range(200):
         boxes = [[2, 0.4, 0.4, 0.6, 0.6]] if n % 2 else []
-        members += labelled(f"image{n}", n % 3, labels=[0, 2], **({"boxes": boxes} if n % 4 else {}))
+        members += labelled(f"image{n}", n % 3, full=[0, 2], **({"boxes": boxes} if n % 4 else {}))
     index = scan([str(write_tar(tmp_path / "t.tar", members))], num_classes=3)[0]
     with caplog.at_level(logging.WARNING):
         drawn = draw_given(index, 0, weights=label_weights(index, "size"))
     assert "100 of 200 images have no boxes of their labels, first t.tar/image0" in caplog.text
-    observed = drawn.observed.values.reshape(200)
-    assert (observed[1::2] == 2).all()
-    assert 30 < (observed[::2] == 0).sum() < 70
+    given = drawn.given.values.reshape(200)
+    assert (given[1::2] == 2).all()
+    assert 30 < (given[::2] == 0).sum() < 70
     both = draw_given(index, 0, 2, weights=label_weights(index, "size"))
-    assert (both.observed.lengths == 2).all()
+    assert (both.given.lengths == 2).all()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_class_without_boxes_is_named_last_and_an_image_without_any_uniformly(
     ],
 )
 def test_shards_whose_boxes_are_of_no_use_are_refused(tmp_path, fields, words):
-    path = write_tar(tmp_path / "t.tar", labelled("a", 0, labels=[0], **fields))
+    path = write_tar(tmp_path / "t.tar", labelled("a", 0, full=[0], **fields))
     index = scan([str(path)], num_classes=2)[0]
     with pytest.raises(ValueError, match=words):
         draw_given(index, 0, weights=label_weights(index, "size"))
@@ -165,9 +165,9 @@ def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
     noisy = draw_given(index, seed=5, positives=positives, negatives=2, noise=0.1)
     flipped = 0
     for n, row in enumerate(full):
-        own, before = set(noisy.observed[n].tolist()), set(clean.observed[n].tolist())
+        own, before = set(noisy.given[n].tolist()), set(clean.given[n].tolist())
         assert len(own) == len(before)
-        assert noisy.observed[n].tolist() == sorted(own)
+        assert noisy.given[n].tolist() == sorted(own)
         assert not own & set(noisy.negatives[n].tolist())
         assert not set(row) & set(noisy.negatives[n].tolist())
         if own == before:
@@ -178,13 +178,13 @@ def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
         assert own - before == own - set(row)
     # Of 300 images with a label and a class that they do not show.
     assert flipped == 30
-    assert noisy.labels is index.labels
+    assert noisy.full is index.full
 
 
 def test_wrong_classes_are_drawn_uniformly_among_those_that_are_not_shown():
     index = an_index(np.array([3000]), full=[[1, 4]] * 3000, num_classes=8)
     noisy = draw_given(index, seed=2, noise=1.0)
-    counts = np.bincount(noisy.observed.values, minlength=8)
+    counts = np.bincount(noisy.given.values, minlength=8)
     assert counts[[1, 4]].tolist() == [0, 0]
     # Five degrees of freedom: 20.5 is passed once in a thousand times, and the seed is fixed.
     assert ((counts[[0, 2, 3, 5, 6, 7]] - 500) ** 2 / 500).sum() < 20.5
@@ -205,7 +205,7 @@ def test_labels_of_voc_are_larger_or_more_central_objects(by):
     expected = [
         own.max() / own.sum() for n in several for own in [weights[full.offsets[n] : full.offsets[n + 1]]]
     ]
-    share = np.mean([drawn.observed[n][0] == one for n, one in zip(several, best, strict=True)])
+    share = np.mean([drawn.given[n][0] == one for n, one in zip(several, best, strict=True)])
     spread = math.sqrt(sum(p * (1 - p) for p in expected)) / len(several)
     assert abs(share - np.mean(expected)) < 4 * spread
     assert share > 0.6

@@ -1,0 +1,51 @@
+"""Snapshots and the reports of ranks, as columns of numbers."""
+
+import numpy as np
+import pytest
+
+from bigscl.store import Snapshot, StoreError
+from bigscl.store.commit.snapshots import Written, merge_reports, report, with_versions
+
+NAMES = ("scores", "samples")
+
+
+def snapshot(slots, digests):
+    return Snapshot(
+        id=1,
+        parent=0,
+        time=0.0,
+        run="run",
+        epoch=0,
+        step=0,
+        group="arrays-000",
+        slots=tuple(slots),
+        digests={name: tuple(values) for name, values in digests.items()},
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_reports_of_ranks_replace_the_versions_of_their_shards_only(world_size):
+    random = np.random.default_rng(world_size)
+    old = snapshot(random.integers(-1, 9, 40), {"scores": random.integers(0, 2**32, 40)})
+    written = {
+        int(shard): Written(int(random.integers(9)), {name: int(random.integers(2**32)) for name in NAMES})
+        for shard in random.permutation(40)[:25]
+    }
+    parts = [dict(list(written.items())[rank::world_size]) for rank in range(world_size)]
+    new = with_versions(old, merge_reports([report(part, None) for part in parts] + [report({}, None)]))
+    for shard in range(40):
+        if shard in written:
+            assert new.slots[shard] == written[shard].slot
+            assert new.digests_of(shard) == written[shard].digests
+        else:
+            assert new.slots[shard] == old.slots[shard]
+            assert new.digests_of(shard) == old.digests_of(shard)
+    assert Snapshot.from_bytes(new.to_bytes()) == new
+
+
+def test_a_shard_of_two_ranks_and_a_failed_rank_stop_the_commit():
+    one, other = ({3: Written(0, {})}, {3: Written(1, {})})
+    with pytest.raises(StoreError, match="shard 3 was written by two ranks; the second is rank 1"):
+        merge_reports([report(one, None), report(other, None)])
+    with pytest.raises(StoreError, match="rank 1 failed, nothing was committed: full"):
+        merge_reports([report(one, None), report({}, StoreError("full"))])
