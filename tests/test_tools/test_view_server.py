@@ -801,6 +801,34 @@ def test_decoding_takes_no_more_than_is_held_for_it(tmp_path, form, mode, option
     assert held < 4 * taken + 6_000_000
 
 
+THREADS = """
+import io, threading
+from PIL import Image
+from bigscl.tools.viewer import pictures
+out = io.BytesIO()
+Image.new("RGB", (3000, 2500)).save(out, "PNG")
+data = bytearray(out.getvalue())
+pictures.read_encoded = lambda index, row: data
+pictures._decoding = pictures.Budget(40_000_000)
+memory = lambda kind: 1024 * int(open("/proc/self/status").read().split(kind)[1].split()[0])
+before = memory("VmRSS:")
+threads = [threading.Thread(target=pictures.thumbnail, args=(None, 0, 256)) for _ in range(12)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(memory("VmHWM:") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's peak of memory")
+def test_requests_in_many_threads_take_no_more_memory_than_the_budget():
+    """Each thread has a heap of its own, which may keep what it frees."""
+    command = [sys.executable, "-c", THREADS]
+    taken = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert taken < 40_000_000 + 20_000_000
+
+
 def test_dripping_clients_are_dropped_and_others_answered(folder, monkeypatch):
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 5)
     with serving(folder / "dense") as site, ExitStack() as stack:
