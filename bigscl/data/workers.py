@@ -33,6 +33,8 @@ SOCKETS = "bigscl-sockets-"
 """How the names of the folders begin that hold the sockets of workers."""
 NEW_SECONDS = 60.0
 """A folder younger than this may belong to a process that is about to lock it."""
+NO_TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
+"""The process that removes the semaphores of a run that ended at once would warn after the run's last line."""
 
 
 # How workers start
@@ -89,9 +91,11 @@ def start_method(urls: Iterable[str]) -> Literal["forkserver"] | None:
     forkserver.set_forkserver_preload(["bigscl.data.loader"])
     # Signals to the whole job must not end the server: its workers would end with it, even in a save.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_JOBS)
+    sys.warnoptions.append(NO_TRACKER_WARNING)
     try:
         forkserver.ensure_running()
     finally:
+        sys.warnoptions.remove(NO_TRACKER_WARNING)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return "forkserver"
 
