@@ -34,7 +34,7 @@ SOCKETS = "bigscl-sockets-"
 NEW_SECONDS = 60.0
 """A folder younger than this may belong to a process that is about to lock it."""
 NO_TRACKER_WARNING = "ignore:resource_tracker:UserWarning"
-"""The process that removes the semaphores of a run that ended at once would warn after the run's last line."""
+"""The process that removes the semaphores of a run that ended at once would warn after its last line."""
 
 
 # How workers start
