@@ -11,9 +11,8 @@ import numpy as np
 
 from bigscl.common.files import BadFile, parse_errors
 from bigscl.common.user_error import UserError
-from bigscl.datasets.image_files import SUFFIXES, ImageFile, Resize, key_of
 from bigscl.datasets.multilabel import existing, existing_folder
-from bigscl.datasets.writer import Sample, Shards
+from bigscl.datasets.writer import SUFFIXES, ImageFile, Resize, Sample, Shards, key_of
 
 LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"

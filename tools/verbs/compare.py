@@ -53,7 +53,7 @@ def command(
 
     Example: bigscl compare runs/an runs/scl -o comparison
     """
-    from bigscl.data.labels.real_labels import read_real_labels
+    from bigscl.data.labels.label_files import read_real_labels
     from bigscl.evaluation.compare import compare
     from bigscl.evaluation.predictions import load_predictions
 

@@ -20,12 +20,20 @@ from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
-from bigscl.tools.viewer.curves import curves_of
-from bigscl.tools.viewer.listing import Order, Query, listed
-from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.open_run import OpenRun, curves_of
 from bigscl.tools.viewer.question_queue import QuestionQueue
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
-from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
+from bigscl.tools.viewer.score_index import (
+    ABSENT,
+    ANNOTATED,
+    EXPECTED,
+    KNOWN,
+    PRESENT,
+    Order,
+    Query,
+    listed,
+    to_bytes,
+)
 
 FLAGS = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT, "absent": ABSENT, "known": KNOWN}
 ORDERS: dict[str, Order] = {

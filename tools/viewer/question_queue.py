@@ -16,9 +16,8 @@ from bigscl.store import Array
 from bigscl.tools.shared.find_samples import answer_key
 from bigscl.tools.shared.questions import answers_files
 from bigscl.tools.shared.shard_passes import to_float32
-from bigscl.tools.viewer.listing import rows_with
 from bigscl.tools.viewer.open_run import OpenRun
-from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
+from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows, rows_with
 
 SHORTLIST = 100_000
 """Pairs that can come up, at most: as many of each class."""
