@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
@@ -22,9 +22,7 @@ from bigscl.common.files import atomic_write, parse_errors
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, moment
-
-if TYPE_CHECKING:
-    from bigscl.tools.shared.questions import Question
+from bigscl.tools.shared.questions import Question
 
 LabelFormat = Literal["coco", "label-studio", "fiftyone"]
 FILES: dict[LabelFormat, tuple[str, ...]] = {
@@ -305,7 +303,7 @@ class Source:
 def write_questions(
     form: QuestionFormat,
     output: Path,
-    questions: Sequence["Question"],
+    questions: Sequence[Question],
     class_names: Sequence[str],
     *,
     snapshot: str,
@@ -326,7 +324,7 @@ def write_questions(
             write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
 
 
-def _write_csv(output: Path, questions: Sequence["Question"], snapshot: str) -> None:
+def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> None:
     if output.suffix != ".csv":
         raise UserError(f"{output}: questions for csv are written as .csv")
     with atomic_write(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import atomic_write, load_pyarrow
 from bigscl.common.user_error import UserError
+from bigscl.data.read_samples import read_metadata
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
@@ -119,8 +120,6 @@ class FoundLabels:
 
     def _with_boxes(self) -> tuple[list[NDArray[Any]], list[list[list[float]]], list[bool]]:
         """Return heatmaps of labels, their true boxes, whether their ids are even; of some of the shards."""
-        from bigscl.data.read_samples import read_metadata
-
         store, index = self.store, self.data.index
         found: tuple[list[Any], list[Any], list[bool]] = ([], [], [])
         written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]

@@ -1,4 +1,4 @@
-"""The report of `bigscl preflight`: speed, its bottleneck, memory, differences of devices, hours, problems."""
+"""The report of `bigscl preflight`: speed, bottleneck, memory, differences of devices, hours, problems."""
 
 import json
 import math

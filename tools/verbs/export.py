@@ -15,16 +15,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from PIL import Image
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import atomic_write, load_pyarrow
 from bigscl.common.text import first_few
 from bigscl.common.url_secrets import with_image_names
 from bigscl.common.user_error import UserError
+from bigscl.data.index import write_sample_list
+from bigscl.data.read_samples import read_image_heads
 from bigscl.data.tar import SUFFIXES
 from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_samples, next_epoch
+from bigscl.tools.shared.label_dataset import write_relabelled
 from bigscl.tools.shared.label_formats import Label, LabelledImage, label_writer
 from bigscl.tools.shared.label_table import COLUMNS, Fit, FoundLabels, Which, find_labels, table_writer
 from bigscl.tools.shared.open_store import (
@@ -179,8 +183,6 @@ def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | 
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":
-        from bigscl.tools.shared.label_dataset import write_relabelled
-
         return write_relabelled(found, fit, run, output)
     of = "a store" if run is None else run.name
     made_by = f"bigscl {version('bigscl')}, {of}, snapshot {found.store.snapshot.id}, {found.which} labels"
@@ -208,8 +210,6 @@ def _table(found: FoundLabels, fit: Fit, output: Path) -> int:
 
 def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list[LabelledImage], list[int]]:
     """Return the images of a shard with labels (of `all` also those without), and ids of unreadable ones."""
-    from bigscl.data.read_samples import read_image_heads
-
     columns = found.of_shard(shard, share)
     every = found.store.spec.sample_ids(shard)
     labels: dict[int, list[Label]] = {int(sample): [] for sample in (every if found.which == "all" else ())}
@@ -241,8 +241,6 @@ def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list
 
 def _samples(data: Data, output: Path) -> int:
     """Write the list of samples that a run keeps in its folder, for a store that has none."""
-    from bigscl.data.index import write_sample_list
-
     if output.suffix != ".json":
         raise UserError(f"{output}: the list of samples is written as .json")
     write_sample_list(data.index, output)
@@ -282,8 +280,6 @@ def _heatmaps_npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], outpu
 
 
 def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:
-    from PIL import Image
-
     output.mkdir(parents=True, exist_ok=True)
     rows = store.read_without_initial_value(ids)
     for place, sample in enumerate(ids.tolist()):

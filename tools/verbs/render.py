@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import read_images, read_metadata
 from bigscl.evaluation.plots.sample_plots import (
     Panel,
     SamplePicture,
@@ -143,9 +145,6 @@ class _Images:
     def __init__(
         self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: SnapshotThresholds | None
     ) -> None:
-        from bigscl.data.open_tar import Unreadable
-        from bigscl.data.read_samples import read_images, read_metadata
-
         try:
             self.images = read_images(data.index, ids)
             metadata = read_metadata(data.index, ids)

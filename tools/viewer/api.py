@@ -15,6 +15,7 @@ from bigscl.common.files import free_bytes
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
+from bigscl.memory.score_history import read_score_log
 from bigscl.store import Array, Rows, StoreError, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
@@ -399,8 +400,6 @@ def _text(values: NDArray[np.uint8]) -> str:
 
 def _logged(run: OpenRun, row: int) -> dict[int, Any]:
     """Return the scores of a sample that the run has logged at the ends of its epochs."""
-    from bigscl.memory.score_history import read_score_log
-
     if run.folder is None:
         return {}
     place = int(np.searchsorted(run.data.index.ids(), row))

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
+from bigscl.config import Config, ConfigError, load_config
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
 from bigscl.tools.shared.open_store import (
     Data,
@@ -28,9 +29,6 @@ from bigscl.tools.shared.open_store import (
 )
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.score_index import Against, ScoreIndex, disagreement, open_index
-
-if TYPE_CHECKING:
-    from bigscl.config import Config
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
@@ -195,10 +193,8 @@ class OpenRun:
         }
 
 
-def _config_of(folder: Path | None) -> "Config | None":
+def _config_of(folder: Path | None) -> Config | None:
     """Return the config of a run; None if there is no whole one."""
-    from bigscl.config import ConfigError, load_config
-
     try:
         return None if folder is None else load_config(folder / "config.yaml")
     except ConfigError:

@@ -5,18 +5,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from bigscl.config import Config
 from bigscl.data.headers import FORMATS, check_header, check_pixels, has_several_scans, image_size
 from bigscl.data.index import Index
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import read_encoded, read_metadata
-
-if TYPE_CHECKING:
-    from bigscl.config import Config
 
 CACHE_BYTES = 64_000_000
 QUALITY = 85
@@ -176,7 +174,7 @@ def boxes_of(index: Index, row: int) -> list[list[float]]:
 
 
 def views_of(
-    config: "Config", row: int, size: tuple[int, int], last_epoch: int, count: int
+    config: Config, row: int, size: tuple[int, int], last_epoch: int, count: int
 ) -> list[dict[str, Any]]:
     """Return what training saw of a sample in its last epochs, the newest first."""
     found = []
