@@ -162,26 +162,26 @@ def _claim(shards: Shards, out: Path) -> None:
     """Record in `out` what is written there; refuse a folder with other shards."""
     path = out / MANIFEST
     wanted = _manifest(shards)
-    found = _read_manifest(path) if path.exists() else None
-    if found is None and any(out.glob("*.tar")):
+    manifest = _read_manifest(path) if path.exists() else None
+    if manifest is None and any(out.glob("*.tar")):
         raise UserError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
-    if found is not None:
-        if differences := _differences(found, wanted):
+    if manifest is not None:
+        if differences := _differences(manifest, wanted):
             raise UserError(
                 f"{path}: these shards were written with other settings: {'; '.join(differences)}. "
                 f"Use another folder, or delete this one and rerun the command."
             )
-        wanted["parts"] |= found["parts"]
+        wanted["parts"] |= manifest["parts"]
     write_text(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
     write_text(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     with parse_errors(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
-        found: dict[str, Any] = json.loads(path.read_text())
-        if not all(isinstance(found[name], dict) for name in ("settings", "parts")):
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        if not all(isinstance(manifest[name], dict) for name in ("settings", "parts")):
             raise UserError("settings or parts are no objects")
-    return found
+    return manifest
 
 
 def _manifest(shards: Shards) -> dict[str, Any]:

@@ -170,13 +170,13 @@ def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
     """Return the comparison for compare.json."""
     rows = [
         {
-            "model": one.report.model,
-            "pooling": one.report.pooling,
-            "num_images": one.report.num_images,
-            "figures": {name: asdict(found) for name, found in one.figures.items()},
-            "changes": [asdict(change) for change in one.changes],
+            "model": run.report.model,
+            "pooling": run.report.pooling,
+            "num_images": run.report.num_images,
+            "figures": {name: asdict(difference) for name, difference in run.figures.items()},
+            "changes": [asdict(change) for change in run.changes],
         }
-        for one in compared
+        for run in compared
     ]
     return {"first": compared[0].report.name, "runs": plain(rows)}
 
@@ -186,15 +186,15 @@ def comparison_text(compared: Sequence[Comparison]) -> str:
     first = compared[0]
     header = ["run", *(metric.title for metric in METRICS.values())]
     rows = [
-        [one.report.name, *(_cell(one.figures[name], one is first) for name in METRICS)] for one in compared
+        [run.report.name, *(_cell(run.figures[name], run is first) for name in METRICS)] for run in compared
     ]
     parts = [
         f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.name} "
         f"with 95% bootstrap intervals over images, in percent",
         markdown_table(header, rows),
-        main_table([one.report for one in compared]),
-        pooling_table([one.report for one in compared]),
-        *(_change_table(first, one) for one in compared[1:] if one.changes),
+        main_table([run.report for run in compared]),
+        pooling_table([run.report for run in compared]),
+        *(_change_table(first, run) for run in compared[1:] if run.changes),
     ]
     return "\n\n".join(filter(None, parts))
 

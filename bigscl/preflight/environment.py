@@ -156,17 +156,17 @@ def _version(package: str) -> str | None:
 def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what is wrong with each process, and with all of them together."""
     for name in NEEDED:
-        found = {one["versions"][name] for one in processes}
-        if None in found:
-            hosts = sorted({one["host"] for one in processes if one["versions"][name] is None})
+        versions = {process["versions"][name] for process in processes}
+        if None in versions:
+            hosts = sorted({process["host"] for process in processes if process["versions"][name] is None})
             yield f"{name} is not installed on {', '.join(hosts)}: pip install {name}"
-        elif len(found) > 1:
-            yield f"{name} has several versions: {', '.join(sorted(found))}. Install the same everywhere."
-    if len({one["python"] for one in processes}) > 1:
-        yield f"several versions of Python: {', '.join(sorted({one['python'] for one in processes}))}"
-    for host, one in {one["host"]: one for one in processes}.items():
-        yield from _problems_of_host(host, one)
-    if len({one["host"] for one in processes}) > 1:
+        elif len(versions) > 1:
+            yield f"{name} has several versions: {', '.join(sorted(versions))}. Install the same everywhere."
+    if len({process["python"] for process in processes}) > 1:
+        yield f"several versions of Python: {', '.join(sorted({process['python'] for process in processes}))}"
+    for host, process in {process["host"]: process for process in processes}.items():
+        yield from _problems_of_host(host, process)
+    if len({process["host"] for process in processes}) > 1:
         yield from _problems_between_hosts(processes)
     if len(processes) == 1 and processes[0]["accelerate"] and not processes[0]["launched"]:
         yield (
@@ -186,17 +186,19 @@ def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
-    loopback = sorted({one["host"] for one in processes if (one["address"] or "").startswith("127.")})
+    loopback = sorted(
+        {process["host"] for process in processes if (process["address"] or "").startswith("127.")}
+    )
     if loopback:
         yield (
             f"ranks on {', '.join(loopback)} listen on the loopback address only, which other nodes cannot "
             f"reach: set GLOO_SOCKET_IFNAME to the interface that they share"
         )
-    for one in processes:
-        if one["timeout_minutes"] not in (None, TIMEOUT_MINUTES):
+    for process in processes:
+        if process["timeout_minutes"] not in (None, TIMEOUT_MINUTES):
             yield (
-                f"{one['host']}: the ranks' group waits for {one['timeout_minutes']:g} minutes, asked for "
-                f"were {TIMEOUT_MINUTES:g}: this build of torch ignores hardware.timeout_minutes"
+                f"{process['host']}: the ranks' group waits for {process['timeout_minutes']:g} minutes, "
+                f"asked for were {TIMEOUT_MINUTES:g}: this build of torch ignores hardware.timeout_minutes"
             )
             break
 
@@ -204,10 +206,10 @@ def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
 def environment_text(facts: dict[str, Any]) -> str:
     processes = facts["processes"]
     hosts: dict[str, list[dict[str, Any]]] = {}
-    for one in processes:
-        hosts.setdefault(one["host"], []).append(one)
+    for process in processes:
+        hosts.setdefault(process["host"], []).append(process)
     first = processes[0]
-    packages = ", ".join(f"{name} {found}" for name, found in first["versions"].items())
+    packages = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     extras = ", ".join(
         f"{name} {'yes' if first['optional'][name] else 'no'} ({use})" for name, use in OPTIONAL.items()
     )
@@ -226,15 +228,15 @@ def environment_text(facts: dict[str, Any]) -> str:
 
 
 def _host_text(host: str, processes: list[dict[str, Any]]) -> str:
-    one = processes[0]
-    devices = [f"{device['name']} ({size(device['bytes'])})" for device in one["devices"]] or ["no GPU"]
-    backends = ", ".join(name for name, there in one["backends"].items() if there)
-    cuda = "" if one["cuda"] is None else f", CUDA {one['cuda']}"
-    precision = "bf16 works" if one["bf16"] else "bf16 does not work"
+    first = processes[0]
+    devices = [f"{device['name']} ({size(device['bytes'])})" for device in first["devices"]] or ["no GPU"]
+    backends = ", ".join(name for name, there in first["backends"].items() if there)
+    cuda = "" if first["cuda"] is None else f", CUDA {first['cuda']}"
+    precision = "bf16 works" if first["bf16"] else "bf16 does not work"
     return (
-        f"{host}: {len(processes)} x process, {one['cpus']} CPUs, {size(one['ram_bytes'])} RAM, "
+        f"{host}: {len(processes)} x process, {first['cpus']} CPUs, {size(first['ram_bytes'])} RAM, "
         f"{', '.join(devices)}{cuda}, {precision}, backends {backends}"
-        f"{'' if one['address'] is None else ', ranks at ' + one['address']}; {one['system']}"
+        f"{'' if first['address'] is None else ', ranks at ' + first['address']}; {first['system']}"
     )
 
 

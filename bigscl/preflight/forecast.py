@@ -119,9 +119,9 @@ def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase
     peak = max(open_shards(plan, rank, spec.rows_per_shard, ahead, behind) for rank in range(plan.world_size))
     moments = list(disk_moments(config, plan.num_steps))
     ranges = (range(change), range(change, last))
-    for place, (epochs, group) in enumerate(zip(ranges, layouts(config, spec), strict=False)):
+    for number, (epochs, group) in enumerate(zip(ranges, layouts(config, spec), strict=False)):
         if epochs:
-            versions = max(moment.versions[place] for moment in moments)
+            versions = max(moment.versions[number] for moment in moments)
             yield _phase(spec, group, epochs, peak, versions, config.store.resident_gb)
 
 

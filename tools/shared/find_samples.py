@@ -57,8 +57,8 @@ def _rows_with_key(key: str, index: Index) -> list[int]:
     wanted = np.frombuffer(key.encode(errors="surrogateescape"), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)
     # One comparison per letter, so that a million keys are not decoded to find one.
-    for place, letter in enumerate(wanted):
-        rows = rows[index.keys.values[index.keys.offsets[rows] + place] == letter]
+    for position, letter in enumerate(wanted):
+        rows = rows[index.keys.values[index.keys.offsets[rows] + position] == letter]
     return [int(row) for row in rows]
 
 
@@ -98,7 +98,11 @@ def snapshot_before(store: HeatmapStore) -> Snapshot | None:
     at = store.snapshot
     # Opening the store for writing creates a snapshot of the same state: no change.
     same = (at.group, at.slots)
-    older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
+    older = [
+        snapshot
+        for snapshot in store.snapshots()
+        if snapshot.id < at.id and (snapshot.group, snapshot.slots) != same
+    ]
     return older[-1] if older else None
 
 

@@ -217,7 +217,7 @@ def _data_settings(store: str, *, needed: bool) -> DataConfig | None:
 
 def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
     """Return the names of a run's checkpoints by the snapshot from which each of them resumes."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for file in sorted((folder / "checkpoints").glob("step-*/progress.json")) if folder is not None else []:
         try:
             snapshot = read_sealed(file, "A run does not resume from it.").get("snapshot")
@@ -225,8 +225,8 @@ def checkpoints_by_snapshot(folder: Path | None) -> dict[int, list[str]]:
             logger.warning("%s", error)
             continue
         if isinstance(snapshot, int):
-            found.setdefault(snapshot, []).append(file.parent.name)
-    return found
+            names.setdefault(snapshot, []).append(file.parent.name)
+    return names
 
 
 def is_alive(holder: Holder) -> bool | None:

@@ -62,10 +62,10 @@ def expected_positives(config: Config, samples: int | None) -> Expectation | Non
         total = round(float(k) * samples)
         return Expectation(positives_per_image=float(k), annotated=samples, total=total, num_samples=samples)
     labels = open_labels(config.data)
-    found = positives_per_image(config, open_val(config.data) if k == "auto" else None)
-    assert found is not None
+    k_of_run = positives_per_image(config, open_val(config.data) if k == "auto" else None)
+    assert k_of_run is not None
     counts = labels.annotations.counts()
-    return expectation(found, labels.counts(), labels.index.num_samples, counts)
+    return expectation(k_of_run, labels.counts(), labels.index.num_samples, counts)
 
 
 def _heatmap_size(config: Config, num_classes: int) -> int:

@@ -61,7 +61,7 @@ def rehearse(config: Config, steps: int) -> Facts | None:
             gathered = trainer.ranks.gather(json.dumps(mine).encode())
             if gathered is None:
                 return None
-            return _facts(config, trainer, [json.loads(one) for one in gathered])
+            return _facts(config, trainer, [json.loads(payload) for payload in gathered])
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -70,13 +70,13 @@ def _storage_speed(config: Config, trainer: RehearsalTrainer, folders: ScratchFo
     """Return bytes/s of the store's place for each layout, while all ranks measure at once."""
     if config.store.kind != "disk":
         return []
-    spec, found = _spec(trainer), []
+    spec, speeds = _spec(trainer), []
     for group in layouts(config, spec):
         trainer.ranks.sum([0])  # all ranks start together
         with trainer.metrics.working(f"measuring the storage ({group.layout})"):
             speed = measure(folders.place, spec, group, config.store.io_threads, config.store.options())
-        found.append({"layout": group.layout, "read": speed.read, "write": speed.write})
-    return found
+        speeds.append({"layout": group.layout, "read": speed.read, "write": speed.write})
+    return speeds
 
 
 def _spec(trainer: RehearsalTrainer) -> StoreSpec:
@@ -91,14 +91,14 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=len(ranks))
     needs = forecast(config, _spec(trainer), plan)
     free = free_bytes(config.store_url) if config.store.kind == "disk" else None
-    loader = sum(one["loader_images_per_second"] for one in ranks)
-    kinds = [_kind(config, needs, ranks, place, loader) for place in range(len(first["kinds"]))]
+    loader = sum(rank["loader_images_per_second"] for rank in ranks)
+    kinds = [_kind(config, needs, ranks, number, loader) for number in range(len(first["kinds"]))]
     checkpoints = first["checkpoint_bytes"] * (config.keep_checkpoints + 1)
     facts = {
         "run": str(config.run),
         "samples": index.num_samples,
         "world_size": len(ranks),
-        "hosts": len({one["host"] for one in ranks}),
+        "hosts": len({rank["host"] for rank in ranks}),
         "device": first["device"],
         "precision": first["precision"],
         "batch_size": config.data.batch_size,
@@ -106,11 +106,11 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
         "kinds": kinds,
         "loader_images_per_second": loader,
         "differences": _differences(ranks),
-        "skipped": sum(one["skipped"] for one in ranks),
-        "process_bytes": max(one["process_bytes"] for one in ranks),
-        "worker_bytes": max(one["worker_bytes"] for one in ranks),
+        "skipped": sum(rank["skipped"] for rank in ranks),
+        "process_bytes": max(rank["process_bytes"] for rank in ranks),
+        "worker_bytes": max(rank["worker_bytes"] for rank in ranks),
         "ram_bytes": machine_ram_bytes(),
-        "gpu_bytes": max((one["gpu_bytes"] for one in ranks if one["gpu_bytes"]), default=None),
+        "gpu_bytes": max((rank["gpu_bytes"] for rank in ranks if rank["gpu_bytes"]), default=None),
         "gpu_total_bytes": first["gpu_total_bytes"],
         "hours": _hours(config, trainer, needs, kinds),
         "disk_bytes": needs.disk_bytes,
@@ -125,14 +125,14 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
 
 def _kind(config: Config, needs: Forecast, ranks: list[Facts], place: int, loader: float) -> Facts:
     """Return the speeds of a kind of epochs over all ranks, and what bounds it."""
-    ones = [one["kinds"][place] for one in ranks]
+    ones = [rank["kinds"][place] for rank in ranks]
     first = ones[0]
     batch = first["images"] / first["steps"] / config.optimizer.accumulate
-    step, compute = (max(one[name] for one in ones) for name in ("step_seconds", "compute_seconds"))
+    step, compute = (max(kind[name] for kind in ones) for name in ("step_seconds", "compute_seconds"))
     stages = {"decode": loader, "step": batch / step}
     exchange = max(0.0, 1 - compute / step) if len(ranks) > 1 else 0.0
     image_bytes = {phase.group.layout: phase.image_bytes for phase in needs.phases}.get(first["layout"])
-    speeds = [speed for one in ranks for speed in one["storage"] if speed["layout"] == first["layout"]]
+    speeds = [speed for rank in ranks for speed in rank["storage"] if speed["layout"] == first["layout"]]
     if image_bytes is not None and speeds:
         stages["heatmaps"] = sum(speed["read"] for speed in speeds) / image_bytes
         stages["writeback"] = sum(speed["write"] for speed in speeds) / image_bytes
@@ -149,22 +149,26 @@ def _kind(config: Config, needs: Forecast, ranks: list[Facts], place: int, loade
         "stages": stages,
         "exchange_share": exchange,
         "waits": {
-            name.removeprefix("wait_"): max(one["waits"][name] for one in ones) for name in first["waits"]
+            name.removeprefix("wait_"): max(kind["waits"][name] for kind in ones) for name in first["waits"]
         },
         "bound": bound,
         "advice": ADVICE[bound],
-        "save_seconds": max(one["save_seconds"] for one in ones),
-        "end_seconds": max(one["end_seconds"] for one in ones),
+        "save_seconds": max(kind["save_seconds"] for kind in ones),
+        "end_seconds": max(kind["end_seconds"] for kind in ones),
     }
 
 
 def _differences(ranks: list[Facts]) -> list[Facts]:
     """Return the largest differences of all ranks and kinds of epochs."""
-    found = [Difference(**one) for rank in ranks for one in rank["differences"]]
+    differences_of_ranks = [Difference(**values) for rank in ranks for values in rank["differences"]]
     return [
         # NaN is no JSON.
-        {**asdict(one), "found": one.found if math.isfinite(one.found) else None, "ok": one.is_tolerated}
-        for one in worst(found)
+        {
+            **asdict(difference),
+            "found": difference.found if math.isfinite(difference.found) else None,
+            "ok": difference.is_tolerated,
+        }
+        for difference in worst(differences_of_ranks)
     ]
 
 
@@ -195,12 +199,13 @@ def _saves_within(config: Config, needs: Forecast, epoch_seconds: float) -> floa
 
 
 def _problems(facts: Facts) -> Iterator[str]:
-    for one in facts["differences"]:
-        if not one["ok"] and one["precision"] in ("fp32", facts["precision"]):
-            found = "NaN or infinite" if one["found"] is None else f"{one['found']:.2g}"
+    for difference in facts["differences"]:
+        if not difference["ok"] and difference["precision"] in ("fp32", facts["precision"]):
+            amount = "NaN or infinite" if difference["found"] is None else f"{difference['found']:.2g}"
             yield (
-                f"{one['quantity']} in {one['precision']}: differs from the CPU reference by {found}, "
-                f"tolerated {one['tolerance']:g}. This device or its software computes something else"
+                f"{difference['quantity']} in {difference['precision']}: differs from the CPU reference by "
+                f"{amount}, tolerated {difference['tolerance']:g}. This device or its software computes "
+                f"something else"
             )
     for kind in facts["kinds"]:
         if kind["bound"] in ("heatmaps", "writeback"):
@@ -274,13 +279,13 @@ def _memory_lines(facts: Facts) -> Iterator[str]:
 def _difference_table(differences: list[Facts]) -> str:
     rows = [
         [
-            one["precision"],
-            one["quantity"],
-            "NaN" if one["found"] is None else f"{one['found']:.1e}",
-            f"{one['tolerance']:.0e}",
-            "yes" if one["ok"] else "NO",
+            difference["precision"],
+            difference["quantity"],
+            "NaN" if difference["found"] is None else f"{difference['found']:.1e}",
+            f"{difference['tolerance']:.0e}",
+            "yes" if difference["ok"] else "NO",
         ]
-        for one in differences
+        for difference in differences
     ]
     return table(("precision", "quantity", "difference", "tolerated", "ok"), rows, indent="    ")
 

@@ -47,8 +47,8 @@ def write_results(trials: Sequence[Trial], out: Path) -> str:
         return "no run is finished yet"
     figures = {trial: _figures(trial) for trial in done}
     runs = [
-        {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
-        for trial, found in figures.items()
+        {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **own}
+        for trial, own in figures.items()
     ]
     write_text(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
     table = _table(runs, done, "plain")
@@ -107,7 +107,7 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], NDAr
         paired = {run["seed"]: run["map"] for run in own if row != rows[0] and run["seed"] in first}
         line = [
             mean_and_spread(run["map"] for run in own),
-            mean_and_spread((found - first[seed] for seed, found in paired.items()), signed=True),
+            mean_and_spread((value - first[seed] for seed, value in paired.items()), signed=True),
             _interval([maps[row, seed] - maps[rows[0], seed] for seed in paired]),
             *(mean_and_spread(run[name] for run in own) for name in FIGURES),
             f"{statistics.fmean(run['minutes'] for run in own):.1f}",
@@ -168,7 +168,7 @@ def _read_report(trial: Trial) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
         float(report["mean_ap"]["present"])
         histograms, heat = report["score_distribution"], report["localization"] or {}
-        if not all(isinstance(one, list) for one in histograms) or not isinstance(heat, dict):
+        if not all(isinstance(histogram, list) for histogram in histograms) or not isinstance(heat, dict):
             raise UserError("score_distribution and localization are not what a report has")
         _number(report["at_threshold"]["overall_f1"])
         return report
@@ -243,11 +243,11 @@ def _short_names(rows: Sequence[str]) -> list[str]:
 def quickstart_figures(report: Path) -> dict[str, float | None]:
     """Return the numbers of a run in the table."""
     with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
-        found = json.loads(report.read_bytes())
-        heat = found["localization"][STORED]
+        report_json = json.loads(report.read_bytes())
+        heat = report_json["localization"][STORED]
         return {
-            "map": float(found["mean_ap"]["present"]),
-            "f1": float(found["at_threshold"]["overall_f1"]),
+            "map": float(report_json["mean_ap"]["present"]),
+            "f1": float(report_json["at_threshold"]["overall_f1"]),
             "given": float(heat["given"]["hit_rate"]),
             "missing": float(heat["missing"]["hit_rate"]),
         }
@@ -256,8 +256,8 @@ def quickstart_figures(report: Path) -> dict[str, float | None]:
 def mined_figures(run: Path) -> dict[str, float | None]:
     """Return precision and recall of the labels that a run found; None for the oracle, which is given all."""
     mined = mined_by_run(load_config(run / "config.yaml"))
-    found = (None, None) if mined is None else (plain(mined.precision), plain(mined.recall))
-    return {"mined_precision": found[0], "mined_recall": found[1]}
+    precision_recall = (None, None) if mined is None else (plain(mined.precision), plain(mined.recall))
+    return {"mined_precision": precision_recall[0], "mined_recall": precision_recall[1]}
 
 
 def differences_from(folder: Path, methods: list[str], baseline: str) -> dict[str, dict[str, Any]]:
@@ -265,8 +265,8 @@ def differences_from(folder: Path, methods: list[str], baseline: str) -> dict[st
     order = [baseline, *(name for name in methods if name != baseline)]
     compared = compare([load_predictions(folder / name / "test") for name in order])
     return {
-        name: {f"{figure}_over_{baseline}": asdict(one.figures[figure]) for figure in ("map", "f1")}
-        for name, one in zip(order, compared, strict=True)
+        name: {f"{figure}_over_{baseline}": asdict(comparison.figures[figure]) for figure in ("map", "f1")}
+        for name, comparison in zip(order, compared, strict=True)
     }
 
 

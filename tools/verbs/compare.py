@@ -79,10 +79,10 @@ def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> Non
     from bigscl.evaluation.report_files import draw_score_distributions
 
     folder.mkdir(parents=True, exist_ok=True)
-    histograms = {one.report.name: one.report.score_distribution for one in compared}
+    histograms = {run.report.name: run.report.score_distribution for run in compared}
     draw_score_distributions(histograms, folder / "scores.png")
     # With both poolings each run is there twice.
-    names = [one.report.model for one in compared[:: len(compared) // len(paths)]]
+    names = [run.report.model for run in compared[:: len(compared) // len(paths)]]
     runs = {
         name: [run] for name, path in zip(names, paths, strict=True) if (run := _run_of(path)) is not None
     }

@@ -129,7 +129,7 @@ def command(
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
-    found: FoundLabels | None = None
+    labels: FoundLabels | None = None
     if what == "scores":
         data = source.find(store, fingerprint)
         if data is None and output.suffix != ".npy":
@@ -141,17 +141,17 @@ def command(
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
-            found = find_labels(opened, needed, which)
-            fit = found.fit(box_share)
-            rows = _labels(found, fit, form, output, run_folder(store), with_image_names(images or ""))
+            labels = find_labels(opened, needed, which)
+            fit = labels.fit(box_share)
+            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(images or ""))
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id
     facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
     told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
-    if found is not None:
-        facts["selection"] = found.expected.facts()
-        told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
+    if labels is not None:
+        facts["selection"] = labels.expected.facts()
+        told += f"\n  {labels.expected.note}" if labels.expected.recomputed else ""
         share = _initial_share(opened)
         facts["initial_share"] = round(share, 4)
         told = "\n".join([told, *few_visits_note(share)])
@@ -172,7 +172,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _bytes(path: Path) -> int:
-    return sum(one.stat().st_size for one in (path.iterdir() if path.is_dir() else [path]))
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 # Labels
@@ -273,7 +273,7 @@ def _heatmaps_npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], outpu
     arrays: dict[str, Any] = dict(rows)
     arrays["classes"] = rows.kept_classes()
     arrays["ids"] = ids
-    arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
+    arrays["keys"] = np.array([data.index.key(int(sample)) for sample in ids])
     arrays["class_names"] = np.array(data.index.class_names)
     with atomic_write(output) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **arrays)
@@ -282,11 +282,11 @@ def _heatmaps_npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], outpu
 def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     rows = store.read_without_initial_value(ids)
-    for place, sample in enumerate(ids.tolist()):
-        one = rows.take(slice(place, place + 1))
+    for row, sample in enumerate(ids.tolist()):
+        own = rows.take(slice(row, row + 1))
         key = data.index.key(sample).replace("/", "_")
         for number, name in enumerate(data.index.class_names):
-            if (heatmap := heatmap_of(one, number)) is not None:
+            if (heatmap := heatmap_of(own, number)) is not None:
                 grey = Image.fromarray((heatmap.astype(np.float32) * 255).round().astype(np.uint8))
                 large = grey.resize(
                     (grey.width * CELL_PIXELS, grey.height * CELL_PIXELS), Image.Resampling.NEAREST
@@ -380,8 +380,8 @@ def _parquet(path: Path, store: HeatmapStore, data: Data | None) -> Iterator[Wri
         values = pyarrow.array(scores.astype(np.float32).reshape(-1))
         arrays = [
             pyarrow.array(ids),
-            pyarrow.array([names[int(one) // index.rows_per_shard] for one in ids]),
-            pyarrow.array([index.key(int(one)) for one in ids]),
+            pyarrow.array([names[int(sample) // index.rows_per_shard] for sample in ids]),
+            pyarrow.array([index.key(int(sample)) for sample in ids]),
             pyarrow.FixedSizeListArray.from_arrays(values, width),
         ]
         writer.write_table(pyarrow.table(arrays, schema=schema))

@@ -167,13 +167,13 @@ def _check_data(trials: Sequence[Trial]) -> None:
                 f"{index.urls[0]}: each seed draws its own given labels from the full ones, which these "
                 f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
             )
-        found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
-        if any(fields.get("boxes") for fields in found.values()):
+        metadata = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
+        if any(fields.get("boxes") for fields in metadata.values()):
             return
         if trial.boxes:
             raise UserError(
-                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
-                f"pointing game needs. Add --no-boxes to skip it."
+                f"{index.urls[0]}: its first {len(metadata)} samples have no `boxes` in their json, which "
+                f"the pointing game needs. Add --no-boxes to skip it."
             )
 
 
@@ -200,8 +200,8 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path, report: Callable
     _check_data(left)
     out.mkdir(parents=True, exist_ok=True)
     places: SimpleQueue[int] = SimpleQueue()
-    for place in range(parallel):
-        places.put(place)
+    for gpu in range(parallel):
+        places.put(gpu)
     failures = []
     # On an error, waiting runs are cancelled first, then the current ones are asked to stop.
     with (
@@ -228,9 +228,9 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path, report: Callable
 
 def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
     """Train and evaluate a run, as far as it is not finished, in one of the parallel places."""
-    place = places.get()
+    gpu = places.get()
     log = trial.folder / "log.txt" if quiet else None
-    variables = _own_gpu(place) if quiet else {}
+    variables = _own_gpu(gpu) if quiet else {}
     try:
         if not trial.trained:
             started = time.monotonic()
@@ -243,7 +243,7 @@ def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) 
         _show(trial.evaluation(), log)
         runner.run(trial.evaluation(), log=log, variables=variables)
     finally:
-        places.put(place)
+        places.put(gpu)
 
 
 def _show(words: Sequence[str], log: Path | None) -> None:

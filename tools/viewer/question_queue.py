@@ -140,14 +140,14 @@ class QuestionQueue:
         numbers = {name: number for number, name in enumerate(self._run.data.labelled.class_names)}
         said: dict[Pair, bool] = {}
         for answers in reversed(files):
-            for (key, name), one in answers.standing.items():
+            for (key, name), answer in answers.standing.items():
                 row, number = self._row_of(key), numbers.get(name)
                 if row is not None and number is not None:
-                    said[row, number] = bool(one.yes)
+                    said[row, number] = bool(answer.yes)
         return said
 
     def _told(self, answers: Answers) -> dict[str, Any]:
-        given = [one.yes for one in answers.standing.values()]
+        given = [answer.yes for answer in answers.standing.values()]
         return {
             "yes": given.count(True),
             "no": given.count(False),

@@ -99,8 +99,8 @@ class ScoreIndex:
 
     def part(self, first: int, end: int) -> Array:
         """Return some of the pairs of all classes. Read, not mapped: mapped pages would stay in memory."""
-        found: Array = np.fromfile(self._pairs, PAIR, end - first, offset=first * PAIR.itemsize)
-        return found
+        pairs: Array = np.fromfile(self._pairs, PAIR, end - first, offset=first * PAIR.itemsize)
+        return pairs
 
 
 def value_of(pairs: Array, order: str) -> NDArray[np.float32]:
@@ -113,14 +113,14 @@ def value_of(pairs: Array, order: str) -> NDArray[np.float32]:
 
 def open_index(folder: Path, store: HeatmapStore) -> ScoreIndex | None:
     """Return the index of the store's snapshot in this folder; None if there is none of this format."""
-    place = folder / index_name(store)
-    if not (place / HEAD).is_file():
+    folder_of_index = folder / index_name(store)
+    if not (folder_of_index / HEAD).is_file():
         return None
     try:
-        return ScoreIndex(place)
+        return ScoreIndex(folder_of_index)
     except (OSError, KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         logger.warning("%s", error)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder_of_index, ignore_errors=True)
         return None
 
 
@@ -176,8 +176,8 @@ def _known_of(index: ScoreIndex, pairs: Array) -> tuple[Array, Array]:
         wanted = order[bounds[number] : bounds[number + 1]]
         kept = index.of_class(number)
         if len(wanted) and len(kept):
-            places, found = find_rows(kept, pairs["row"][wanted])
-            peaks[wanted[found]], flags[wanted[found]] = kept["peak"][places], kept["flags"][places]
+            places, is_kept = find_rows(kept, pairs["row"][wanted])
+            peaks[wanted[is_kept]], flags[wanted[is_kept]] = kept["peak"][places], kept["flags"][places]
     return peaks, flags
 
 
@@ -185,14 +185,16 @@ def find_rows(pairs: Array, rows: Array) -> tuple[NDArray[np.int64], NDArray[np.
     """Return (place in `pairs` of each row that is there, which rows are there)."""
     order = np.argsort(pairs["row"], kind="stable")
     places = np.minimum(np.searchsorted(pairs["row"], rows, sorter=order), len(pairs) - 1)
-    found = pairs["row"][order[places]] == rows
-    return order[places[found]], found
+    is_there = pairs["row"][order[places]] == rows
+    return order[places[is_there]], is_there
 
 
 def to_bytes(values: Array) -> NDArray[np.uint8]:
     """Return values in 0 to 1 in 255ths; damaged ones are cut to that."""
-    found: NDArray[np.uint8] = np.rint(np.nan_to_num(to_float32(values)).clip(0, 1) * 255).astype(np.uint8)
-    return found
+    in_255ths: NDArray[np.uint8] = np.rint(np.nan_to_num(to_float32(values)).clip(0, 1) * 255).astype(
+        np.uint8
+    )
+    return in_255ths
 
 
 def score_bits(halves: Array) -> NDArray[np.uint16]:
@@ -256,8 +258,8 @@ def _of_samples(index: ScoreIndex, query: Query, against: Against | None) -> Arr
         assert against is not None
         return against.pairs
     # The highest score of any class would be that of the annotated one: the surprise is the highest other.
-    found: Array = index.orders["surprise" if query.order == "score" else query.order]
-    return found
+    pairs: Array = index.orders["surprise" if query.order == "score" else query.order]
+    return pairs
 
 
 def _of_class(index: ScoreIndex, query: Query, against: Against | None) -> Array:
@@ -281,8 +283,8 @@ def _differing(pairs: Array, other: Array) -> Array:
     """Return the pairs with the difference of two runs as their change; what the other lacks counts as 0."""
     its = np.zeros(len(pairs), np.float32)
     if len(other):
-        places, found = find_rows(other, pairs["row"])
-        its[found] = to_float32(other["score"][places])
+        places, is_there = find_rows(other, pairs["row"])
+        its[is_there] = to_float32(other["score"][places])
     pairs = pairs.copy()
     pairs["change"] = np.abs(to_float32(pairs["score"]) - its).astype(np.float16).view(np.uint16)
     return pairs
@@ -309,13 +311,13 @@ def _wanted(pairs: Array, query: Query, samples: Index) -> NDArray[np.bool_] | N
 def rows_with(part: str, samples: Index) -> NDArray[np.int64]:
     """Return the rows whose keys contain this text."""
     wanted = np.frombuffer(part.encode(errors="surrogateescape"), np.uint8)
-    content, offsets, found = samples.keys.values, samples.keys.offsets, [np.empty(0, np.int64)]
+    content, offsets, parts = samples.keys.values, samples.keys.offsets, [np.empty(0, np.int64)]
     # A part of the bytes at a time: a common letter is at millions of places.
     for first in range(0, len(content), BLOCK):
         block = content[first : first + BLOCK + len(wanted) - 1]
         places = np.flatnonzero(block[: len(block) - len(wanted) + 1] == wanted[0])
-        for place, letter in enumerate(wanted[1:], 1):
-            places = places[block[places + place] == letter]
+        for position, letter in enumerate(wanted[1:], 1):
+            places = places[block[places + position] == letter]
         rows = np.searchsorted(offsets, places + first, side="right") - 1
-        found.append(np.unique(rows[places + first + len(wanted) <= offsets[rows + 1]]))
-    return np.unique(np.concatenate(found))
+        parts.append(np.unique(rows[places + first + len(wanted) <= offsets[rows + 1]]))
+    return np.unique(np.concatenate(parts))

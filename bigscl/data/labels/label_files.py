@@ -49,16 +49,16 @@ def with_training_labels(index: Index, path: Path) -> Index:
 
     The full labels are the file's if it knows all classes of all samples.
     """
-    found = read_labels(path, index)
+    own = read_labels(path, index)
     ids = index.ids()
-    kept = len(ids) - len(found.positives)
-    logger.info("%s: labels of %d of %d training images%s", path, len(found.positives), len(ids), _rest(kept))
-    given = replaced_rows(index.given, found.positives)
+    kept = len(ids) - len(own.positives)
+    logger.info("%s: labels of %d of %d training images%s", path, len(own.positives), len(ids), _rest(kept))
+    given = replaced_rows(index.given, own.positives)
     labelled = replace(
         index,
         given=given,
-        negatives=replaced_rows(index.negatives, found.negatives),
-        full=given if len(found.complete) == len(ids) else index.full,
+        negatives=replaced_rows(index.negatives, own.negatives),
+        full=given if len(own.complete) == len(ids) else index.full,
     )
     return with_fingerprint(labelled)
 
@@ -276,7 +276,7 @@ def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
     values = np.empty(int(lengths.sum()), np.uint32)
     own = np.repeat(stays, lengths)
     values[own] = kept
-    values[~own] = [one for sample_id in ids.tolist() for one in changed[sample_id]]
+    values[~own] = [label for sample_id in ids.tolist() for label in changed[sample_id]]
     return Ragged.from_lengths(lengths, values)
 
 
@@ -337,14 +337,14 @@ def match_real_labels(
 
 def image_numbers(keys: Sequence[str]) -> list[int]:
     """Return the number of each validation image from its key; each may occur once."""
-    found = [NUMBER.search(key) for key in keys]
-    strange = [key for key, match in zip(keys, found, strict=True) if match is None]
+    matches = [NUMBER.search(key) for key in keys]
+    strange = [key for key, match in zip(keys, matches, strict=True) if match is None]
     if strange:
         raise UserError(
             f"{len(strange)} of {len(keys)} keys name no ILSVRC2012_val image, as {strange[0]!r}; expected "
             f"ILSVRC2012_val_ and eight digits somewhere in each: ReaL labels are matched by that number."
         )
-    numbers = [int(match[1]) for match in found if match is not None]
+    numbers = [int(match[1]) for match in matches if match is not None]
     twice = [number for number, count in Counter(numbers).items() if count > 1]
     if twice:
         names = ", ".join(image_name(number) for number in twice[:3])
@@ -363,10 +363,10 @@ def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[s
         raise UserError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
     wnids = [name.split()[0] for name in class_names if WNID.match(name)]
     if len(wnids) == len(class_names) and wnids != sorted(wnids):
-        place = next(
+        position = next(
             n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other
         )
         raise UserError(
-            f"class {place} is {wnids[place]}; ReaL counts classes by sorted wnid, where it is "
-            f"{sorted(wnids)[place]}. Index the shards with the classes in that order."
+            f"class {position} is {wnids[position]}; ReaL counts classes by sorted wnid, where it is "
+            f"{sorted(wnids)[position]}. Index the shards with the classes in that order."
         )
