@@ -24,8 +24,7 @@ from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import Index, load_index
-from bigscl.data.labels.label_files import with_evaluation_labels
-from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
+from bigscl.data.labels.label_files import match_real_labels, read_real_labels, with_evaluation_labels
 from bigscl.data.loader import BadSamples, Batch, Loader
 from bigscl.distributed.network import choose_interface
 from bigscl.distributed.ranks import process_group

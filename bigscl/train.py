@@ -35,7 +35,7 @@ from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.plots.run_plots import draw_epoch
 from bigscl.evaluation.validation import best_metric, validate
 from bigscl.memory.lookup import MemoryBatch
-from bigscl.preflight.startup_summary import summary
+from bigscl.preflight.forecast import summary
 from bigscl.training.accelerator import start_accelerator
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver

@@ -1,6 +1,7 @@
 """The `bigscl` command: finds the verb and imports its file."""
 
 import importlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,6 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
         typer.echo(f"bigscl {version('bigscl')}")
         raise typer.Exit
 

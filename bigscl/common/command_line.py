@@ -76,7 +76,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     call.__name__, call.__module__ = function.__name__, function.__module__
     # Of a command with a single group of options, the group says what the command does.
     call.__doc__ = next(iter(groups.values())).__doc__ if len(own) == len(groups) == 1 else function.__doc__
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
 

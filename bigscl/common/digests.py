@@ -71,9 +71,11 @@ def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
 
 def check_file(path: Path, head: str, expected: Any, remedy: str) -> None:
     """Raise BadFile unless a file has the digest that the sealed file `head` beside it says."""
-    found = file_digest(path)
-    if found != expected:
-        raise BadFile(f"{path}: damaged: its bytes have the digest {found}, {head} says {expected}. {remedy}")
+    digest_now = file_digest(path)
+    if digest_now != expected:
+        raise BadFile(
+            f"{path}: damaged: its bytes have the digest {digest_now}, {head} says {expected}. {remedy}"
+        )
 
 
 def check_beside(path: Path, remedy: str) -> None:

@@ -128,7 +128,7 @@ def append_lines(path: Path, lines: list[str]) -> None:
 
 def existing_folder(path: Path) -> Path:
     """Return the path, or the nearest folder above it that exists."""
-    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def free_bytes(place: str) -> int | None:
@@ -140,16 +140,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file with one JSON object per line; skip lines that a crash left incomplete."""
     if not path.exists():
         return []
-    found, torn = [], 0
+    rows, torn = [], 0
     for line in path.read_bytes().split(b"\n"):
         value = _parse_object(line)
         if value is not None:
-            found.append(value)
+            rows.append(value)
         elif line.strip():
             torn += 1
     if torn:
         logger.warning("%s: skipped %d lines that are not JSON objects, as a crash leaves them", path, torn)
-    return found
+    return rows
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in keep else _escape(one) for one in text)
+    return "".join(letter if letter.isprintable() or letter in keep else _escape(letter) for letter in text)
 
 
 def _escape(character: str) -> str:

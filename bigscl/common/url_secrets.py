@@ -67,12 +67,12 @@ def take_all(value: Any) -> Any:
 
 def take_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command line with the public form of every URL; keep the secrets."""
-    found = []
+    taken = []
     for word in words:
         option, equals, value = word.partition("=")
         is_option = word.startswith("-") and equals and "://" not in option
-        found.append(f"{option}={take(value)}" if is_option else take(word))
-    return found
+        taken.append(f"{option}={take(value)}" if is_option else take(word))
+    return taken
 
 
 def with_secret(url: str) -> str:
@@ -150,10 +150,10 @@ def _public_command(url: str) -> str:
 
 def _without_queries(text: str) -> str:
     """Return the text without queries: each ends with the text, or with the part of the braces it is in."""
-    starts = {found.start() for found in (HTTP_QUERY if HTTP.search(text) else BUCKET_QUERY).finditer(text)}
+    starts = {match.start() for match in (HTTP_QUERY if HTTP.search(text) else BUCKET_QUERY).finditer(text)}
     kept, depth, inside = [], 0, None
-    for place, letter in enumerate(text):
-        if inside is None and place in starts:
+    for position, letter in enumerate(text):
+        if inside is None and position in starts:
             inside = depth
         elif inside and inside == depth and letter in ",}":
             inside = None
@@ -189,8 +189,8 @@ def _secrets(url: str) -> tuple[str, ...]:
     user = USER.match(url)
     names = user[0].partition("://")[2].removesuffix("@") if user else ""
     passwords = [names, names.partition(":")[2]]
-    found = [
+    secrets = [
         *(text for text in (query, *values) if len(text) >= SHORTEST_VALUE),
         *(text for text in passwords if len(text) >= SHORTEST_PASSWORD),
     ]
-    return tuple({form for text in found for form in (text, unquote(text))})
+    return tuple({form for text in secrets for form in (text, unquote(text))})

@@ -137,8 +137,8 @@ def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> i
         raise UserError(f"more than {MOST_LEVELS} levels")
     if id(node) not in counts:
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
-        counts[id(node)] = 1 + sum(_count(one, counts, inside | {id(node)}) for one in inner)
+        inner = [item for part in parts for item in (part if isinstance(part, tuple) else (part,))]
+        counts[id(node)] = 1 + sum(_count(number, counts, inside | {id(node)}) for number in inner)
     if counts[id(node)] > MOST_VALUES:
         raise UserError(f"more than {MOST_VALUES:,} values")
     return counts[id(node)]
@@ -149,7 +149,7 @@ def make_config(values: dict[str, Any], source: str = "config", *, to_train: boo
     values, problems = _with_preprocessing(values)
     if to_train:
         named = {name for name, _ in problems}
-        problems += [one for one in _not_installed(values) if one[0] not in named]
+        problems += [fault for fault in _not_installed(values) if fault[0] not in named]
     config = _validated(_adapter(), values, source, problems)
     if problems := [*problems, *_conflicts(config)]:
         raise ConfigError(_listed(source, problems))
@@ -189,12 +189,12 @@ def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tu
     from bigscl.models.families import NoPreprocessing, find_preprocessing
 
     try:
-        found = find_preprocessing(backbone, weights)
+        preprocessing = find_preprocessing(backbone, weights)
     except NoPreprocessing as error:
         return values, [("data.preprocessing", f"weights, but {error}. Or choose explicit")]
     except ValueError as error:
         return values, [("model.backbone", str(error).removeprefix("backbone: "))]
-    return {**values, "data": {**data, **found.settings(data)}}, []
+    return {**values, "data": {**data, **preprocessing.settings(data)}}, []
 
 
 def _validated(
@@ -433,18 +433,18 @@ def _dotted(location: tuple[str | int, ...]) -> str:
 
 def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
     """Return (dotted path, complaint) of each setting: the members of a union have one complaint together."""
-    found: dict[str, str] = {}
+    by_setting: dict[str, str] = {}
     for error in errors:
         path, complaint = _dotted(error["loc"]), _complaint(error)
         if complaint == UNKNOWN:
             complaint += _nearest(path)
         start, should, expected = complaint.partition(SHOULD)
-        if should and found.get(path, "").startswith(start + should):
-            complaint = f"{found[path]} or {expected}"
-        elif path in found and complaint != found[path]:
-            complaint = f"{found[path]}; {complaint}"
-        found[path] = complaint
-    return list(found.items())
+        if should and by_setting.get(path, "").startswith(start + should):
+            complaint = f"{by_setting[path]} or {expected}"
+        elif path in by_setting and complaint != by_setting[path]:
+            complaint = f"{by_setting[path]}; {complaint}"
+        by_setting[path] = complaint
+    return list(by_setting.items())
 
 
 def _nearest(path: str) -> str:

@@ -11,8 +11,8 @@ def find_config(path: Path) -> Path:
     # os.path: a name that is too long, or has a NUL, is no file, and no error here.
     if os.path.exists(path) or path.parent != Path() or path.name in ("", ".."):
         return path
-    found = FOLDER / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
-    return found if os.path.isfile(found) else path
+    packaged = FOLDER / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
+    return packaged if os.path.isfile(packaged) else path
 
 
 def packaged_files() -> dict[str, Path]:

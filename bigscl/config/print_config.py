@@ -125,9 +125,9 @@ def _as_yaml(value: Any) -> str | None:
 def _words(schema: dict[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return " or ".join(_words(one) for one in schema["anyOf"])
+        return " or ".join(_words(choice) for choice in schema["anyOf"])
     if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{one}`" for one in schema.get("enum", [schema.get("const")]))
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         items = schema.get("prefixItems")
         return "list of texts" if items is None else f"{len(items)} values, each {_words(items[0])}"
@@ -144,21 +144,23 @@ def _words(schema: dict[str, Any]) -> str:
 def settings_page() -> str:
     """Return the page of all settings, as Markdown."""
     lines = [HEAD, "| setting | default | values | |", "|---|---|---|---|"]
-    for one in all_settings():
-        if one.is_section:
-            left_out = " Default: none." if one.default == "null" and "Default" not in one.text else ""
-            lines += ["", f"## {one.path}", "", one.text + left_out, ""]
+    for setting in all_settings():
+        if setting.is_section:
+            left_out = (
+                " Default: none." if setting.default == "null" and "Default" not in setting.text else ""
+            )
+            lines += ["", f"## {setting.path}", "", setting.text + left_out, ""]
             lines += ["| setting | default | values | |", "|---|---|---|---|"]
         else:
-            default = "**required**" if one.default is None else f"`{one.default}`"
-            text = one.text.replace("|", "\\|")
-            lines.append(f"| `{one.path}` | {default} | {one.kind} | {text} |")
+            default = "**required**" if setting.default is None else f"`{setting.default}`"
+            text = setting.text.replace("|", "\\|")
+            lines.append(f"| `{setting.path}` | {default} | {setting.kind} | {text} |")
     return "\n".join(lines) + "\n"
 
 
 def commented_yaml(config: Config) -> str:
     """Return the resolved config as YAML with the sentence of each setting; `load_config` reads it back."""
-    texts = {one.path: one.text for one in all_settings()}
+    texts = {setting.path: setting.text for setting in all_settings()}
     return "\n".join(_commented(yaml.safe_load(to_yaml(config)), texts, "", 0)) + "\n"
 
 

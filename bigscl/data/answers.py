@@ -159,8 +159,8 @@ class AnswersFile:
 
     def _follow(self, file: IO[bytes]) -> Answers:
         """Take up what was added to the file, or all of it if it is another one."""
-        found = os.fstat(file.fileno())
-        state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        status = os.fstat(file.fileno())
+        state = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if state != self._state:
             self.take(file.read())
             self._state = state
@@ -219,7 +219,9 @@ class AnswersFile:
         # Copies: a file that grows does not change what was returned before.
         self._answers = Answers(
             standing=self._standing.copy(),
-            conflicts=[(one, self._standing[pair]) for pair, own in self._others.items() for one in own],
+            conflicts=[
+                (answer, self._standing[pair]) for pair, own in self._others.items() for answer in own
+            ],
             asked=frozenset(self._said),
             torn=tuple(self._warned),
         )
@@ -266,7 +268,7 @@ def _decided(answers: Sequence[Answer]) -> tuple[Answer | None, list[Answer]]:
         latest.pop(answer.who, None)  # the place of a later answer is later
         latest[answer.who] = answer
     said = [answer for answer in latest.values() if answer.yes is not None]
-    return (said[-1], [one for one in said if one.yes != said[-1].yes]) if said else (None, [])
+    return (said[-1], [answer for answer in said if answer.yes != said[-1].yes]) if said else (None, [])
 
 
 def _order(answer: Answer) -> tuple[datetime, str]:
@@ -275,7 +277,7 @@ def _order(answer: Answer) -> tuple[datetime, str]:
 
 def _after(answer: Answer, before: Iterable[Answer], path: Path) -> Answer:
     """Return the answer with a moment after those before it."""
-    last = max((moment(one.when) for one in before), default=None)
+    last = max((moment(answer.when) for answer in before), default=None)
     if last is None or moment(answer.when) > last:
         return answer
     try:
@@ -320,7 +322,7 @@ def _parsed(line: bytes, where: str) -> Answer | None:
 def _is_beginning(text: str, error: json.JSONDecodeError) -> bool:
     """Whether the text is the beginning of an answer, cut anywhere."""
     start = '{"key": '
-    wrong = sum(found != wanted != "_" for found, wanted in zip(text[-len(END) :], END, strict=False))
+    wrong = sum(letter != wanted != "_" for letter, wanted in zip(text[-len(END) :], END, strict=False))
     if error.msg == "Extra data" or (len(text) > len(END) and wrong <= 1):
         return False  # whole, and damaged: its beginnings end elsewhere
     if not (text.startswith(start) or start.startswith(text)):
@@ -343,12 +345,12 @@ def _fault(value: Any) -> str | None:
         return f"an unknown {printable(unknown[0][:60])!r}"
     if SEAL in value and (fault := seal_fault(value)):
         return fault
-    for name, one in value.items():
+    for name, content in value.items():
         if name == "yes":
-            if one is not None and not isinstance(one, bool):
-                return f"yes is {printable(str(one)[:60])!r}, not true, false or null"
-        elif not isinstance(one, str):
-            return f"{name} is {printable(str(one)[:60])!r}, not a text"
+            if content is not None and not isinstance(content, bool):
+                return f"yes is {printable(str(content)[:60])!r}, not true, false or null"
+        elif not isinstance(content, str):
+            return f"{name} is {printable(str(content)[:60])!r}, not a text"
     try:
         moment(value["when"])
     except UserError as error:

@@ -97,12 +97,12 @@ def scan(
         num_classes = len(class_names)
     work = partial(scan_shard, num_classes=num_classes, allow_pipe=allow_pipe, unlabelled=unlabelled)
     by_url: dict[str, ShardScan] = {}
-    for url, found in map_in_processes(work, urls, jobs if jobs > 1 else 0):
-        by_url[url] = found
+    for url, shard_scan in map_in_processes(work, urls, jobs if jobs > 1 else 0):
+        by_url[url] = shard_scan
         on_shard(url)
     scans = [by_url[url] for url in urls]
-    problems = [problem for found in scans for problem in found.problems]
-    if not any(len(found.keys) for found in scans):
+    problems = [problem for shard_scan in scans for problem in shard_scan.problems]
+    if not any(len(shard_scan.keys) for shard_scan in scans):
         raise NoSamples(urls, problems)
     problems += _repeated_keys(urls, scans)
     names = class_names or [str(number) for number in range(num_classes or _largest_label(scans) + 1)]
@@ -258,8 +258,8 @@ def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
     """Return keys that occur in more than one shard; the samples are kept, as their ids differ."""
     first: dict[bytes, int] = {}
     problems = []
-    for number, found in enumerate(scans):
-        content, ends = found.keys.values.tobytes(), found.keys.offsets.tolist()
+    for number, shard_scan in enumerate(scans):
+        content, ends = shard_scan.keys.values.tobytes(), shard_scan.keys.offsets.tolist()
         for key in (content[start:end] for start, end in pairwise(ends)):
             if (other := first.setdefault(key, number)) != number:
                 what = f"duplicate key: it occurs in {urls[other]} too; both samples are kept"
@@ -268,30 +268,30 @@ def _repeated_keys(urls: list[str], scans: list[ShardScan]) -> list[Problem]:
 
 
 def _largest_label(scans: list[ShardScan]) -> int:
-    found = [rows.values for scan in scans for rows in (scan.given, scan.negatives, scan.full) if rows]
-    return int(max((values.max() for values in found if len(values)), default=0))
+    labels = [rows.values for scan in scans for rows in (scan.given, scan.negatives, scan.full) if rows]
+    return int(max((values.max() for values in labels if len(values)), default=0))
 
 
 def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]) -> Index:
-    sizes = np.array([len(found.keys) for found in scans], np.int64)
+    sizes = np.array([len(shard_scan.keys) for shard_scan in scans], np.int64)
     ids, num_rows = sample_ids(sizes), len(sizes) * int(sizes.max())
     images = np.zeros((num_rows, 2), np.int64)
-    images[ids] = np.concatenate([found.images for found in scans])
+    images[ids] = np.concatenate([shard_scan.images for shard_scan in scans])
 
     def spread(parts: list[Ragged], dtype: type[np.generic]) -> Ragged:
         return Ragged.concatenate(parts, dtype).spread(ids, num_rows)
 
-    full = [found.full for found in scans if found.full is not None]
+    full = [shard_scan.full for shard_scan in scans if shard_scan.full is not None]
     index = Index(
         urls=tuple(urls),
-        shard_bytes=np.array([found.stored_bytes for found in scans], np.int64),
+        shard_bytes=np.array([shard_scan.stored_bytes for shard_scan in scans], np.int64),
         shard_sizes=sizes,
         class_names=class_names,
-        keys=spread([found.keys for found in scans], np.uint8),
+        keys=spread([shard_scan.keys for shard_scan in scans], np.uint8),
         image_offsets=images[:, 0].copy(),
         image_bytes=images[:, 1].copy(),
-        given=spread([found.given for found in scans], np.uint32),
-        negatives=spread([found.negatives for found in scans], np.uint32),
+        given=spread([shard_scan.given for shard_scan in scans], np.uint32),
+        negatives=spread([shard_scan.negatives for shard_scan in scans], np.uint32),
         full=spread(full, np.uint32) if len(full) == len(scans) else None,
         fingerprint="",
     )

@@ -251,14 +251,14 @@ def _read_rows(file: Any, name: str) -> Ragged | None:
 
 def check_shards(index: Index) -> None:
     """Raise an error that names the local shards that are missing or have changed length since indexing."""
-    found = [tars.local_bytes(url) for url in index.urls]
+    sizes_now = [tars.local_bytes(url) for url in index.urls]
     expected = index.shard_bytes.tolist()
-    missing = [url for url, size in zip(index.urls, found, strict=True) if size == tars.MISSING]
+    missing = [url for url, size in zip(index.urls, sizes_now, strict=True) if size == tars.MISSING]
     if missing:
         raise FileNotFoundError(f"{len(missing)} shards are missing: {first_few(missing, len(missing))}")
     changed = [
         f"{url} ({size} bytes, {before} when indexed)"
-        for url, size, before in zip(index.urls, found, expected, strict=True)
+        for url, size, before in zip(index.urls, sizes_now, expected, strict=True)
         if size is not None and size != before
     ]
     if changed:

@@ -64,15 +64,15 @@ class LocalShard:
         if offset < 0 or size < 0 or offset + size > self.end:
             raise Unreadable(f"the tar ends at byte {self.end}, inside {size} bytes from {offset}")
         data = bytearray(size)
-        found = 0
+        num_read = 0
         try:
             self._file.seek(offset)
-            while found < size and (count := self._file.readinto(memoryview(data)[found:])):
-                found += count
+            while num_read < size and (count := self._file.readinto(memoryview(data)[num_read:])):
+                num_read += count
         except OSError as error:
             raise Unreadable(f"{error.strerror or error} in {size} bytes from {offset}") from error
-        if found < size:
-            raise Unreadable(f"the tar ends at byte {offset + found}, inside {size} bytes from {offset}")
+        if num_read < size:
+            raise Unreadable(f"the tar ends at byte {offset + num_read}, inside {size} bytes from {offset}")
         return data
 
     def close(self) -> None:

@@ -127,19 +127,19 @@ def read_metadata(index: Index, ids: NDArray[np.int64]) -> dict[int, dict[str, A
 
     Malformed `boxes`, which `bigscl index` reports, are left out.
     """
-    found: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
+    metadata: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
     for number in np.unique(ids // index.rows_per_shard).tolist():
-        wanted = {bytes(index.keys[n]): n for n in found if n // index.rows_per_shard == number}
+        wanted = {bytes(index.keys[n]): n for n in metadata if n // index.rows_per_shard == number}
         with closing(open_shard(index.urls[number], allow_pipe=index.allow_pipe)) as shard:
             for member in members(shard, _ignore):
                 key, extension = member.key_and_extension() or ("", "")
                 row = wanted.get(key.encode(errors="surrogateescape")) if extension == "json" else None
                 if row is not None:
-                    found[row] = _metadata(index.name(row), shard, member)
+                    metadata[row] = _metadata(index.name(row), shard, member)
                     del wanted[bytes(index.keys[row])]
                 if not wanted:
                     break
-    return found
+    return metadata
 
 
 def _ignore(damage: str) -> None:
@@ -183,7 +183,7 @@ class ImageHead:
 
 def read_image_heads(index: Index, ids: NDArray[np.int64]) -> dict[int, ImageHead]:
     """Return names and sizes of images by id, without those that are not readable images."""
-    found: dict[int, ImageHead] = {}
+    heads: dict[int, ImageHead] = {}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         own = ids[ids // index.rows_per_shard == number]
         wanted = dict(zip(index.image_offsets[own].tolist(), own.tolist(), strict=True))
@@ -192,10 +192,10 @@ def read_image_heads(index: Index, ids: NDArray[np.int64]) -> dict[int, ImageHea
                 row = wanted.pop(member.offset, None)
                 if row is not None and (size := _upright_size(shard, member)) is not None:
                     name = member.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-                    found[row] = ImageHead(name, *size)
+                    heads[row] = ImageHead(name, *size)
                 if not wanted:
                     break
-    return found
+    return heads
 
 
 def _upright_size(shard: Shard, member: Member) -> tuple[int, int] | None:

@@ -51,22 +51,22 @@ class SampleIds:
         if url not in self._shards:
             self._shards[url] = self._find_shard(url)
         shard = self._shards[url]
-        place = self._places_in(shard).get(key.encode(errors="surrogateescape"))
-        if place is None:
+        position = self._places_in(shard).get(key.encode(errors="surrogateescape"))
+        if position is None:
             raise UnknownSample(
                 f"{printable(public(url))}: sample {printable(key)!r} is not in the index. The shard has "
                 f"changed, or `bigscl index` reported a problem with this sample. Run it again on these "
                 f"shards, or leave unknown samples out with handler=wds.warn_and_continue."
             )
-        return shard * self._index.rows_per_shard + place
+        return shard * self._index.rows_per_shard + position
 
     def _find_shard(self, url: str) -> int:
         """Return the shard of a url: the same url, or the one whose name it shares most of."""
         if public(url) in self._index.urls:
             return self._index.urls.index(public(url))
-        found = [(_common_end(url, name), shard) for shard, name in enumerate(self._index.shard_names)]
-        best = max(length for length, _ in found)
-        shards = [shard for length, shard in found if length == best]
+        endings = [(_common_end(url, name), shard) for shard, name in enumerate(self._index.shard_names)]
+        best = max(length for length, _ in endings)
+        shards = [shard for length, shard in endings if length == best]
         if best == 0 or len(shards) > 1:
             what = "no shard" if best == 0 else f"{len(shards)} shards"
             raise UnknownSample(
@@ -80,7 +80,7 @@ class SampleIds:
             rows, size = self._index.rows_per_shard, int(self._index.shard_sizes[shard])
             first = shard * rows
             keys = (bytes(self._index.keys[row]) for row in range(first, first + size))
-            self._places[shard] = {key: place for place, key in enumerate(keys)}
+            self._places[shard] = {key: position for position, key in enumerate(keys)}
             if len(self._places) > MOST_SHARDS:
                 self._places.popitem(last=False)
         self._places.move_to_end(shard)

@@ -94,7 +94,7 @@ def _boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
                 fraction(top + box_height, height),
             )
         )
-    return {image: tuple(found) for image, found in boxes.items()}
+    return {image: tuple(own) for image, own in boxes.items()}
 
 
 def _without_outline(item: dict[str, Any]) -> dict[str, Any]:

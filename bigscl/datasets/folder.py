@@ -11,9 +11,8 @@ import numpy as np
 
 from bigscl.common.files import BadFile, parse_errors
 from bigscl.common.user_error import UserError
-from bigscl.datasets.image_files import SUFFIXES, ImageFile, Resize, key_of
 from bigscl.datasets.multilabel import existing, existing_folder
-from bigscl.datasets.writer import Sample, Shards
+from bigscl.datasets.writer import SUFFIXES, ImageFile, Resize, Sample, Shards, key_of
 
 LONGEST_NUMBER = 20
 HINT = "ILSVRC2012_devkit_t12/data/meta.mat, or a file with one class a line"
@@ -44,15 +43,17 @@ def folder(
     Classes are the sorted folder names of `train`. Training samples are shuffled once, so that every shard
     has a mixture of classes; other parts are in the order of their keys. No `splits` means all of them.
     """
-    found = _find_splits(source)
-    if unknown := [split for split in splits if split not in found]:
-        raise UserError(f"{source}: no split {', '.join(unknown)}, found {', '.join(found)}")
-    wanted = {split: path for split, path in found.items() if not splits or split in splits}
+    splits_there = _find_splits(source)
+    if unknown := [split for split in splits if split not in splits_there]:
+        raise UserError(f"{source}: no split {', '.join(unknown)}, found {', '.join(splits_there)}")
+    wanted = {split: path for split, path in splits_there.items() if not splits or split in splits}
     if flat is not None and all(_class_folders(path) for path in wanted.values()):
         raise UserError(
             f"ground truth {flat.ground_truth}: every split of {source} has class folders: remove it"
         )
-    classes = [child.name for child in _class_folders(found.get("train") or next(iter(found.values())))]
+    classes = [
+        child.name for child in _class_folders(splits_there.get("train") or next(iter(splits_there.values())))
+    ]
     short = Resize(size=resize, mode="short") if resize is not None else None
     settings: dict[str, Any] = {"resize": resize, "seed": seed}
     return Shards(
@@ -88,13 +89,13 @@ def _part(
 def _find_splits(source: Path) -> dict[str, Path]:
     """Return the folder of each split; `source` itself if no split in it has class folders."""
     existing_folder(source, "a folder of images")
-    found = {split: source / split for split in SPLITS if (source / split).is_dir()}
+    splits = {split: source / split for split in SPLITS if (source / split).is_dir()}
     # A class may be called "train": a split is recognised by its class folders.
-    if not any(_class_folders(path) for path in found.values()):
-        found = {"train": source}
-    if not _class_folders(found.get("train", source)):
-        raise UserError(f"{found['train']}: no class folders, expected <class>/<image> in it")
-    return found
+    if not any(_class_folders(path) for path in splits.values()):
+        splits = {"train": source}
+    if not _class_folders(splits.get("train", source)):
+        raise UserError(f"{splits['train']}: no class folders, expected <class>/<image> in it")
+    return splits
 
 
 def _class_folders(path: Path) -> list[Path]:

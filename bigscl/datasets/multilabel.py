@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from bigscl.common.files import BadFile
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.datasets.image_files import ImageFile, Resize, key_of
-from bigscl.datasets.writer import MultiLabel, Sample, Shards
+from bigscl.datasets.writer import ImageFile, MultiLabel, Resize, Sample, Shards, key_of
 
 SEED = 1200
 VALIDATION_SHARE = 0.2

@@ -1,17 +1,21 @@
 """Write tar shards from lists of samples: the same bytes every time; an interrupted command is resumed."""
 
 import hashlib
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from PIL import Image
 
 from bigscl.common.files import BadFile, atomic_write, parse_errors, write_text
 from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import first_few
 from bigscl.common.user_error import UserError
+from bigscl.data.headers import check_header, check_pixels
 
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"
@@ -158,26 +162,26 @@ def _claim(shards: Shards, out: Path) -> None:
     """Record in `out` what is written there; refuse a folder with other shards."""
     path = out / MANIFEST
     wanted = _manifest(shards)
-    found = _read_manifest(path) if path.exists() else None
-    if found is None and any(out.glob("*.tar")):
+    manifest = _read_manifest(path) if path.exists() else None
+    if manifest is None and any(out.glob("*.tar")):
         raise UserError(f"{out}: has tar files but no {MANIFEST}. Use an empty folder.")
-    if found is not None:
-        if differences := _differences(found, wanted):
+    if manifest is not None:
+        if differences := _differences(manifest, wanted):
             raise UserError(
                 f"{path}: these shards were written with other settings: {'; '.join(differences)}. "
                 f"Use another folder, or delete this one and rerun the command."
             )
-        wanted["parts"] |= found["parts"]
+        wanted["parts"] |= manifest["parts"]
     write_text(out / CLASSES, "".join(f"{name}\n" for name in shards.classes))
     write_text(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     with parse_errors(path, "a manifest of bigscl shards", "Use another folder, or delete this one."):
-        found: dict[str, Any] = json.loads(path.read_text())
-        if not all(isinstance(found[name], dict) for name in ("settings", "parts")):
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        if not all(isinstance(manifest[name], dict) for name in ("settings", "parts")):
             raise UserError("settings or parts are no objects")
-    return found
+    return manifest
 
 
 def _manifest(shards: Shards) -> dict[str, Any]:
@@ -216,3 +220,89 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         common = found["parts"].keys() & wanted["parts"].keys()
         pairs += [(f"part {part}", found["parts"][part], wanted["parts"][part]) for part in sorted(common)]
     return [f"{name} was {was}, is {now_is}" for name, was, now_is in pairs if was != now_is]
+
+
+# Image files: their original bytes, or resized
+
+# Formats that training reads from shards, by the first bytes of the file. The name does not tell: one of
+# ImageNet's .JPEG files is a PNG.
+SIGNATURES = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n\x1a\n": "png"}
+# torchvision's list of what an image folder may hold.
+SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+# Only these: Pillow runs Ghostscript for some other formats.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+QUALITY = 95
+
+
+def key_of(path: Path) -> str:
+    """Return the key of an image in its shard: its path without slashes and dots, which would end the key."""
+    stem = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
+    return "_".join(stem.parts).replace(".", "_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Resizes an image: `square` squashes it to size x size, `short` keeps its aspect ratio."""
+
+    size: int
+    mode: Literal["square", "short"]
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"resize: {self.size}, expected at least 1 pixel")
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """Return the new (width, height); `short` never enlarges."""
+        if self.mode == "square":
+            return self.size, self.size
+        scale = min(1.0, self.size / min(width, height))
+        return round(width * scale), round(height * scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFile:
+    """A file, read when its shard is written."""
+
+    path: str
+    resize: Resize | None = None
+
+    def encoded(self) -> tuple[str, bytes]:
+        """Return (extension by content, bytes): the file's own bytes unless they have to change.
+
+        A file that cannot be decoded stays as it is, so that the shards have every sample of the source:
+        training skips, counts and names it.
+        """
+        with open(self.path, "rb") as file:
+            content = file.read()
+        extension = _extension(content)
+        if extension is not None and self.resize is None:
+            return extension, content
+        try:
+            return _reencoded(content, extension, self.resize)
+        except Exception:  # A broken file can make Pillow's plugins raise anything.
+            return extension or "jpg", content
+
+
+def _extension(content: bytes) -> str | None:
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "webp"
+    return next((name for start, name in SIGNATURES.items() if content.startswith(start)), None)
+
+
+def _reencoded(content: bytes, extension: str | None, resize: Resize | None) -> tuple[str, bytes]:
+    """Return a resized JPEG, a PNG if shards do not hold this format, or the file itself if its size fits."""
+    buffer = io.BytesIO()
+    check_header(content)
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        check_pixels(image.width, image.height)
+        if resize is None:
+            image.convert("RGB").save(buffer, format="PNG")
+            return "png", buffer.getvalue()
+        # The orientation tag stays: the reader applies it, as for unchanged files.
+        exif = image.info.get("exif", b"")
+        target = resize.target(image.width, image.height)
+        if extension is not None and target == image.size:
+            return extension, content
+        small = image.convert("RGB").resize(target, Image.Resampling.BICUBIC, reducing_gap=3.0)
+        small.save(buffer, format="JPEG", quality=QUALITY, subsampling=0, exif=exif)
+    return "jpg", buffer.getvalue()

@@ -93,16 +93,18 @@ def _interface_with(address: str) -> str | None:
 
 def addresses_of(interface: str) -> set[str]:
     """The IP addresses of a network interface, on Linux."""
-    found = set()
+    addresses = set()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            found.add(socket.inet_ntoa(answer[20:24]))
+            addresses.add(socket.inet_ntoa(answer[20:24]))
         except OSError:
             pass  # it has no IPv4 address
     try:
         with open("/proc/net/if_inet6") as lines:
             rows = [line.split() for line in lines]
     except OSError:
-        return found
-    return found | {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[-1] == interface}
+        return addresses
+    return addresses | {
+        str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[-1] == interface
+    }

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from bigscl.common.user_error import UserError
 from bigscl.evaluation.main_metrics import METRICS, draw_counts
 from bigscl.evaluation.predictions import Pooling, SavedPredictions
 from bigscl.evaluation.report import Activation, Report, make_report, score
+from bigscl.evaluation.report_files import main_table, markdown_table, percent, plain, pooling_table
 
 COVERAGE = 95
 
@@ -160,3 +161,61 @@ def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:
     ]
     changes.sort(key=lambda change: abs(change.before - change.after), reverse=True)
     return sorted(changes[:count], key=lambda change: change.before - change.after)
+
+
+# Tables
+
+
+def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
+    """Return the comparison for compare.json."""
+    rows = [
+        {
+            "model": run.report.model,
+            "pooling": run.report.pooling,
+            "num_images": run.report.num_images,
+            "figures": {name: asdict(difference) for name, difference in run.figures.items()},
+            "changes": [asdict(change) for change in run.changes],
+        }
+        for run in compared
+    ]
+    return {"first": compared[0].report.name, "runs": plain(rows)}
+
+
+def comparison_text(compared: Sequence[Comparison]) -> str:
+    """Return the tables of the comparison as Markdown."""
+    first = compared[0]
+    header = ["run", *(metric.title for metric in METRICS.values())]
+    rows = [
+        [run.report.name, *(_cell(run.figures[name], run is first) for name in METRICS)] for run in compared
+    ]
+    parts = [
+        f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.name} "
+        f"with 95% bootstrap intervals over images, in percent",
+        markdown_table(header, rows),
+        main_table([run.report for run in compared]),
+        pooling_table([run.report for run in compared]),
+        *(_change_table(first, run) for run in compared[1:] if run.changes),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _cell(found: Difference, is_first: bool) -> str:
+    if is_first:
+        return percent(found.value)
+    change, low, high = (f"{100 * value:+.2f}" for value in (found.difference, found.low, found.high))
+    return f"{percent(found.value)} {change} [{low}, {high}]"
+
+
+def _change_table(first: Comparison, other: Comparison) -> str:
+    rows = [
+        [
+            change.name,
+            f"{change.num_positives:,}",
+            percent(change.before),
+            percent(change.after),
+            f"{100 * (change.after - change.before):+.2f}",
+        ]
+        for change in other.changes
+    ]
+    header = ["class", "positives", f"AP of {first.report.name}", f"AP of {other.report.name}", "change"]
+    return markdown_table(header, rows)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from bigscl.common.user_error import UserError
-from bigscl.data.labels.real_labels import match_real_labels
+from bigscl.data.labels.label_files import match_real_labels
 from bigscl.evaluation.main_metrics import METRICS, ScoredImages
 from bigscl.evaluation.metrics import (
     ClassFigures,

@@ -102,13 +102,13 @@ def find_weights(path: Path) -> Path:
         return path
     newest_first = sorted(path.glob(f"checkpoints/step-*/{WEIGHTS}"), reverse=True)
     candidates = [find_folder(path / "best") / WEIGHTS, path / WEIGHTS, *newest_first]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
+    file_there = next((file for file in candidates if file.is_file()), None)
+    if file_there is None:
         raise FileNotFoundError(
             f"{path}: neither a weights file, nor a run or a checkpoint: no {WEIGHTS} there, in best/ or in "
             f"checkpoints/step-*/"
         )
-    return found
+    return file_there
 
 
 def find_config(file: Path) -> Path | None:
@@ -164,13 +164,13 @@ def _of_backbone(backbone: str, weights: str) -> EvaluationTarget:
     name = Path(weights).name if is_file(weights) else weights
     target = EvaluationTarget(name=f"{backbone} {name}", backbone=backbone, weights=weights)
     try:
-        found = find_preprocessing(backbone, weights)
+        preprocessing = find_preprocessing(backbone, weights)
     except NoPreprocessing:
         return target  # if the backbone does not exist, creating the network says so
     return replace(
         target,
-        transform=found.transform(),
-        mean=found.mean,
-        std=found.std,
+        transform=preprocessing.transform(),
+        mean=preprocessing.mean,
+        std=preprocessing.std,
         preprocessing="that of the published weights",
     )

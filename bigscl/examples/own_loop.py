@@ -46,18 +46,18 @@ def train(folder: Path, epochs: int = 3) -> None:
             transform = bigscl.TrainingTransform(size=SIDE, seed=SEED, epoch=epoch)
             loader = bigscl.Loader(index, plan, accelerator.process_index, transform)
             with uneven_batches(model):
-                for place, (batch, stored) in enumerate(memory.prefetch(loader)):
+                for step, (batch, stored) in enumerate(memory.prefetch(loader)):
                     images = normalize(batch.images.to(accelerator.device), MEAN, STD).contiguous()
                     labels = batch.labels.to(accelerator.device)
                     prediction = model(images)
                     maps = prediction.logit_map.float().sigmoid()
-                    gamma = objective.gamma.at(epoch + place / plan.num_steps)
+                    gamma = objective.gamma.at(epoch + step / plan.num_steps)
                     loss = objective(stored.inputs(prediction.logits, labels, maps), gamma=gamma)
                     optimizer.zero_grad()
                     accelerator.backward(loss.total.mean())
                     optimizer.step()
                     memory.update(stored, logits=prediction.logits, maps=maps)
-                    accelerator.print(f"epoch {epoch} step {place} loss {loss.total.mean().item():.6f}")
+                    accelerator.print(f"epoch {epoch} step {step} loss {loss.total.mean().item():.6f}")
             memory.end_epoch()
             if accelerator.is_main_process:
                 save(folder / "checkpoint.pt", accelerator.unwrap_model(model), optimizer, memory)

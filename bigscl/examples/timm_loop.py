@@ -46,17 +46,17 @@ def train(folder: Path, name: str = "resnet10t", epochs: int = 2) -> None:
             loader = bigscl.Loader(
                 index, plan, 0, bigscl.TrainingTransform(size=SIDE, seed=SEED, epoch=epoch)
             )
-            for place, (batch, stored) in enumerate(memory.prefetch(loader)):
+            for step, (batch, stored) in enumerate(memory.prefetch(loader)):
                 logit_map = logit_maps(network, normalize(batch.images, MEAN, STD).contiguous())
                 logits, maps = logit_map.mean((2, 3)), logit_map.sigmoid()
-                gamma = objective.gamma.at(epoch + place / plan.num_steps)
+                gamma = objective.gamma.at(epoch + step / plan.num_steps)
                 inputs = stored.inputs(logits, batch.labels, maps)
                 loss: Any = objective(inputs, gamma=gamma).total.mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 memory.update(stored, logits=logits, maps=maps)
-                print(f"epoch {epoch} step {place} loss {loss.item():.6f}")
+                print(f"epoch {epoch} step {step} loss {loss.item():.6f}")
             memory.end_epoch()
     torch.save(network.state_dict(), folder / "weights.pt")
 

@@ -34,8 +34,8 @@ class Crop:
     def __call__(self, sample: Sample) -> Sample:
         """Return the sample with `image` and `view`."""
         if self._planned:
-            found = self._by_id(sample["png"], sample["__id__"])
-            return {"__id__": sample["__id__"], "image": found.pixels, "view": torch.tensor(found.view)}
+            by_id = self._by_id(sample["png"], sample["__id__"])
+            return {"__id__": sample["__id__"], "image": by_id.pixels, "view": torch.tensor(by_id.view)}
         image, view = self._random(sample["png"])
         return {"__id__": sample["__id__"], "image": image, "view": view}
 
@@ -72,18 +72,18 @@ def train(folder: Path, epochs: int = 3, planned: bool = False) -> None:
         num_steps = -(-index.num_samples // BATCH_SIZE)
         for epoch in range(epochs):
             batches = memory.prefetch(pipeline(index, memory, planned))
-            for place, (batch, stored) in enumerate(batches):
+            for step, (batch, stored) in enumerate(batches):
                 labels = torch.from_numpy(index.labels_of(batch["ids"].numpy()))
                 prediction = model(normalize(batch["images"], MEAN, STD).contiguous())
                 maps = prediction.logit_map.sigmoid()
-                gamma = objective.gamma.at(epoch + place / num_steps)
+                gamma = objective.gamma.at(epoch + step / num_steps)
                 inputs = stored.inputs(prediction.logits, labels, maps)
                 loss: Any = objective(inputs, gamma=gamma).total.mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 memory.update(stored, logits=prediction.logits, maps=maps)
-                print(f"epoch {epoch} step {place} loss {loss.item():.6f}")
+                print(f"epoch {epoch} step {step} loss {loss.item():.6f}")
             memory.end_epoch()
     torch.save(model.network.state_dict(), folder / "weights.pt")
 

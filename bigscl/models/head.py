@@ -197,13 +197,13 @@ def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor, Tens
 
 def _side_of_images(network: nn.Module) -> int:
     """Return the side that a network of a fixed size says it has: torchvision's, timm's, or the usual one."""
-    found: Any = getattr(network, "image_size", None)
-    if found is None:
-        found = getattr(getattr(network, "patch_embed", None), "img_size", None)
-    if found is None and isinstance(published := getattr(network, "pretrained_cfg", None), dict):
-        found = published.get("input_size", ())[1:]
-    found = found[0] if isinstance(found, tuple | list) and found else found
-    return found if isinstance(found, int) and found > 0 else USUAL_SIDE
+    size: Any = getattr(network, "image_size", None)
+    if size is None:
+        size = getattr(getattr(network, "patch_embed", None), "img_size", None)
+    if size is None and isinstance(published := getattr(network, "pretrained_cfg", None), dict):
+        size = published.get("input_size", ())[1:]
+    size = size[0] if isinstance(size, tuple | list) and size else size
+    return size if isinstance(size, int) and size > 0 else USUAL_SIDE
 
 
 class _DoesNotRun(Exception):

@@ -140,14 +140,14 @@ class ReferenceCheck:
         with without_randomness(self._state.network):
             # Before anything runs on the device: a forward changes the statistics of batch normalisation.
             reference = self._reference(batch, stored)
-            for place, precision in enumerate(precisions):
-                found = self._on_device(batch, stored, precision, as_prepared=place == 0)
+            for number, precision in enumerate(precisions):
+                outcome = self._on_device(batch, stored, precision, as_prepared=number == 0)
                 tolerances = TOLERANCES[kept_bits(precision, self._device)]
-                for quantity, difference in compare(found, reference):
+                for quantity, difference in compare(outcome, reference):
                     yield Difference(
                         precision=precision,
                         quantity=quantity,
-                        found=difference,
+                        outcome=difference,
                         tolerance=0.0 if quantity in COUNTED else tolerances[quantity],
                     )
 
@@ -327,12 +327,16 @@ def _of_worst_image(found: Tensor, expected: Tensor) -> float:
 
 def worst(differences: list[Difference]) -> list[Difference]:
     """Return the worst of the differences in each precision and quantity."""
-    found: dict[tuple[str, str], Difference] = {}
-    for one in differences:
-        key = (one.precision, one.quantity)
-        if key not in found or math.isnan(one.found) or one.found > found[key].found:
-            found[key] = one
-    return list(found.values())
+    by_quantity: dict[tuple[str, str], Difference] = {}
+    for difference in differences:
+        key = (difference.precision, difference.quantity)
+        if (
+            key not in by_quantity
+            or math.isnan(difference.found)
+            or difference.found > by_quantity[key].found
+        ):
+            by_quantity[key] = difference
+    return list(by_quantity.values())
 
 
 def _first(tensors: Any, count: int) -> Any:
@@ -352,7 +356,7 @@ def _changed(tensors: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """Return a dataclass with each of its tensors changed; None for None."""
     if tensors is None:
         return None
-    parts = {one.name: getattr(tensors, one.name) for one in fields(tensors)}
+    parts = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
     changed: dict[str, Any] = {
         name: change(name, part) for name, part in parts.items() if isinstance(part, Tensor)
     }

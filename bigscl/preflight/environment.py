@@ -1,5 +1,6 @@
 """Check that this environment, and every node of a launcher, can train."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,8 @@ import platform
 import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,11 +17,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from bigscl.common.failures import exit_now
 from bigscl.common.files import free_bytes
 from bigscl.common.text import size
-from bigscl.preflight.shared_storage import probe_place
-from bigscl.store import StorageOptions, Transport
+from bigscl.distributed.hardware import machine_ram_bytes, usable_precision
+from bigscl.distributed.network import address_of_ranks, choose_interface
+from bigscl.distributed.ranks import process_group
+from bigscl.store import StorageOptions, StoreError, Transport, check_creates_once, open_backend
 
 NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
 OPTIONAL = {
@@ -58,11 +66,6 @@ def check_environment(place: str | None, options: StorageOptions) -> dict[str, A
 @contextmanager
 def _launched_ranks() -> Iterator[Transport]:
     """Yield the processes of the launcher as one group, or this process alone."""
-    import torch.distributed as dist
-
-    from bigscl.distributed.network import choose_interface
-    from bigscl.distributed.ranks import process_group
-
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield process_group()
         return
@@ -94,12 +97,6 @@ def _not_connected() -> None:
 
 def _environment(place: str | None) -> dict[str, Any]:
     """Return what one process finds on its machine."""
-    import torch
-    import torch.distributed as dist
-
-    from bigscl.distributed.hardware import machine_ram_bytes
-    from bigscl.distributed.network import address_of_ranks
-
     devices = [
         {"name": torch.cuda.get_device_name(n), "bytes": torch.cuda.get_device_properties(n).total_memory}
         for n in range(torch.cuda.device_count())
@@ -133,9 +130,6 @@ def _environment(place: str | None) -> dict[str, Any]:
 
 def _timeout_minutes() -> float | None:
     """Return how long the group of the ranks really waits; None without one."""
-    import torch
-    import torch.distributed as dist
-
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         return None
@@ -146,10 +140,6 @@ def _timeout_minutes() -> float | None:
 
 
 def _bf16() -> bool:
-    import torch
-
-    from bigscl.distributed.hardware import usable_precision
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
@@ -166,17 +156,17 @@ def _version(package: str) -> str | None:
 def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what is wrong with each process, and with all of them together."""
     for name in NEEDED:
-        found = {one["versions"][name] for one in processes}
-        if None in found:
-            hosts = sorted({one["host"] for one in processes if one["versions"][name] is None})
+        versions = {process["versions"][name] for process in processes}
+        if None in versions:
+            hosts = sorted({process["host"] for process in processes if process["versions"][name] is None})
             yield f"{name} is not installed on {', '.join(hosts)}: pip install {name}"
-        elif len(found) > 1:
-            yield f"{name} has several versions: {', '.join(sorted(found))}. Install the same everywhere."
-    if len({one["python"] for one in processes}) > 1:
-        yield f"several versions of Python: {', '.join(sorted({one['python'] for one in processes}))}"
-    for host, one in {one["host"]: one for one in processes}.items():
-        yield from _problems_of_host(host, one)
-    if len({one["host"] for one in processes}) > 1:
+        elif len(versions) > 1:
+            yield f"{name} has several versions: {', '.join(sorted(versions))}. Install the same everywhere."
+    if len({process["python"] for process in processes}) > 1:
+        yield f"several versions of Python: {', '.join(sorted({process['python'] for process in processes}))}"
+    for host, process in {process["host"]: process for process in processes}.items():
+        yield from _problems_of_host(host, process)
+    if len({process["host"] for process in processes}) > 1:
         yield from _problems_between_hosts(processes)
     if len(processes) == 1 and processes[0]["accelerate"] and not processes[0]["launched"]:
         yield (
@@ -196,17 +186,19 @@ def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
-    loopback = sorted({one["host"] for one in processes if (one["address"] or "").startswith("127.")})
+    loopback = sorted(
+        {process["host"] for process in processes if (process["address"] or "").startswith("127.")}
+    )
     if loopback:
         yield (
             f"ranks on {', '.join(loopback)} listen on the loopback address only, which other nodes cannot "
             f"reach: set GLOO_SOCKET_IFNAME to the interface that they share"
         )
-    for one in processes:
-        if one["timeout_minutes"] not in (None, TIMEOUT_MINUTES):
+    for process in processes:
+        if process["timeout_minutes"] not in (None, TIMEOUT_MINUTES):
             yield (
-                f"{one['host']}: the ranks' group waits for {one['timeout_minutes']:g} minutes, asked for "
-                f"were {TIMEOUT_MINUTES:g}: this build of torch ignores hardware.timeout_minutes"
+                f"{process['host']}: the ranks' group waits for {process['timeout_minutes']:g} minutes, "
+                f"asked for were {TIMEOUT_MINUTES:g}: this build of torch ignores hardware.timeout_minutes"
             )
             break
 
@@ -214,10 +206,10 @@ def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
 def environment_text(facts: dict[str, Any]) -> str:
     processes = facts["processes"]
     hosts: dict[str, list[dict[str, Any]]] = {}
-    for one in processes:
-        hosts.setdefault(one["host"], []).append(one)
+    for process in processes:
+        hosts.setdefault(process["host"], []).append(process)
     first = processes[0]
-    packages = ", ".join(f"{name} {found}" for name, found in first["versions"].items())
+    packages = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     extras = ", ".join(
         f"{name} {'yes' if first['optional'][name] else 'no'} ({use})" for name, use in OPTIONAL.items()
     )
@@ -236,13 +228,134 @@ def environment_text(facts: dict[str, Any]) -> str:
 
 
 def _host_text(host: str, processes: list[dict[str, Any]]) -> str:
-    one = processes[0]
-    devices = [f"{device['name']} ({size(device['bytes'])})" for device in one["devices"]] or ["no GPU"]
-    backends = ", ".join(name for name, there in one["backends"].items() if there)
-    cuda = "" if one["cuda"] is None else f", CUDA {one['cuda']}"
-    precision = "bf16 works" if one["bf16"] else "bf16 does not work"
+    first = processes[0]
+    devices = [f"{device['name']} ({size(device['bytes'])})" for device in first["devices"]] or ["no GPU"]
+    backends = ", ".join(name for name, there in first["backends"].items() if there)
+    cuda = "" if first["cuda"] is None else f", CUDA {first['cuda']}"
+    precision = "bf16 works" if first["bf16"] else "bf16 does not work"
     return (
-        f"{host}: {len(processes)} x process, {one['cpus']} CPUs, {size(one['ram_bytes'])} RAM, "
+        f"{host}: {len(processes)} x process, {first['cpus']} CPUs, {size(first['ram_bytes'])} RAM, "
         f"{', '.join(devices)}{cuda}, {precision}, backends {backends}"
-        f"{'' if one['address'] is None else ', ranks at ' + one['address']}; {one['system']}"
+        f"{'' if first['address'] is None else ', ranks at ' + first['address']}; {first['system']}"
     )
+
+
+# One place for all processes
+
+# A network file system may show a new file to other nodes only after some seconds.
+PATIENCE_SECONDS = 10.0
+
+
+def probe_place(
+    place: str, options: StorageOptions, ranks: Transport, *, patience_seconds: float = PATIENCE_SECONDS
+) -> list[str] | None:
+    """Return what is wrong with a place, on rank 0 (None elsewhere).
+
+    Every process creates a file there and all read it; every process renames another file over its own and
+    all read it again. Files and folders made for this are deleted again.
+    """
+    token = ranks.broadcast(uuid.uuid4().hex.encode() if ranks.rank == 0 else None).decode()
+    missing = _missing_folders(place)
+    _wait_for_all(ranks)
+
+    def without(content: bytes, from_ranks: list[int]) -> list[int]:
+        """Return the ranks whose file does not get this content before long."""
+        deadline = time.monotonic() + patience_seconds
+        keys = {rank: _key(token, rank) for rank in from_ranks}
+        return [rank for rank, key in keys.items() if not _sees(place, options, key, content, deadline)]
+
+    old, new = f"{token} old".encode(), f"{token} new".encode()
+    failures = _shared(ranks, _write(place, options, _key(token, ranks.rank), old))
+    unseen = without(old, _able(failures))
+    all_unseen = _shared(ranks, unseen)
+    if failures[ranks.rank] is None:
+        failures[ranks.rank] = _write(place, options, _key(token, ranks.rank), new, over=True)
+    failures = _shared(ranks, failures[ranks.rank])
+    all_stale = _shared(ranks, without(new, [rank for rank in _able(failures) if rank not in unseen]))
+    with contextlib.suppress(Exception):  # without permission to write there is none to delete
+        open_backend(place, options).delete(_key(token, ranks.rank))
+    _wait_for_all(ranks)
+    with contextlib.suppress(OSError):  # the first rank of a node deletes it
+        for folder in missing:
+            folder.rmdir()
+    return list(_place_problems(place, failures, all_unseen, all_stale)) if ranks.rank == 0 else None
+
+
+def _shared(ranks: Transport, mine: Any) -> list[Any]:
+    """Return the values of all ranks in rank order, on every rank."""
+    payloads = ranks.gather(json.dumps(mine).encode())
+    values = None if payloads is None else json.dumps([json.loads(payload) for payload in payloads]).encode()
+    shared: list[Any] = json.loads(ranks.broadcast(values))
+    return shared
+
+
+def _wait_for_all(ranks: Transport) -> None:
+    """Return when every process has called this."""
+    _shared(ranks, None)
+
+
+def _key(token: str, rank: int) -> str:
+    return f"bigscl-preflight-{token}-{rank}"
+
+
+def _able(failures: list[str | None]) -> list[int]:
+    return [rank for rank, failure in enumerate(failures) if failure is None]
+
+
+def _write(
+    place: str, options: StorageOptions, key: str, content: bytes, *, over: bool = False
+) -> str | None:
+    """Return why this process cannot create a file there, or rename one over it; None if it can."""
+    try:
+        backend = open_backend(place, options)
+        if over:
+            backend.replace(key, content)
+        else:
+            check_creates_once(backend)
+            backend.create(key, content)
+    except (StoreError, OSError) as error:
+        return str(error)
+    except Exception as error:  # the errors of object stores have no common type
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _sees(place: str, options: StorageOptions, key: str, content: bytes, deadline: float) -> bool:
+    """Return whether this process sees what another one wrote."""
+    while True:
+        try:
+            if open_backend(place, options).read(key) == content:
+                return True
+        except Exception:  # reported already by the process that tried to write there
+            return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+
+
+def _missing_folders(place: str) -> list[Path]:
+    """Return the folders that writing will create, the innermost first."""
+    if "://" in place:
+        return []
+    path = Path(place).absolute()
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def _place_problems(
+    place: str, failures: list[str | None], all_unseen: list[list[int]], all_stale: list[list[int]]
+) -> Iterator[str]:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            yield f"rank {rank} cannot write to {place}: {failure}"
+    for rank, unseen in enumerate(all_unseen):
+        if unseen:
+            yield (
+                f"rank {rank} does not see what ranks {unseen} wrote to {place}: it is not the same place "
+                f"there. Use a shared file system or an object store."
+            )
+    for rank, stale in enumerate(all_stale):
+        if stale:
+            yield (
+                f"rank {rank} still reads the old content of files in {place} that ranks {stale} renamed "
+                f"others over: a cache there is not shared. Mount it without one, or use an object store."
+            )

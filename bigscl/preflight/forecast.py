@@ -1,18 +1,30 @@
-"""Forecast of a run from its config, its shards and its plan: disk, RAM, I/O, and a fair division."""
+"""Forecast of a run from its config, shards and plan: disk, RAM, I/O, a fair division; and its summary."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bigscl.common.text import size
 from bigscl.config import Config
-from bigscl.config.schedule import EpochPlan
+from bigscl.config.schedule import EpochPlan, plan_epoch
 from bigscl.data.epoch_plan import Plan
 from bigscl.memory.open_memory import first_group
 from bigscl.memory.score_history import epoch_bytes
-from bigscl.store import GroupSpec, StoreSpec, history_bytes, shard_bytes, stored_bytes, stored_plans
+from bigscl.selection.k import expectation
+from bigscl.store import (
+    GroupSpec,
+    StoreSpec,
+    history_bytes,
+    label_counts,
+    shard_bytes,
+    spec_for,
+    stored_bytes,
+    stored_plans,
+)
+from bigscl.training.run_folder import Data
 
 MANY_BYTES = 100e9
 UNEVEN = 0.05
@@ -107,9 +119,9 @@ def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase
     peak = max(open_shards(plan, rank, spec.rows_per_shard, ahead, behind) for rank in range(plan.world_size))
     moments = list(disk_moments(config, plan.num_steps))
     ranges = (range(change), range(change, last))
-    for place, (epochs, group) in enumerate(zip(ranges, layouts(config, spec), strict=False)):
+    for number, (epochs, group) in enumerate(zip(ranges, layouts(config, spec), strict=False)):
         if epochs:
-            versions = max(moment.versions[place] for moment in moments)
+            versions = max(moment.versions[number] for moment in moments)
             yield _phase(spec, group, epochs, peak, versions, config.store.resident_gb)
 
 
@@ -292,3 +304,55 @@ def _history_bytes(config: Config, spec: StoreSpec, epochs: int) -> int:
     without = without if config.store.warmup_heatmaps == "scores" else 0
     whole, scores = (history_bytes(spec, history_samples, heatmaps=heatmaps) for heatmaps in (True, False))
     return (epochs - without) * whole + without * scores
+
+
+# Summary at the start of a run
+
+
+def summary(
+    config: Config, data: Data, world_size: int, heatmap_size: int, device: torch.device
+) -> list[str]:
+    """Return lines for people about what the run will do and what it needs."""
+    index, spec = data.train, spec_for(data.annotations, heatmap_size, 0)
+    plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=world_size)
+    needs = forecast(config, spec, plan)
+    lines = [
+        f"run {config.run}: {index.num_samples:,} samples in {len(index.urls)} shards, "
+        f"{index.num_classes} classes",
+        f"world size {world_size} on {device.type}, {config.data.workers} loader workers each, "
+        f"{plan.whole.num_steps} batches of {world_size} x {config.data.batch_size} images in "
+        f"{needs.num_steps} steps per epoch, {config.schedule.epochs} epochs",
+        _describe_division(needs, len(index.urls), world_size),
+    ]
+    if data.positives_per_image is not None:
+        counts = data.annotations.counts()
+        labels = label_counts(data.annotations, data.answered)
+        lines.append(str(expectation(data.positives_per_image, labels, index.num_samples, counts)))
+    if config.store.kind == "none":
+        return [*lines, "no store: this objective remembers nothing"]
+    disk = size(needs.disk_bytes)
+    lines.append(f"store: at most {disk} on {config.store.kind}, heatmaps {heatmap_size} x {heatmap_size}")
+    return [*lines, *map(_describe, needs.phases)]
+
+
+def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str:
+    """Return how busy the ranks are, and what would change that."""
+    idle = 1 - needs.busy_share
+    line = f"ranks are idle {idle:.1%} of an epoch"
+    if needs.imbalance > idle / 2:
+        fit = max(1, num_shards // world_size) * world_size
+        return (
+            f"{line}: shards go whole to one rank, {needs.shards_per_rank.fewest} to "
+            f"{needs.shards_per_rank.most} each. {fit} or {fit + world_size} shards of equal size, or "
+            f"several times as many, would divide evenly"
+        )
+    return f"{line}: the last batch of each loader worker is not full. Fewer workers or more images lower it"
+
+
+def _describe(phase: MemoryPhase) -> str:
+    layout = phase.group.layout if phase.group.top is None else f"top {phase.group.top}"
+    return (
+        f"epochs {phase.epochs.start + 1} - {phase.epochs.stop}: {layout}, {size(phase.disk_bytes)} in "
+        f"{phase.versions} versions, {size(phase.ram_bytes)} RAM per process, "
+        f"{size(phase.image_bytes * 1000)} read and as much written per 1,000 images"
+    )

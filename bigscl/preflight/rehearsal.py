@@ -159,8 +159,8 @@ class RehearsalTrainer(Trainer):
     @property
     def _precision(self) -> str:
         """The precision of the run: that of its config, or fp32 if this CPU cannot compute in bf16."""
-        found: str = self.accelerator.mixed_precision
-        return {"no": "fp32"}.get(found, found)
+        precision: str = self.accelerator.mixed_precision
+        return {"no": "fp32"}.get(precision, precision)
 
     def _device_name(self) -> str:
         gpu = self.device.type == "cuda"
@@ -258,11 +258,11 @@ class RehearsalTrainer(Trainer):
         """Compare the last batch of each kind of epochs, so each layout of the store."""
         check = ReferenceCheck(self.config, self.data, self.state)
         precisions = precisions_to_check(self._precision, self.device)
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for batch, stored in self._rehearsed:
             if batch is not None:
-                found += check.differences(batch, stored, precisions)
-        return worst(found)
+                differences += check.differences(batch, stored, precisions)
+        return worst(differences)
 
     # The loader alone
 
@@ -352,8 +352,8 @@ def _images_per_second(loader: Any, prepared: int) -> float:
     """Return images/s of a loader, after the batches that it has prepared when the first one is taken."""
     settling = min(prepared, len(loader) // 2)
     images, started = 0, time.perf_counter()
-    for place, batch in enumerate(loader):
-        if place < settling:
+    for number, batch in enumerate(loader):
+        if number < settling:
             started = time.perf_counter()
         else:
             images += len(batch)
@@ -363,7 +363,7 @@ def _images_per_second(loader: Any, prepared: int) -> float:
 def _checkpoint_bytes(run: Path) -> int:
     """Return the bytes of the largest checkpoint."""
     folders = list((run / "checkpoints").glob("step-*"))
-    return max((sum(file.stat().st_size for file in one.iterdir()) for one in folders), default=0)
+    return max((sum(file.stat().st_size for file in folder.iterdir()) for folder in folders), default=0)
 
 
 @contextmanager

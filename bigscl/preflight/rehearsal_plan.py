@@ -97,7 +97,9 @@ class ScratchFolders:
         self.folder = config.run.with_name(f"{config.run.name}.preflight-{token}")
         url = config.store.url if config.store.kind == "disk" else None
         self.store_place = None if url is None else f"{url.rstrip('/')}.preflight-{token}"
-        self._missing = [one for place in (str(self.folder), url or "") for one in _missing_parents(place)]
+        self._missing = [
+            parent for place in (str(self.folder), url or "") for parent in _missing_parents(place)
+        ]
 
     @property
     def place(self) -> str:
@@ -125,4 +127,6 @@ class ScratchFolders:
 
 def _missing_parents(place: str) -> list[Path]:
     """Return the folders that must be created for a local path, the innermost first."""
-    return [] if "://" in place else [one for one in Path(place).absolute().parents if not one.exists()]
+    return (
+        [] if "://" in place else [parent for parent in Path(place).absolute().parents if not parent.exists()]
+    )

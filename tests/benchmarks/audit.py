@@ -1,9 +1,10 @@
 """How well wrong and missing labels are found: the audit beside rankings by the network's own predictions.
 
-    bigscl train voc12_lite0_scl --run runs/noisy --data.given.seed 0 --data.given.noise 0.05
+    python -m tests.benchmarks.label_weights voc12_lite0_scl noisy.csv --share 0.05
+    bigscl train voc12_lite0_scl --run runs/noisy --data.labels_file noisy.csv
     python -m tests.benchmarks.audit runs/noisy
 
-The run must have drawn labels with noise from shards with full labels, which are the truth. Not speed: areas
+The run must have some wrong labels and shards with full labels, which are the truth. Not speed: areas
 under ROC curves, of labels that are wrong among all that are named, and of labels that are missing among the
 classes that are not. All others rank by predictions of the run's newest weights for its own training images:
 self-confidence and normalised margin as cleanlab defines them (by cleanlab if it is installed, `pip install

@@ -26,7 +26,7 @@ from bigscl.selection.class_ratios import class_ratios
 from bigscl.selection.ranking import given_first, select
 from bigscl.selection.thresholds import expected_counts
 from bigscl.store import Annotations, SingleProcess
-from tests.benchmarks.label_weights import label_weights
+from tests.benchmarks.label_weights import draw_weighted
 
 CHUNK = 1000
 
@@ -99,8 +99,7 @@ def print_draws(train, val, options):
     for by in ("uniform", "size", "position"):
         errors = []
         for seed in range(options.seeds):
-            weights = None if by == "uniform" else label_weights(train, by)
-            drawn = draw_given(train, seed, weights=weights)
+            drawn = draw_given(train, seed) if by == "uniform" else draw_weighted(train, seed, by)
             given = (drawn.labels_of(ids, "given") == 1).argmax(1)
             counts = np.bincount(given, minlength=full.shape[1])
             few = known[np.random.default_rng(seed).choice(len(known), 200, replace=False)]

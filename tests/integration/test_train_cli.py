@@ -79,7 +79,6 @@ OPTIONS = {
     "erasing": {"data.erase": {"probability": 0.8}},
     "colours": {"data.color_jitter": {"brightness": 0.4, "hue": 0.1}},
     "more given": {"data.given": {"seed": 3, "positives": 2, "negatives": 1}},
-    "some wrong": {"data.given": {"seed": 3, "noise": 0.1}},
     "best by map pooling": {"validation.pooling": "map"},
     "no kept scores": {"log.score_classes": 0},
     "bf16": {"hardware.precision": "bf16"},

@@ -79,7 +79,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "labels": {
         "shards": {},
         "file": {},
-        "drawn": {"data.given": {"seed": 3, "negatives": 1, "noise": 0.1}},
+        "drawn": {"data.given": {"seed": 3, "negatives": 1}},
         "full": {"data.labels": "full"},
     },
     "answers": {"none": {}, "before": {}, "later": {}},

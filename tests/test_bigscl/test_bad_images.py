@@ -14,7 +14,7 @@ from bigscl.data.decode import decode
 from bigscl.data.headers import image_size
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.transforms import EvaluationTransform, TrainingTransform
-from bigscl.datasets.image_files import ImageFile, Resize
+from bigscl.datasets.writer import ImageFile, Resize
 from tests.builders import encoded, jpeg, picture
 from tests.decoders import decoded, every_decoder
 

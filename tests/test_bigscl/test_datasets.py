@@ -11,9 +11,9 @@ from PIL import Image
 
 from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import FlatLabels, folder, read_synsets
-from bigscl.datasets.image_files import ImageFile, Resize, key_of
 from bigscl.datasets.multilabel import BoxedImage, Protocol, draw_given, multi_label_shards, split
 from bigscl.datasets.voc import CLASSES, voc
+from bigscl.datasets.writer import ImageFile, Resize, key_of
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
 
 REAL_VOC = Path(__file__).parents[3] / "shared" / "data" / "voc2012"

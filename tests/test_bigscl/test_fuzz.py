@@ -24,16 +24,16 @@ from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.decode import decode
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import default_path, load_index, stored_fingerprint
-from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
+from bigscl.data.labels.label_files import match_real_labels, read_real_labels
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.tar import members
 from bigscl.data.transforms import EvaluationTransform
 from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import read_ground_truth, read_synsets
-from bigscl.datasets.image_files import ImageFile, Resize
 from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.voc import voc
+from bigscl.datasets.writer import ImageFile, Resize
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.models.families.weights import load_state, read_state
 from tests.builders import classed, encoded, jpeg, labelled, picture, write_shards, write_tar

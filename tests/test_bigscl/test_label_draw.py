@@ -1,6 +1,5 @@
-"""Drawn labels: chances by the boxes, a share of mistakes, and everything else as without them."""
+"""Given labels drawn from the full ones, uniformly or, for a benchmark, with chances by the boxes."""
 
-import logging
 import math
 from collections import Counter
 
@@ -9,7 +8,7 @@ import pytest
 
 from bigscl.data.build_index import scan
 from bigscl.data.labels.sampling import draw_given
-from tests.benchmarks.label_weights import label_weights
+from tests.benchmarks.label_weights import draw_weighted, label_weights
 from tests.builders import DATA, labelled, write_tar
 from tests.test_bigscl.test_index import an_index
 
@@ -60,7 +59,7 @@ def test_each_class_is_drawn_as_often_as_its_chance(shards, by):
     weights = dict.fromkeys(LABELS, 1.0) if by == "uniform" else reference_weights(BOXES, LABELS, by)
     counts: Counter[int] = Counter()
     for seed in range(60):
-        drawn = draw_given(shards, seed, weights=None if by == "uniform" else label_weights(shards, by))
+        drawn = draw_given(shards, seed) if by == "uniform" else draw_weighted(shards, seed, by)
         assert drawn.given.lengths.sum() == 65
         counts.update(drawn.given.values.tolist())
     total = sum(counts.values())
@@ -70,34 +69,7 @@ def test_each_class_is_drawn_as_often_as_its_chance(shards, by):
     assert set(counts) <= set(LABELS)
 
 
-def test_several_positives_are_drawn_one_after_the_other(shards):
-    weights = reference_weights(BOXES, LABELS, "size")
-    total = sum(weights.values())
-    # The chance that a class is left out: the other two come first, in either order.
-    left_out = {
-        last: sum(
-            weights[one] / total * weights[other] / (total - weights[one])
-            for one in LABELS
-            for other in LABELS
-            if len({one, other, last}) == 3
-        )
-        for last in LABELS
-    }
-    missing: Counter[int] = Counter()
-    by_size = label_weights(shards, "size")
-    for seed in range(60):
-        drawn = draw_given(shards, seed, 2, weights=by_size)
-        for sample_id in shards.ids():
-            own = drawn.given[sample_id].tolist()
-            assert own == sorted(own)
-            missing.update(set(LABELS) - set(own))
-    num_images = 60 * 65
-    assert sum(missing.values()) == num_images
-    expected = {label: num_images * left_out[label] for label in LABELS}
-    assert sum((missing[label] - expected[label]) ** 2 / expected[label] for label in LABELS) < 13.8
-
-
-def test_draws_without_weights_and_noise_are_those_of_earlier_revisions():
+def test_draws_are_those_of_earlier_revisions():
     full = [[1, 4, 7], [0, 2], [], [5], [1, 2, 3, 6]]
     index = an_index(np.array([5]), full=full, num_classes=8)
     drawn = draw_given(index, seed=3, negatives=2)
@@ -115,31 +87,13 @@ def test_draws_depend_on_seed_and_settings_alone_and_change_the_fingerprint(shar
     settings = [
         {"seed": 1},
         {"seed": 2},
-        {"seed": 1, "weights": label_weights(shards, "size")},
-        {"seed": 1, "weights": label_weights(shards, "position")},
-        {"seed": 1, "noise": 0.1},
-        {"seed": 1, "noise": 0.2},
+        {"seed": 1, "positives": 2},
+        {"seed": 1, "negatives": 1},
     ]
     drawn = [draw_given(shards, **one).annotations() for one in settings]
     again = [draw_given(shards, **one).annotations() for one in settings]
     assert [one.fingerprint for one in drawn] == [one.fingerprint for one in again]
     assert len({one.fingerprint for one in drawn}) == len(settings)
-
-
-def test_a_class_without_boxes_is_named_last_and_an_image_without_any_uniformly(tmp_path, caplog):
-    members = []
-    for n in range(200):
-        boxes = [[2, 0.4, 0.4, 0.6, 0.6]] if n % 2 else []
-        members += labelled(f"image{n}", n % 3, full=[0, 2], **({"boxes": boxes} if n % 4 else {}))
-    index = scan([str(write_tar(tmp_path / "t.tar", members))], num_classes=3)[0]
-    with caplog.at_level(logging.WARNING):
-        drawn = draw_given(index, 0, weights=label_weights(index, "size"))
-    assert "100 of 200 images have no boxes of their labels, first t.tar/image0" in caplog.text
-    given = drawn.given.values.reshape(200)
-    assert (given[1::2] == 2).all()
-    assert 30 < (given[::2] == 0).sum() < 70
-    both = draw_given(index, 0, 2, weights=label_weights(index, "size"))
-    assert (both.given.lengths == 2).all()
 
 
 @pytest.mark.parametrize(
@@ -154,40 +108,7 @@ def test_shards_whose_boxes_are_of_no_use_are_refused(tmp_path, fields, words):
     path = write_tar(tmp_path / "t.tar", labelled("a", 0, full=[0], **fields))
     index = scan([str(path)], num_classes=2)[0]
     with pytest.raises(ValueError, match=words):
-        draw_given(index, 0, weights=label_weights(index, "size"))
-
-
-@pytest.mark.parametrize("positives", [1, 2])
-def test_noise_replaces_one_positive_of_exactly_its_share_of_images(positives):
-    full = [[0, 3], [1], [2, 4], []] * 100 + [[0, 1, 2, 3, 4]] * 50
-    index = an_index(np.array([450]), full=full, num_classes=5)
-    clean = draw_given(index, seed=5, positives=positives, negatives=2)
-    noisy = draw_given(index, seed=5, positives=positives, negatives=2, noise=0.1)
-    flipped = 0
-    for n, row in enumerate(full):
-        own, before = set(noisy.given[n].tolist()), set(clean.given[n].tolist())
-        assert len(own) == len(before)
-        assert noisy.given[n].tolist() == sorted(own)
-        assert not own & set(noisy.negatives[n].tolist())
-        assert not set(row) & set(noisy.negatives[n].tolist())
-        if own == before:
-            continue
-        flipped += 1
-        assert len(own - set(row)) == 1
-        assert len(before - own) == 1
-        assert own - before == own - set(row)
-    # Of 300 images with a label and a class that they do not show.
-    assert flipped == 30
-    assert noisy.full is index.full
-
-
-def test_wrong_classes_are_drawn_uniformly_among_those_that_are_not_shown():
-    index = an_index(np.array([3000]), full=[[1, 4]] * 3000, num_classes=8)
-    noisy = draw_given(index, seed=2, noise=1.0)
-    counts = np.bincount(noisy.given.values, minlength=8)
-    assert counts[[1, 4]].tolist() == [0, 0]
-    # Five degrees of freedom: 20.5 is passed once in a thousand times, and the seed is fixed.
-    assert ((counts[[0, 2, 3, 5, 6, 7]] - 500) ** 2 / 500).sum() < 20.5
+        draw_weighted(index, 0, "size")
 
 
 VOC = DATA / "voc2012"
@@ -200,7 +121,7 @@ def test_labels_of_voc_are_larger_or_more_central_objects(by):
     weights = label_weights(index, by)
     full = index.full_labels()
     several = np.flatnonzero(full.lengths > 1)
-    drawn = draw_given(index, 0, weights=weights)
+    drawn = draw_weighted(index, 0, by)
     best = [full[n][np.argmax(weights[full.offsets[n] : full.offsets[n + 1]])] for n in several]
     expected = [
         own.max() / own.sum() for n in several for own in [weights[full.offsets[n] : full.offsets[n + 1]]]

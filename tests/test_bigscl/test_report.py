@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from sklearn import metrics as sklearn
 
-from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
+from bigscl.data.labels.label_files import match_real_labels, read_real_labels
 from bigscl.evaluation.metrics import best_classes
 from bigscl.evaluation.predictions import SavedPredictions
 from bigscl.evaluation.report import make_report

@@ -7,8 +7,7 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.config.schedule import plan_epoch
-from bigscl.preflight.forecast import forecast
-from bigscl.preflight.startup_summary import _describe_division
+from bigscl.preflight.forecast import _describe_division, forecast
 from bigscl.store import spec_for
 from tests.test_store.conftest import make_annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 from bigscl.data.open_tar import open_shard
 from bigscl.data.tar import expand
-from bigscl.preflight.shared_storage import probe_place
+from bigscl.preflight.environment import probe_place
 from bigscl.store import SCHEMES, STORE_SCHEMES, HeatmapStore, SingleProcess, StorageOptions, StoreError
 from bigscl.store.backends.backend import open_backend
 from bigscl.store.backends.schemes import Location

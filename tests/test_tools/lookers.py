@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bigscl.preflight.shared_storage import probe_place
+from bigscl.preflight.environment import probe_place
 from bigscl.store import StorageOptions, Transport
 
 

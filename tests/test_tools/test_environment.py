@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigscl.preflight import environment
-from bigscl.preflight.environment import NEEDED
-from bigscl.preflight.shared_storage import probe_place
+from bigscl.preflight.environment import NEEDED, probe_place
 from bigscl.store import LocalBackend, SingleProcess, StorageOptions
 from tests.forks import free_port
 from tests.test_store.ranks import run_ranks

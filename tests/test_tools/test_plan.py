@@ -13,7 +13,7 @@ from bigscl.data.answers import Answer, append_answers
 from bigscl.data.build_index import scan
 from bigscl.data.epoch_plan import training_plan
 from bigscl.preflight import forecast
-from bigscl.preflight.startup_summary import summary
+from bigscl.preflight.forecast import summary
 from bigscl.preflight.storage_speed import measure
 from bigscl.selection.k import Expectation
 from bigscl.store import GroupSpec, StorageOptions, StoreSpec

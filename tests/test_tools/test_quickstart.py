@@ -12,15 +12,8 @@ from bigscl.config.presets import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
 from bigscl.tools.shared.running import Runner
-from bigscl.tools.verbs.quickstart import (
-    DEFAULT_FOLDER,
-    METHODS,
-    QuickstartRun,
-    _differences,
-    _figures,
-    _mined,
-    _table,
-)
+from bigscl.tools.shared.study_report import differences_from, mined_figures, quickstart_figures
+from bigscl.tools.verbs.quickstart import DEFAULT_FOLDER, METHODS, QuickstartRun, _table
 from tests.builders import make_store
 from tests.test_bigscl.test_report import saved
 
@@ -70,12 +63,12 @@ def test_the_table_shows_f1_intervals_and_mined_labels_beside_the_map(tmp_path):
     }
     path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
-    figures = {**_figures(path), "mined_precision": 0.61, "mined_recall": None}
+    figures = {**quickstart_figures(path), "mined_precision": 0.61, "mined_recall": None}
     labels = np.random.default_rng(0).integers(0, 2, (60, 4)).astype(np.int8)
     for name, strength in {"en": 0.5, "scl": 2.0}.items():
         noise = np.random.default_rng(1).normal(size=labels.shape)
         saved(strength * labels + noise, labels).save(tmp_path / name / "test" / "predictions.zarr")
-    differences = _differences(tmp_path, ["scl", "en"], "en")
+    differences = differences_from(tmp_path, ["scl", "en"], "en")
     change = differences["scl"]["map_over_en"]
     assert 0 < change["low"] < change["difference"] < change["high"]
     head, scl, en = _table({"scl": figures, "en": figures}, differences, "en").splitlines()
@@ -96,9 +89,9 @@ def test_mined_labels_of_a_run_are_those_of_a_study(tmp_path, index):
         "selection": {"K": 2.5},
     }
     (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
-    found = _mined(tmp_path)
+    found = mined_figures(tmp_path)
     assert found["mined_precision"] > 0.8
     assert 0.5 < found["mined_recall"] < 1
     config["data"] |= {"labels": "full"}
     (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
-    assert _mined(tmp_path) == {"mined_precision": None, "mined_recall": None}
+    assert mined_figures(tmp_path) == {"mined_precision": None, "mined_recall": None}

@@ -9,12 +9,14 @@ import pytest
 
 from bigscl.data.answers import Answer, append_answers, now, read_answers
 from bigscl.data.build_index import scan
+from bigscl.data.labels.label_files import with_training_labels
 from bigscl.data.labels.sampling import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
 from bigscl.tools.shared.questions import Question
 from bigscl.tools.shared.shard_passes import expected_at
+from tests.benchmarks.label_weights import write_noisy_labels
 from tests.builders import SIDE, centres, labelled, make_store, write_tar
 from tests.test_store.conftest import random_update
 from tests.test_tools.conftest import add_config, bigscl
@@ -357,12 +359,13 @@ def test_cold_labels_and_hot_missing_ones_come_first_with_their_place(run, index
     assert text.count(index.name(COLD)) >= 1
 
 
-def test_wrong_labels_of_a_run_with_noise_are_counted_as_such(tmp_path, index):
-    drawn = draw_given(index, 1, noise=0.2)
+def test_wrong_labels_of_a_run_are_counted_as_such(tmp_path, index):
+    write_noisy_labels(index, tmp_path / "noisy.csv", share=0.2, seed=1)
+    drawn = with_training_labels(index, tmp_path / "noisy.csv")
     run = tmp_path / "run"
     make_store(run / "store", drawn, epochs=1)
     train = index.urls[0].replace("000000", "*")
-    settings = {"data": {"train": train, "given": {"seed": 1, "noise": 0.2}}}
+    settings = {"data": {"train": train, "labels_file": str(tmp_path / "noisy.csv")}}
     (run / "config.yaml").write_text(json.dumps(settings))
     ids = index.ids()
     named, present = drawn.labels_of(ids) == 1, index.labels_of(ids, "full") == 1

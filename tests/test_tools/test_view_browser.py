@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.answers import FILE, read_answers
-from bigscl.tools.viewer.listing import Query
+from bigscl.tools.viewer.score_index import Query
 from tests.builders import make_shards, write_config
 from tests.integration.runs import Running
 from tests.test_tools.test_view_server import HOSTILE, hostile_run

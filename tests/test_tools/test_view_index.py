@@ -14,9 +14,8 @@ from bigscl.store.commit.snapshots import SnapshotLog
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags, open_store
 from bigscl.tools.shared.shard_passes import expected_at
-from bigscl.tools.viewer import index_building, listing
+from bigscl.tools.viewer import index_building, score_index
 from bigscl.tools.viewer.index_building import build_index
-from bigscl.tools.viewer.listing import Against, Query, listed, rows_with
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.score_index import (
     ABSENT,
@@ -24,9 +23,13 @@ from bigscl.tools.viewer.score_index import (
     EXPECTED,
     KNOWN,
     PRESENT,
+    Against,
+    Query,
     disagreement,
     index_name,
+    listed,
     open_index,
+    rows_with,
 )
 from tests.builders import learn, make_store
 from tests.test_tools.conftest import bigscl
@@ -221,7 +224,7 @@ def test_disagreement_of_two_runs_is_their_largest_difference(runs, tmp_path, nu
 
 @pytest.mark.parametrize("block", [2**22, 5, 1])
 def test_text_is_found_inside_keys_only(index, monkeypatch, block):
-    monkeypatch.setattr(listing, "BLOCK", block)
+    monkeypatch.setattr(score_index, "BLOCK", block)
     for text in ("train_00001", "9", "_", "train_000029", "9train", "nothing"):
         wanted = [row for row in index.ids().tolist() if text in index.key(row)]
         assert rows_with(text, index).tolist() == wanted

@@ -1,26 +1,23 @@
 """Find samples by id, by key, or by shard and key; and classes by name or number."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
+from bigscl.data.index import Index
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import HeatmapStore, Snapshot, StoreSpec
 
-if TYPE_CHECKING:
-    from bigscl.data.index import Index
 
-
-def find_samples(wanted: Sequence[str], spec: StoreSpec, index: "Index | None") -> NDArray[np.int64]:
+def find_samples(wanted: Sequence[str], spec: StoreSpec, index: Index | None) -> NDArray[np.int64]:
     """Return the ids of these samples, in their order. A key has precedence over an equal id."""
     return np.array([_find(name, spec, index) for name in wanted], dtype=np.int64)
 
 
-def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
+def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
     if index is not None:
         rows = _rows_of(name, index)
         if len(rows) > 1:
@@ -41,7 +38,7 @@ def _find(name: str, spec: StoreSpec, index: "Index | None") -> int:
     return number
 
 
-def _rows_of(name: str, index: "Index") -> list[int]:
+def _rows_of(name: str, index: Index) -> list[int]:
     """Return the rows with this key, or the one with this shard and key."""
     rows = _rows_with_key(name, index)
     shard, _, key = name.rpartition("/")
@@ -50,18 +47,18 @@ def _rows_of(name: str, index: "Index") -> list[int]:
     return rows
 
 
-def answer_key(sample: int, index: "Index") -> str:
+def answer_key(sample: int, index: Index) -> str:
     """Return how answers and files of labels name a sample: its key, with its shard if several have it."""
     key = index.key(sample)
     return index.name(sample) if len(_rows_with_key(key, index)) > 1 else key
 
 
-def _rows_with_key(key: str, index: "Index") -> list[int]:
+def _rows_with_key(key: str, index: Index) -> list[int]:
     wanted = np.frombuffer(key.encode(errors="surrogateescape"), np.uint8)
     rows = np.flatnonzero(index.keys.lengths == len(wanted)) if len(wanted) else np.empty(0, np.int64)
     # One comparison per letter, so that a million keys are not decoded to find one.
-    for place, letter in enumerate(wanted):
-        rows = rows[index.keys.values[index.keys.offsets[rows] + place] == letter]
+    for position, letter in enumerate(wanted):
+        rows = rows[index.keys.values[index.keys.offsets[rows] + position] == letter]
     return [int(row) for row in rows]
 
 
@@ -71,17 +68,17 @@ def last_id(spec: StoreSpec) -> int:
     return shard * spec.rows_per_shard + spec.shard_sizes[shard] - 1
 
 
-def name_of(sample: int, index: "Index | None") -> str:
+def name_of(sample: int, index: Index | None) -> str:
     """Return the name of a sample for people: its shard and key, or its id."""
     return f"sample {sample}" if index is None else index.name(sample)
 
 
-def class_name(number: int, index: "Index | None") -> str:
+def class_name(number: int, index: Index | None) -> str:
     """Return the name of a class for people."""
     return f"class {number}" if index is None else printable(index.class_names[number])
 
 
-def find_class(name: str, index: "Index") -> int:
+def find_class(name: str, index: Index) -> int:
     """Return the number of a class, given by name or number. A name has precedence over an equal number."""
     if name in index.class_names:
         return index.class_names.index(name)
@@ -101,7 +98,11 @@ def snapshot_before(store: HeatmapStore) -> Snapshot | None:
     at = store.snapshot
     # Opening the store for writing creates a snapshot of the same state: no change.
     same = (at.group, at.slots)
-    older = [one for one in store.snapshots() if one.id < at.id and (one.group, one.slots) != same]
+    older = [
+        snapshot
+        for snapshot in store.snapshots()
+        if snapshot.id < at.id and (snapshot.group, snapshot.slots) != same
+    ]
     return older[-1] if older else None
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import load_pyarrow, write_text
 from bigscl.common.text import printable
+from bigscl.config import ConfigError, load_config
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.tools.shared.label_formats import check_folder
 from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, table_writer
@@ -184,7 +185,6 @@ def _plain(name: str) -> str:
 
 
 def _settings(run: Path | None) -> str:
-    from bigscl.config import ConfigError, load_config
     from bigscl.tools.shared.publication import method, published_settings
 
     unknown = "Not known: the store has no run with a usable config.yaml."

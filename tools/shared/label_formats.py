@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
@@ -22,9 +22,7 @@ from bigscl.common.files import atomic_write, parse_errors
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, moment
-
-if TYPE_CHECKING:
-    from bigscl.tools.shared.questions import Question
+from bigscl.tools.shared.questions import Question
 
 LabelFormat = Literal["coco", "label-studio", "fiftyone"]
 FILES: dict[LabelFormat, tuple[str, ...]] = {
@@ -98,7 +96,7 @@ def label_writer(
         return
     check_folder(output, form, FILES[form])
     first, second = (atomic_write(output / name) for name in FILES[form])
-    with first as one, second as other, one.open("w") as file:
+    with first as first_file, second as other, first_file.open("w") as file:
         if form == "label-studio":
             interface = QUESTION_CONFIG if questions else label_studio_config(class_names)
             other.write_text(interface, encoding="utf-8")
@@ -234,17 +232,19 @@ def _predictions(image: LabelledImage, names: Sequence[str], made_by: str) -> li
     if not image.labels:
         return []
     common = {"to_name": IMAGE, "original_width": image.width, "original_height": image.height}
-    chosen = [names[one.number] for one in image.labels]
+    chosen = [names[label.number] for label in image.labels]
     result: list[dict[str, Any]] = [
         {"id": "labels", "type": "choices", "from_name": CHOICES, **common, "value": {"choices": chosen}}
     ]
-    for one in image.labels:
-        if one.box is not None:
-            place = dict(zip(("x", "y", "width", "height"), _corner_and_size(one.box, 100, 100), strict=True))
-            value = {**place, "rotation": 0, "rectanglelabels": [names[one.number]]}
-            kind = {"id": f"box-{one.number}", "type": "rectanglelabels", "from_name": BOXES}
-            result.append({**kind, **common, "value": value, "score": one.score})
-    mean = round(sum(one.score for one in image.labels) / len(image.labels), DIGITS)
+    for label in image.labels:
+        if label.box is not None:
+            rectangle = dict(
+                zip(("x", "y", "width", "height"), _corner_and_size(label.box, 100, 100), strict=True)
+            )
+            value = {**rectangle, "rotation": 0, "rectanglelabels": [names[label.number]]}
+            kind = {"id": f"box-{label.number}", "type": "rectanglelabels", "from_name": BOXES}
+            result.append({**kind, **common, "value": value, "score": label.score})
+    mean = round(sum(label.score for label in image.labels) / len(image.labels), DIGITS)
     return [{"model_version": made_by, "score": mean, "result": result}]
 
 
@@ -268,12 +268,13 @@ def _fiftyone(labels: TextIO, boxes: TextIO, class_names: Sequence[str]) -> Iter
         # FiftyOne finds images by their names without extension.
         name = _json(os.path.splitext(image.file)[0])
         targets = [
-            {"label": one.number, "confidence": one.score, "attributes": one.facts} for one in image.labels
+            {"label": label.number, "confidence": label.score, "attributes": label.facts}
+            for label in image.labels
         ]
         placed = [
-            {**target, "bounding_box": _corner_and_size(one.box, 1, 1)}
-            for one, target in zip(image.labels, targets, strict=True)
-            if one.box is not None
+            {**target, "bounding_box": _corner_and_size(label.box, 1, 1)}
+            for label, target in zip(image.labels, targets, strict=True)
+            if label.box is not None
         ]
         write_labels(f"{name}: {_json(targets)}")
         write_boxes(f"{name}: {_json(placed)}")
@@ -305,7 +306,7 @@ class Source:
 def write_questions(
     form: QuestionFormat,
     output: Path,
-    questions: Sequence["Question"],
+    questions: Sequence[Question],
     class_names: Sequence[str],
     *,
     snapshot: str,
@@ -326,14 +327,14 @@ def write_questions(
             write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
 
 
-def _write_csv(output: Path, questions: Sequence["Question"], snapshot: str) -> None:
+def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> None:
     if output.suffix != ".csv":
         raise UserError(f"{output}: questions for csv are written as .csv")
     with atomic_write(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(QUESTION_COLUMNS)
-        for one in questions:
-            writer.writerow([one.key, one.class_name, "", str(one), one.score, snapshot])
+        for question in questions:
+            writer.writerow([question.key, question.class_name, "", str(question), question.score, snapshot])
 
 
 def read_tool_answers(path: Path, source: Source) -> list[Answer]:

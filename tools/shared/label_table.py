@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import atomic_write, load_pyarrow
 from bigscl.common.user_error import UserError
+from bigscl.data.read_samples import read_metadata
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
@@ -114,13 +115,11 @@ class FoundLabels:
         stacked = np.stack(maps)
         chosen, checked = ((stacked[half], [boxes[n] for n in half]) for half in halves)
         share = best_share(*chosen) if given is None else given
-        found = overlaps(strongest_boxes(checked[0], share), checked[1])
-        return Fit(share=share, median_iou=float(np.median(found)), num_labels=len(found))
+        ious = overlaps(strongest_boxes(checked[0], share), checked[1])
+        return Fit(share=share, median_iou=float(np.median(ious)), num_labels=len(ious))
 
     def _with_boxes(self) -> tuple[list[NDArray[Any]], list[list[list[float]]], list[bool]]:
         """Return heatmaps of labels, their true boxes, whether their ids are even; of some of the shards."""
-        from bigscl.data.read_samples import read_metadata
-
         store, index = self.store, self.data.index
         found: tuple[list[Any], list[Any], list[bool]] = ([], [], [])
         written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
@@ -132,16 +131,16 @@ class FoundLabels:
             places, classes, *_ = self._wanted(rows, ids)
             kept = rows.kept_classes()
             metadata = read_metadata(index, np.unique(ids[places]))
-            for place, number in zip(places.tolist(), classes.tolist(), strict=True):
-                boxes = [box[1:] for box in metadata[int(ids[place])].get("boxes", ()) if box[0] == number]
-                if boxes and number in kept[place]:
+            for row, number in zip(places.tolist(), classes.tolist(), strict=True):
+                boxes = [box[1:] for box in metadata[int(ids[row])].get("boxes", ()) if box[0] == number]
+                if boxes and number in kept[row]:
                     found[0].append(
-                        store.heatmaps_without_initial_value(
-                            rows, ids, np.array([place]), np.array([number])
-                        )[0]
+                        store.heatmaps_without_initial_value(rows, ids, np.array([row]), np.array([number]))[
+                            0
+                        ]
                     )
                     found[1].append(boxes)
-                    found[2].append(bool(ids[place] % 2 == 0))
+                    found[2].append(bool(ids[row] % 2 == 0))
         return found
 
     def _wanted(self, rows: Rows, ids: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:

@@ -103,9 +103,9 @@ class Questions:
             known = match_answers(self._index, read_answers(path), path)
             keys = known.rows * self._index.num_classes + known.classes
             said |= {
-                key: bool(one)
-                for key, one in zip(keys.tolist(), known.says.tolist(), strict=True)
-                if one >= 0
+                key: bool(says)
+                for key, says in zip(keys.tolist(), known.says.tolist(), strict=True)
+                if says >= 0
             }
         return said
 

@@ -1,6 +1,7 @@
-"""Commands that a verb starts, in the environment in which the verb itself runs."""
+"""Commands that a verb starts, in the environment in which the verb itself runs; and the runs of a study."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -8,13 +9,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bigscl.common.files import read_json_object
 from bigscl.common.url_secrets import environment
 from bigscl.common.user_error import UserError
+from bigscl.config import Config, changed_settings, load_config
 from bigscl.config.presets import FOLDER
+
+if TYPE_CHECKING:
+    from bigscl.evaluation.predictions import Pooling
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
@@ -110,3 +117,83 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+# Runs of a study
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of a study."""
+
+    config: Path
+    variant: str
+    """The settings that differ from the config, as given; empty for the config itself."""
+    seed: int
+    folder: Path
+    settings: tuple[str, ...]
+    """Settings on the command line of the trainer."""
+    test: tuple[str, ...] = ()
+    """Shards to evaluate on; empty for the validation shards."""
+    boxes: bool = True
+    """Whether the shards have boxes, which the pointing game needs."""
+    pooling: "Pooling" = "plain"
+    """The pooling that is reported, beside the plain one."""
+
+    @property
+    def row(self) -> str:
+        """The line of the table that the run belongs to."""
+        return f"{self.config.stem} {self.variant}".strip()
+
+    @property
+    def trained(self) -> bool:
+        """Whether training is finished."""
+        return (self.folder / "done").exists()
+
+    @property
+    def done(self) -> bool:
+        """Whether training and evaluation are finished.
+
+        An evaluation from before there was map pooling is made again if that is asked for.
+        """
+        if not self.trained or not self.report.exists():
+            return False
+        report = read_json_object(self.report) if self.pooling == "map" else None
+        return report is None or self.pooling in report.get("poolings", ())
+
+    @property
+    def report(self) -> Path:
+        """The report, in a separate folder for each choice of shards."""
+        name = f"test-{slug(' '.join(self.test))}" if self.test else "validation"
+        return self.folder / name / "report.json"
+
+    def resolved(self) -> Config:
+        """Return the config of the run; raise ConfigError if it is wrong."""
+        return load_config(self.config, self.settings)
+
+    def check_unchanged(self) -> None:
+        """Refuse a run that was started with other settings: it would be in the wrong line of the table."""
+        if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
+            raise UserError(
+                f"{self.folder}: was started with other settings ({'; '.join(changed)}). Choose "
+                f"another folder for the study, or delete the folder of the run."
+            )
+
+    def training(self) -> tuple[str, ...]:
+        """Return the command that trains it."""
+        return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
+
+    def evaluation(self) -> tuple[str, ...]:
+        """Return the command that evaluates its best validation epoch and its stored heatmaps."""
+        words = ["python", "-m", "bigscl.evaluate", str(self.folder), "-o", str(self.report.parent)]
+        words += ["--workers", "1"]
+        if self.test:
+            words += ["--shards", *self.test]
+        if self.boxes and self.resolved().store.kind == "disk":
+            words += ["--heatmaps"]
+        return tuple(words)
+
+
+def slug(text: str) -> str:
+    """Return the text as part of a file's name."""
+    return re.sub(r"[^\w.=-]+", "_", text).strip("_")

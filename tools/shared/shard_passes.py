@@ -56,7 +56,7 @@ def ranked_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[n
 def _read_ahead(
     title: str, store: HeatmapStore, shards: Sequence[int], read: Callable[[Sequence[int]], Iterator[Result]]
 ) -> Iterator[Result]:
-    return (found for _, found in pass_over(title, shards, lambda shard: next(read([shard])), [store]))
+    return (result for _, result in pass_over(title, shards, lambda shard: next(read([shard])), [store]))
 
 
 # Expected positives

@@ -1,4 +1,4 @@
-"""The results of a study: a table of its runs, score distributions, and heatmaps."""
+"""The results of a study, or of the quickstart: a table of its runs, score distributions, and heatmaps."""
 
 import json
 import math
@@ -6,21 +6,26 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bigscl.common.files import read_json_lines, read_json_object, write_text
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bigscl.common.files import parse_errors, read_json_lines, read_json_object, write_text
 from bigscl.common.user_error import UserError
-from bigscl.tools.shared.running import launcher
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from bigscl.config import Config
-    from bigscl.evaluation.predictions import Pooling
+from bigscl.config import load_config
+from bigscl.evaluation.compare import compare, limits, resampled_maps
+from bigscl.evaluation.localization import STORED
+from bigscl.evaluation.mining import mined_by_run
+from bigscl.evaluation.plots.run_plots import draw_curves, draw_runs
+from bigscl.evaluation.predictions import Pooling, load_predictions
+from bigscl.evaluation.report_files import draw_score_distributions, markdown_table, plain
+from bigscl.tools.shared.running import Trial
+from bigscl.training.run_folder import open_data
 
 MAKE_AGAIN = "Delete the file and run the command again to make it again."
 FIGURES = {
@@ -35,98 +40,15 @@ POOLED = {"plain": "", "map": "_with_map_pooling"}
 """Ends of the names of figures by pooling, as in the metrics of validation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One run of a study."""
-
-    config: Path
-    variant: str
-    """The settings that differ from the config, as given; empty for the config itself."""
-    seed: int
-    folder: Path
-    settings: tuple[str, ...]
-    """Settings on the command line of the trainer."""
-    test: tuple[str, ...] = ()
-    """Shards to evaluate on; empty for the validation shards."""
-    boxes: bool = True
-    """Whether the shards have boxes, which the pointing game needs."""
-    pooling: "Pooling" = "plain"
-    """The pooling that is reported, beside the plain one."""
-
-    @property
-    def row(self) -> str:
-        """The line of the table that the run belongs to."""
-        return f"{self.config.stem} {self.variant}".strip()
-
-    @property
-    def trained(self) -> bool:
-        """Whether training is finished."""
-        return (self.folder / "done").exists()
-
-    @property
-    def done(self) -> bool:
-        """Whether training and evaluation are finished.
-
-        An evaluation from before there was map pooling is made again if that is asked for.
-        """
-        if not self.trained or not self.report.exists():
-            return False
-        report = read_json_object(self.report) if self.pooling == "map" else None
-        return report is None or self.pooling in report.get("poolings", ())
-
-    @property
-    def report(self) -> Path:
-        """The report, in a separate folder for each choice of shards."""
-        name = f"test-{slug(' '.join(self.test))}" if self.test else "validation"
-        return self.folder / name / "report.json"
-
-    def resolved(self) -> "Config":
-        """Return the config of the run; raise ConfigError if it is wrong."""
-        from bigscl.config import load_config
-
-        return load_config(self.config, self.settings)
-
-    def check_unchanged(self) -> None:
-        """Refuse a run that was started with other settings: it would be in the wrong line of the table."""
-        from bigscl.config import changed_settings
-
-        if changed := changed_settings(self.folder / "config.yaml", self.resolved()):
-            raise UserError(
-                f"{self.folder}: was started with other settings ({'; '.join(changed)}). Choose "
-                f"another folder for the study, or delete the folder of the run."
-            )
-
-    def training(self) -> tuple[str, ...]:
-        """Return the command that trains it."""
-        return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
-
-    def evaluation(self) -> tuple[str, ...]:
-        """Return the command that evaluates its best validation epoch and its stored heatmaps."""
-        words = ["python", "-m", "bigscl.evaluate", str(self.folder), "-o", str(self.report.parent)]
-        words += ["--workers", "1"]
-        if self.test:
-            words += ["--shards", *self.test]
-        if self.boxes and self.resolved().store.kind == "disk":
-            words += ["--heatmaps"]
-        return tuple(words)
-
-
-def slug(text: str) -> str:
-    """Return the text as part of a file's name."""
-    return re.sub(r"[^\w.=-]+", "_", text).strip("_")
-
-
-def write_results(trials: Sequence["Trial"], out: Path) -> str:
+def write_results(trials: Sequence[Trial], out: Path) -> str:
     """Write results.json, results.md and plots of the finished runs to a folder, and return the table."""
-    from bigscl.evaluation.report_files import plain
-
     done = [trial for trial in trials if trial.done]
     if not done:
         return "no run is finished yet"
     figures = {trial: _figures(trial) for trial in done}
     runs = [
-        {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **found}
-        for trial, found in figures.items()
+        {"row": trial.row, "seed": trial.seed, "run": str(trial.folder), **own}
+        for trial, own in figures.items()
     ]
     write_text(out / "results.json", json.dumps(plain(runs), indent=1) + "\n")
     table = _table(runs, done, "plain")
@@ -141,10 +63,8 @@ def write_results(trials: Sequence["Trial"], out: Path) -> str:
     return table
 
 
-def _about(trials: Sequence["Trial"]) -> str:
+def _about(trials: Sequence[Trial]) -> str:
     """Return a sentence on the revisions of the sources, the libraries and this machine."""
-    import torch
-
     lines = [
         line
         for trial in trials
@@ -167,19 +87,17 @@ def _short_revision(revision: str | None) -> str:
     return name[:12] + ("-" + dirty if dirty else "")
 
 
-def _table(runs: Sequence[dict[str, Any]], trials: Sequence["Trial"], pooling: "Pooling") -> str:
+def _table(runs: Sequence[dict[str, Any]], trials: Sequence[Trial], pooling: Pooling) -> str:
     """Return the table of the runs with a pooling."""
     own = [{**run, **{name: run[name + POOLED[pooling]] for name in ("map", "f1")}} for run in runs]
     return to_table(own, {(trial.row, trial.seed): _resampled_maps(trial, pooling) for trial in trials})
 
 
-def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDArray[np.float64]"]) -> str:
+def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], NDArray[np.float64]]) -> str:
     """Return the table: mean and standard deviation over the seeds, in percent, and the time per run.
 
     `maps` has the mAP of each bootstrap resample of the images, by row and seed.
     """
-    from bigscl.evaluation.report_files import markdown_table
-
     rows = list(dict.fromkeys(run["row"] for run in runs))
     first = {run["seed"]: run["map"] for run in runs if run["row"] == rows[0]}
     lines = []
@@ -189,7 +107,7 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDA
         paired = {run["seed"]: run["map"] for run in own if row != rows[0] and run["seed"] in first}
         line = [
             mean_and_spread(run["map"] for run in own),
-            mean_and_spread((found - first[seed] for seed, found in paired.items()), signed=True),
+            mean_and_spread((value - first[seed] for seed, value in paired.items()), signed=True),
             _interval([maps[row, seed] - maps[rows[0], seed] for seed in paired]),
             *(mean_and_spread(run[name] for run in own) for name in FIGURES),
             f"{statistics.fmean(run['minutes'] for run in own):.1f}",
@@ -199,12 +117,8 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], "NDA
     return markdown_table(header, lines)
 
 
-def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
+def _interval(differences: Sequence[NDArray[np.float64]]) -> str:
     """Return the 95% bootstrap interval over images of the mean difference over seeds."""
-    import numpy as np
-
-    from bigscl.evaluation.compare import limits
-
     if not differences:
         return "–"
     low, high = limits(np.mean(differences, axis=0))
@@ -212,10 +126,7 @@ def _interval(differences: Sequence["NDArray[np.float64]"]) -> str:
 
 
 @cache
-def _resampled_maps(trial: "Trial", pooling: "Pooling") -> "NDArray[np.float64]":
-    from bigscl.evaluation.compare import resampled_maps
-    from bigscl.evaluation.predictions import load_predictions
-
+def _resampled_maps(trial: Trial, pooling: Pooling) -> NDArray[np.float64]:
     return resampled_maps(load_predictions(trial.report.parent), pooling=pooling)
 
 
@@ -228,22 +139,20 @@ def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
 
 
-def _figures(trial: "Trial") -> dict[str, float]:
+def _figures(trial: Trial) -> dict[str, float]:
     """Return the numbers of a run in the table."""
-    from bigscl.evaluation.localization import STORED
-
     report = _read_report(trial)
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
     # A run that is given all labels has no missing ones.
     missing = {} if trial.resolved().data.labels == "full" else heat.get("missing", {})
-    plain = {"map": report["mean_ap"]["present"], "f1": report["at_threshold"]["overall_f1"]}
-    poolings = {"plain": plain, **report.get("poolings", {})}
+    own = {"map": report["mean_ap"]["present"], "f1": report["at_threshold"]["overall_f1"]}
+    poolings = {"plain": own, **report.get("poolings", {})}
     return {
         **{
             name + end: _number(poolings.get(pooling, {}).get(name))
             for pooling, end in POOLED.items()
-            for name in plain
+            for name in own
         },
         "given": _number(heat.get("given", {}).get("hit_rate")),
         "missing": _number(missing.get("hit_rate")),
@@ -253,15 +162,13 @@ def _figures(trial: "Trial") -> dict[str, float]:
     }
 
 
-def _read_report(trial: "Trial") -> dict[str, Any]:
+def _read_report(trial: Trial) -> dict[str, Any]:
     """Return the report of a run's evaluation."""
-    from bigscl.common.files import parse_errors
-
     with parse_errors(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
         float(report["mean_ap"]["present"])
         histograms, heat = report["score_distribution"], report["localization"] or {}
-        if not all(isinstance(one, list) for one in histograms) or not isinstance(heat, dict):
+        if not all(isinstance(histogram, list) for histogram in histograms) or not isinstance(heat, dict):
             raise UserError("score_distribution and localization are not what a report has")
         _number(report["at_threshold"]["overall_f1"])
         return report
@@ -269,8 +176,6 @@ def _read_report(trial: "Trial") -> dict[str, Any]:
 
 def _minutes(file: Path) -> float:
     """Return the minutes of all attempts at a run."""
-    from bigscl.common.files import parse_errors
-
     with parse_errors(
         file, "a list of seconds", "Delete the lines that are not numbers, then run the command again."
     ):
@@ -281,7 +186,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _mined(trial: "Trial") -> dict[str, Any]:
+def _mined(trial: Trial) -> dict[str, Any]:
     """Return precision and recall of the positives that the run's memory has found; cached in its folder."""
     file = trial.folder / "mined.json"
     known = read_json_object(file) if file.exists() else None
@@ -291,20 +196,13 @@ def _mined(trial: "Trial") -> dict[str, Any]:
     return known
 
 
-def _find_mined(trial: "Trial") -> dict[str, Any]:
-    from bigscl.evaluation.mining import mined_by_run
-    from bigscl.evaluation.report_files import plain
-
+def _find_mined(trial: Trial) -> dict[str, Any]:
     mined = mined_by_run(trial.resolved())
     return {} if mined is None else plain(asdict(mined))
 
 
-def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
+def _draw_scores(trials: Sequence[Trial], path: Path) -> None:
     """Draw the distribution of the 1st to 4th highest score of an image, one line per row, over all seeds."""
-    import numpy as np
-
-    from bigscl.evaluation.report_files import draw_score_distributions
-
     sums: dict[str, Any] = {}
     for trial in trials:
         histograms = np.array(_read_report(trial)["score_distribution"])
@@ -313,21 +211,16 @@ def _draw_scores(trials: Sequence["Trial"], path: Path) -> None:
     draw_score_distributions(dict(zip(names, (total.tolist() for total in sums.values()), strict=True)), path)
 
 
-def _draw_curves(trials: Sequence["Trial"], path: Path) -> None:
+def _draw_curves(trials: Sequence[Trial], path: Path) -> None:
     """Draw the learning curves of all runs, one colour per row."""
-    from bigscl.evaluation.plots.run_plots import draw_curves
-
     folders: dict[str, list[Path]] = {}
     for trial in trials:
         folders.setdefault(trial.row, []).append(trial.folder)
     draw_curves(dict(zip(_short_names(list(folders)), folders.values(), strict=True)), path)
 
 
-def _draw_heatmaps(trials: Sequence["Trial"], path: Path) -> None:
+def _draw_heatmaps(trials: Sequence[Trial], path: Path) -> None:
     """Draw the heatmaps of the runs of the first seed for the same images, if all their labels are known."""
-    from bigscl.evaluation.plots.run_plots import draw_runs
-    from bigscl.training.run_folder import open_data
-
     first = {trial.row: trial.resolved() for trial in trials if trial.seed == trials[0].seed}
     kept = {row: config for row, config in first.items() if config.store.kind == "disk"}
     if kept and open_data(next(iter(kept.values()))).train.full is not None:
@@ -342,3 +235,42 @@ def _short_names(rows: Sequence[str]) -> list[str]:
     while len({tuple(words[: shared + 1]) for words in parts}) == 1 and shared + 1 < min(map(len, parts)):
         shared += 1
     return ["".join(words[shared:]) for words in parts]
+
+
+# The quickstart
+
+
+def quickstart_figures(report: Path) -> dict[str, float | None]:
+    """Return the numbers of a run in the table."""
+    with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
+        report_json = json.loads(report.read_bytes())
+        heat = report_json["localization"][STORED]
+        return {
+            "map": float(report_json["mean_ap"]["present"]),
+            "f1": float(report_json["at_threshold"]["overall_f1"]),
+            "given": float(heat["given"]["hit_rate"]),
+            "missing": float(heat["missing"]["hit_rate"]),
+        }
+
+
+def mined_figures(run: Path) -> dict[str, float | None]:
+    """Return precision and recall of the labels that a run found; None for the oracle, which is given all."""
+    mined = mined_by_run(load_config(run / "config.yaml"))
+    precision_recall = (None, None) if mined is None else (plain(mined.precision), plain(mined.recall))
+    return {"mined_precision": precision_recall[0], "mined_recall": precision_recall[1]}
+
+
+def differences_from(folder: Path, methods: list[str], baseline: str) -> dict[str, dict[str, Any]]:
+    """Return the differences of mAP and F1 from the baseline with their intervals, by method."""
+    order = [baseline, *(name for name in methods if name != baseline)]
+    compared = compare([load_predictions(folder / name / "test") for name in order])
+    return {
+        name: {f"{figure}_over_{baseline}": asdict(comparison.figures[figure]) for figure in ("map", "f1")}
+        for name, comparison in zip(order, compared, strict=True)
+    }
+
+
+def draw_quickstart(folder: Path, titles: Mapping[str, str], path: Path) -> None:
+    """Draw the heatmaps of each run for unlabelled digits."""
+    runs = {title: load_config(folder / name / "config.yaml") for name, title in titles.items()}
+    draw_runs(runs, path, kinds=("unannotated",), count=6)

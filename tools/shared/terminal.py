@@ -47,7 +47,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = 
     """Return columns under their headings; numbers are aligned right, all else left."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    right = [all(isinstance(row[place], int | float) for row in rows) for place in range(len(heads))]
+    right = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(heads))]
     lines = []
     for line in [list(heads), *cells]:
         padded = [

@@ -92,7 +92,7 @@ def command(
 def _change(
     store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None, keep: list[int]
 ) -> Change:
-    there = [one.id for one in store.snapshots()]
+    there = [snapshot.id for snapshot in store.snapshots()]
     if missing := sorted(set(keep) - set(there)):
         raise UserError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
     group = _new_group(store, top, slots, codec)
@@ -129,8 +129,8 @@ def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[s
     listing = list(store.backend.sizes(""))
     versions = by_version(listing)
     before = sum(num_bytes for _, num_bytes in listing)
-    kept = [one for one in store.snapshots() if one.id in change.keep]
-    named = {version for one in kept for version in versions_of(one)}
+    kept = [snapshot for snapshot in store.snapshots() if snapshot.id in change.keep]
+    named = {version for snapshot in kept for version in versions_of(snapshot)}
     written = sum(slot >= 0 for slot in store.snapshot.slots)
     new = 0 if change.group is None else written * stored_bytes(store.spec, change.group)
     holder = read_holder(store.backend)
@@ -144,7 +144,7 @@ def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[s
         "holder": None if holder is None else str(holder),
         "bytes_before": before,
         "bytes_needed_meanwhile": new,
-        "bytes_after": before - versions.total() + sum(versions[one] for one in named) + new,
+        "bytes_after": before - versions.total() + sum(versions[version] for version in named) + new,
     }
 
 

@@ -1,7 +1,6 @@
 """Compare the predictions of several runs."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +8,12 @@ import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import write_text
+from bigscl.data.labels.label_files import read_real_labels
 from bigscl.tools.shared.terminal import print_result
 from bigscl.tools.verbs.report import Activation, Poolings
 
 if TYPE_CHECKING:
-    from bigscl.evaluation.compare import Comparison, Difference
+    from bigscl.evaluation.compare import Comparison
 
 
 def command(
@@ -53,8 +53,7 @@ def command(
 
     Example: bigscl compare runs/an runs/scl -o comparison
     """
-    from bigscl.data.labels.real_labels import read_real_labels
-    from bigscl.evaluation.compare import compare
+    from bigscl.evaluation.compare import compare, comparison_facts, comparison_text
     from bigscl.evaluation.predictions import load_predictions
 
     runs = [load_predictions(path) for path in predictions]
@@ -70,26 +69,27 @@ def command(
     )
     if output is not None:
         _write(compared, predictions, output)
-    print_result(_facts(compared), _text(compared), as_json)
+    print_result(comparison_facts(compared), comparison_text(compared), as_json)
 
 
 def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:
     """Write the comparison and its pictures into a folder."""
+    from bigscl.evaluation.compare import comparison_facts, comparison_text
     from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions
 
     folder.mkdir(parents=True, exist_ok=True)
-    histograms = {one.report.name: one.report.score_distribution for one in compared}
+    histograms = {run.report.name: run.report.score_distribution for run in compared}
     draw_score_distributions(histograms, folder / "scores.png")
     # With both poolings each run is there twice.
-    names = [one.report.model for one in compared[:: len(compared) // len(paths)]]
+    names = [run.report.model for run in compared[:: len(compared) // len(paths)]]
     runs = {
         name: [run] for name, path in zip(names, paths, strict=True) if (run := _run_of(path)) is not None
     }
     drawn = draw_curves(runs, folder / "curves.png")
     pictures = ["![score distributions](scores.png)", *["![learning curves](curves.png)"] * drawn]
-    write_text(folder / "compare.md", "\n\n".join([_text(compared), *pictures]) + "\n")
-    write_text(folder / "compare.json", json.dumps(_facts(compared), indent=1) + "\n")
+    write_text(folder / "compare.md", "\n\n".join([comparison_text(compared), *pictures]) + "\n")
+    write_text(folder / "compare.json", json.dumps(comparison_facts(compared), indent=1) + "\n")
 
 
 def _run_of(path: Path) -> Path | None:
@@ -104,65 +104,3 @@ def _name_apart(runs: list[Any], paths: list[Path]) -> None:
     for run, path, name in zip(runs, paths, names, strict=True):
         if names.count(name) > 1:
             run.about["model"] = str(path)
-
-
-def _facts(compared: "list[Comparison]") -> dict[str, Any]:
-    from bigscl.evaluation.report_files import plain
-
-    rows = [
-        {
-            "model": one.report.model,
-            "pooling": one.report.pooling,
-            "num_images": one.report.num_images,
-            "figures": {name: asdict(found) for name, found in one.figures.items()},
-            "changes": [asdict(change) for change in one.changes],
-        }
-        for one in compared
-    ]
-    return {"first": compared[0].report.name, "runs": plain(rows)}
-
-
-def _text(compared: "list[Comparison]") -> str:
-    from bigscl.evaluation.main_metrics import METRICS
-    from bigscl.evaluation.report_files import main_table, markdown_table, pooling_table
-
-    first = compared[0]
-    header = ["run", *(metric.title for metric in METRICS.values())]
-    rows = [
-        [one.report.name, *(_cell(one.figures[name], one is first) for name in METRICS)] for one in compared
-    ]
-    parts = [
-        f"{len(compared)} runs on {first.report.num_images:,} images; differences from {first.report.name} "
-        f"with 95% bootstrap intervals over images, in percent",
-        markdown_table(header, rows),
-        main_table([one.report for one in compared]),
-        pooling_table([one.report for one in compared]),
-        *(_changes(first, one) for one in compared[1:] if one.changes),
-    ]
-    return "\n\n".join(filter(None, parts))
-
-
-def _cell(found: "Difference", is_first: bool) -> str:
-    from bigscl.evaluation.report_files import percent
-
-    if is_first:
-        return percent(found.value)
-    change, low, high = (f"{100 * value:+.2f}" for value in (found.difference, found.low, found.high))
-    return f"{percent(found.value)} {change} [{low}, {high}]"
-
-
-def _changes(first: "Comparison", one: "Comparison") -> str:
-    from bigscl.evaluation.report_files import markdown_table, percent
-
-    rows = [
-        [
-            c.name,
-            f"{c.num_positives:,}",
-            percent(c.before),
-            percent(c.after),
-            f"{100 * (c.after - c.before):+.2f}",
-        ]
-        for c in one.changes
-    ]
-    header = ["class", "positives", f"AP of {first.report.name}", f"AP of {one.report.name}", "change"]
-    return markdown_table(header, rows)

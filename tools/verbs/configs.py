@@ -8,6 +8,7 @@ import typer
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import atomic_write
 from bigscl.common.user_error import UserError
+from bigscl.config.presets import FOLDER, packaged_files
 from bigscl.tools.shared.terminal import plural, print_result, table
 
 
@@ -41,8 +42,6 @@ def command(
 
 
 def _chosen(names: list[str]) -> dict[str, Path]:
-    from bigscl.config.presets import packaged_files
-
     files = packaged_files()
     if unknown := [name for name in names if name.removesuffix(".yaml") not in files and name not in files]:
         near = [name for name in files if unknown[0].lower() in name][:3]
@@ -62,8 +61,6 @@ def _first_comment(path: Path) -> str:
 
 def _copy(files: dict[str, Path], folder: Path) -> list[Path]:
     """Copy files that are not there yet; refuse, before anything is copied, to replace others."""
-    from bigscl.config.presets import FOLDER
-
     targets = {path: folder / path.relative_to(FOLDER) for path in files.values()}
     there = {path for path, target in targets.items() if target.exists() or target.is_symlink()}
     other = [str(targets[path]) for path in there if not _same(path, targets[path])]

@@ -67,8 +67,8 @@ def command(
     expected = expected_at(one), expected_at(other)
     results = _compare(one, other, expected)
     facts = _facts(one, other, results, data, count)
-    for side, found in zip("ab", expected, strict=True):
-        facts[side]["selection"] = found.facts()
+    for side, thresholds in zip("ab", expected, strict=True):
+        facts[side]["selection"] = thresholds.facts()
     print_result(facts, _text(facts), as_json)
     if facts["rows_differing"] or facts["expected"]["only_a"] or facts["expected"]["only_b"]:
         raise typer.Exit(1)
@@ -103,7 +103,7 @@ def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Sha
     same_cuts = expected[0].same_as(expected[1])
     wanted = [shard for shard in range(one.spec.num_shards) if not (same_cuts and same[shard])]
     work = partial(_compare_shard, one, other, expected)
-    return [found for _, found in pass_over("comparing", wanted, work, [one, other])]
+    return [changes for _, changes in pass_over("comparing", wanted, work, [one, other])]
 
 
 def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard: int) -> ShardChanges:
@@ -130,15 +130,15 @@ def _first_rows(rows: Rows, count: int) -> Rows:
 
 def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
     """Return which rows differ, by array; heatmaps of classes that only one side keeps are left out."""
-    found = {
+    differs = {
         "scores": _unequal(mine.scores, its.scores),
         "last_epoch": mine["last_epoch"] != its["last_epoch"],
     }
     if mine.heatmaps is not None and its.heatmaps is not None:
         if mine.classes is not None and its.classes is not None and mine.classes.shape == its.classes.shape:
-            found["classes"] = _unequal(mine.classes, its.classes)
-        found["heatmaps"] = _heatmaps_differ(mine, its)
-    return found
+            differs["classes"] = _unequal(mine.classes, its.classes)
+        differs["heatmaps"] = _heatmaps_differ(mine, its)
+    return differs
 
 
 def _unequal(mine: Array, its: Array) -> NDArray[np.bool_]:
@@ -168,9 +168,9 @@ def _facts(
 ) -> dict[str, Any]:
     rows: Counter[str] = Counter()
     any_row = 0
-    for found in results:
-        rows.update({name: int(mask.sum()) for name, mask in found.differs.items()})
-        any_row += int(np.any(list(found.differs.values()), axis=0).sum())
+    for changes in results:
+        rows.update({name: int(mask.sum()) for name, mask in changes.differs.items()})
+        any_row += int(np.any(list(changes.differs.values()), axis=0).sum())
     index = None if data is None else data.index
     values = one.spec.num_samples * one.spec.num_classes
     return {
@@ -180,8 +180,10 @@ def _facts(
         "shards_compared": len(results),
         "rows_differing": any_row,
         "rows_differing_by_array": dict(rows),
-        "largest_score_change": max((float(found.change.max(initial=0)) for found in results), default=0.0),
-        "mean_score_change": sum(found.total_change for found in results) / max(1, values),
+        "largest_score_change": max(
+            (float(changes.change.max(initial=0)) for changes in results), default=0.0
+        ),
+        "mean_score_change": sum(changes.total_change for changes in results) / max(1, values),
         "most_changed": [
             {"id": sample, "name": name_of(sample, index), "change": change}
             for sample, change in _most_changed(results, count)
@@ -198,8 +200,8 @@ def _side(store: HeatmapStore) -> dict[str, Any]:
 def _most_changed(results: list[ShardChanges], count: int) -> list[tuple[int, float]]:
     if not results:
         return []
-    ids = np.concatenate([found.ids for found in results])
-    change = np.concatenate([found.change for found in results])
+    ids = np.concatenate([changes.ids for changes in results])
+    change = np.concatenate([changes.change for changes in results])
     order = np.lexsort((ids, -change))[:count]
     return [(int(ids[n]), float(change[n])) for n in order if change[n] > 0]
 
@@ -208,7 +210,9 @@ def _expected(results: list[ShardChanges], index: Any, count: int) -> dict[str, 
     """Return how the expected positives of the compared shards differ, in total and by class."""
     if not results:
         return {"only_a": 0, "only_b": 0, "both": 0, "classes": []}
-    totals = {name: sum(getattr(found, name) for found in results) for name in ("only_a", "only_b", "both")}
+    totals = {
+        name: sum(getattr(changes, name) for changes in results) for name in ("only_a", "only_b", "both")
+    }
     moved = totals["only_a"] + totals["only_b"]
     order = [int(number) for number in np.argsort(-moved, kind="stable")[:count] if moved[number]]
     return {
@@ -239,7 +243,7 @@ def _text(facts: dict[str, Any]) -> str:
         f"scores: largest change {facts['largest_score_change']:.3f}, mean {facts['mean_score_change']:.4f}"
     )
     if facts["most_changed"]:
-        rows = [[one["id"], one["name"], f"{one['change']:.3f}"] for one in facts["most_changed"]]
+        rows = [[sample["id"], sample["name"], f"{sample['change']:.3f}"] for sample in facts["most_changed"]]
         lines.append(table(("id", "most changed", "by"), rows))
     expected = facts["expected"]
     lines.append(
@@ -252,6 +256,6 @@ def _text(facts: dict[str, Any]) -> str:
         if facts[side]["selection"]["recomputed"]
     ]
     if expected["classes"]:
-        rows = [[one["name"], one["only_a"], one["only_b"], one["both"]] for one in expected["classes"]]
+        rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in expected["classes"]]
         lines.append(table(("class", "A only", "B only", "both"), rows))
     return "\n".join(lines)

@@ -15,16 +15,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from PIL import Image
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import atomic_write, load_pyarrow
 from bigscl.common.text import first_few
 from bigscl.common.url_secrets import with_image_names
 from bigscl.common.user_error import UserError
+from bigscl.data.index import write_sample_list
+from bigscl.data.read_samples import read_image_heads
 from bigscl.data.tar import SUFFIXES
 from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_samples, next_epoch
+from bigscl.tools.shared.label_dataset import write_relabelled
 from bigscl.tools.shared.label_formats import Label, LabelledImage, label_writer
 from bigscl.tools.shared.label_table import COLUMNS, Fit, FoundLabels, Which, find_labels, table_writer
 from bigscl.tools.shared.open_store import (
@@ -125,7 +129,7 @@ def command(
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
     fingerprint = opened.spec.fingerprint
-    found: FoundLabels | None = None
+    labels: FoundLabels | None = None
     if what == "scores":
         data = source.find(store, fingerprint)
         if data is None and output.suffix != ".npy":
@@ -137,17 +141,17 @@ def command(
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
-            found = find_labels(opened, needed, which)
-            fit = found.fit(box_share)
-            rows = _labels(found, fit, form, output, run_folder(store), with_image_names(images or ""))
+            labels = find_labels(opened, needed, which)
+            fit = labels.fit(box_share)
+            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(images or ""))
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id
     facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
     told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
-    if found is not None:
-        facts["selection"] = found.expected.facts()
-        told += f"\n  {found.expected.note}" if found.expected.recomputed else ""
+    if labels is not None:
+        facts["selection"] = labels.expected.facts()
+        told += f"\n  {labels.expected.note}" if labels.expected.recomputed else ""
         share = _initial_share(opened)
         facts["initial_share"] = round(share, 4)
         told = "\n".join([told, *few_visits_note(share)])
@@ -168,7 +172,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _bytes(path: Path) -> int:
-    return sum(one.stat().st_size for one in (path.iterdir() if path.is_dir() else [path]))
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 # Labels
@@ -179,8 +183,6 @@ def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | 
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":
-        from bigscl.tools.shared.label_dataset import write_relabelled
-
         return write_relabelled(found, fit, run, output)
     of = "a store" if run is None else run.name
     made_by = f"bigscl {version('bigscl')}, {of}, snapshot {found.store.snapshot.id}, {found.which} labels"
@@ -208,8 +210,6 @@ def _table(found: FoundLabels, fit: Fit, output: Path) -> int:
 
 def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list[LabelledImage], list[int]]:
     """Return the images of a shard with labels (of `all` also those without), and ids of unreadable ones."""
-    from bigscl.data.read_samples import read_image_heads
-
     columns = found.of_shard(shard, share)
     every = found.store.spec.sample_ids(shard)
     labels: dict[int, list[Label]] = {int(sample): [] for sample in (every if found.which == "all" else ())}
@@ -241,8 +241,6 @@ def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list
 
 def _samples(data: Data, output: Path) -> int:
     """Write the list of samples that a run keeps in its folder, for a store that has none."""
-    from bigscl.data.index import write_sample_list
-
     if output.suffix != ".json":
         raise UserError(f"{output}: the list of samples is written as .json")
     write_sample_list(data.index, output)
@@ -275,22 +273,20 @@ def _heatmaps_npz(store: HeatmapStore, data: Data, ids: NDArray[np.int64], outpu
     arrays: dict[str, Any] = dict(rows)
     arrays["classes"] = rows.kept_classes()
     arrays["ids"] = ids
-    arrays["keys"] = np.array([data.index.key(int(one)) for one in ids])
+    arrays["keys"] = np.array([data.index.key(int(sample)) for sample in ids])
     arrays["class_names"] = np.array(data.index.class_names)
     with atomic_write(output) as unfinished, unfinished.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
 def _pngs(store: HeatmapStore, data: Data, ids: NDArray[np.int64], output: Path) -> None:
-    from PIL import Image
-
     output.mkdir(parents=True, exist_ok=True)
     rows = store.read_without_initial_value(ids)
-    for place, sample in enumerate(ids.tolist()):
-        one = rows.take(slice(place, place + 1))
+    for row, sample in enumerate(ids.tolist()):
+        own = rows.take(slice(row, row + 1))
         key = data.index.key(sample).replace("/", "_")
         for number, name in enumerate(data.index.class_names):
-            if (heatmap := heatmap_of(one, number)) is not None:
+            if (heatmap := heatmap_of(own, number)) is not None:
                 grey = Image.fromarray((heatmap.astype(np.float32) * 255).round().astype(np.uint8))
                 large = grey.resize(
                     (grey.width * CELL_PIXELS, grey.height * CELL_PIXELS), Image.Resampling.NEAREST
@@ -384,8 +380,8 @@ def _parquet(path: Path, store: HeatmapStore, data: Data | None) -> Iterator[Wri
         values = pyarrow.array(scores.astype(np.float32).reshape(-1))
         arrays = [
             pyarrow.array(ids),
-            pyarrow.array([names[int(one) // index.rows_per_shard] for one in ids]),
-            pyarrow.array([index.key(int(one)) for one in ids]),
+            pyarrow.array([names[int(sample) // index.rows_per_shard] for sample in ids]),
+            pyarrow.array([index.key(int(sample)) for sample in ids]),
             pyarrow.FixedSizeListArray.from_arrays(values, width),
         ]
         writer.write_table(pyarrow.table(arrays, schema=schema))

@@ -81,8 +81,8 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     """Return (names, number) of the classes, as far as the command line or classes.txt gives them."""
     if given is not None and given.isdecimal():
         if len(given) > LONGEST_NUMBER or not 1 <= int(given) <= LARGEST_CLASS:
-            found = given[:LONGEST_NUMBER]
-            raise UserError(f"--classes: {found}, expected at least 1 and at most {LARGEST_CLASS}")
+            shown = given[:LONGEST_NUMBER]
+            raise UserError(f"--classes: {shown}, expected at least 1 and at most {LARGEST_CLASS}")
         return None, int(given)
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):

@@ -2,20 +2,12 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from bigscl.common.command_line import AsJson, Settings
-from bigscl.common.files import free_bytes
-from bigscl.common.user_error import UserError
 from bigscl.tools.shared.terminal import plural, print_result, size, table
-
-if TYPE_CHECKING:
-    from bigscl.config import Config
-    from bigscl.preflight.forecast import Forecast, MemoryPhase
-    from bigscl.store import StoreSpec
 
 
 def command(
@@ -53,172 +45,21 @@ def command(
     Example: bigscl plan configs/imagenet_resnet50_scl.yaml --processes 8 --samples 1281167 --classes 1000
     """
     from bigscl.config import load_config
+    from bigscl.tools.shared import plan_facts
 
     run = load_config(config, settings or [])
-    spec, mean_bytes = _data(run, samples, classes, per_shard)
-    facts = _facts(run, spec, processes, images_per_second, mean_bytes)
-    facts["expected"] = _expected(run, samples)
+    spec, mean_bytes = plan_facts.rows_of_run(run, samples, classes, per_shard)
+    facts = plan_facts.needs_of_run(run, spec, processes, images_per_second, mean_bytes)
+    expected = plan_facts.expected_positives(run, samples)
+    facts["expected"] = None if expected is None else asdict(expected)
     if probe is not None:
-        facts["probe"] = _probe(run, spec, facts, probe)
-    print_result(facts, _text(facts), as_json)
+        facts["probe"] = plan_facts.probe_facts(run, spec, facts, probe)
+    print_result(facts, _text(facts, expected), as_json)
     if facts["warnings"] or (probe is not None and not facts["probe"]["keeps_up"]):
         raise typer.Exit(1)
 
 
-def _data(
-    config: "Config", samples: int | None, classes: int | None, per_shard: int
-) -> tuple["StoreSpec", float | None]:
-    """Return the store's rows and the mean size of an image, of existing shards or of the given numbers."""
-    from bigscl.data.index import load_index
-    from bigscl.store import StoreSpec
-
-    if (samples is None) != (classes is None):
-        raise UserError("--samples, --classes: give both, or neither to plan for the shards of the config")
-    if samples is not None and classes is not None:
-        full, rest = divmod(samples, per_shard)
-        sizes = [per_shard] * full + [rest] * (rest > 0)
-        mean_bytes = None
-    else:
-        try:
-            index = load_index(config.data.train, config.data.train_index)
-        except ValueError as error:
-            raise UserError(
-                f"{str(error).rstrip('.')}. To plan before there are shards, give --samples and --classes "
-                f"(of ImageNet: --samples 1281167 --classes 1000)."
-            ) from None
-        sizes, classes = index.shard_sizes.tolist(), index.num_classes
-        mean_bytes = float(index.image_bytes[index.ids()].mean())
-    return (
-        StoreSpec(
-            fingerprint="",
-            num_classes=classes,
-            heatmap_size=_heatmap_size(config, classes),
-            rows_per_shard=max(sizes),
-            shard_sizes=tuple(sizes),
-        ),
-        mean_bytes,
-    )
-
-
-def _expected(config: "Config", samples: int | None) -> dict[str, Any] | None:
-    """Return how many positives the run expects; None if it needs no K, or the shards that say it."""
-    from bigscl.selection.k import Expectation, expectation, positives_per_image
-    from bigscl.training.run_folder import open_labels, open_val
-
-    k = config.selection.K
-    if not config.objective.needs_k or (samples is not None and k == "auto"):
-        return None
-    if samples is not None:
-        # Of a dataset that does not exist yet: one label for each image.
-        total = round(float(k) * samples)
-        return asdict(
-            Expectation(positives_per_image=float(k), annotated=samples, total=total, num_samples=samples)
-        )
-    labels = open_labels(config.data)
-    found = positives_per_image(config, open_val(config.data) if k == "auto" else None)
-    assert found is not None
-    counts = labels.annotations.counts()
-    return asdict(expectation(found, labels.counts(), labels.index.num_samples, counts))
-
-
-def _heatmap_size(config: "Config", num_classes: int) -> int:
-    from bigscl.models.spatial import build_model
-    from bigscl.training.model_state import map_side
-
-    return 2 * map_side(
-        build_model(config.model.backbone, num_classes, args=config.model.args), config.data.size
-    )
-
-
-def _forecast(config: "Config", spec: "StoreSpec", processes: int) -> "Forecast":
-    from bigscl.config.schedule import plan_epoch
-    from bigscl.preflight.forecast import forecast
-
-    sizes = np.asarray(spec.shard_sizes)
-    plan = plan_epoch(config, sizes, spec.rows_per_shard, epoch=0, world_size=processes)
-    return forecast(config, spec, plan)
-
-
-def _facts(
-    config: "Config", spec: "StoreSpec", processes: int, rate: float, mean_bytes: float | None
-) -> dict[str, Any]:
-    from bigscl.config import doubtful_settings
-    from bigscl.distributed.hardware import machine_ram_bytes
-    from bigscl.preflight.forecast import warnings
-
-    needs = _forecast(config, spec, processes)
-    free = free_bytes(config.store_url) if config.store.kind == "disk" else None
-    return {
-        "run": str(config.run),
-        "samples": spec.num_samples,
-        "shards": spec.num_shards,
-        "classes": spec.num_classes,
-        "heatmap_size": spec.heatmap_size,
-        "processes": processes,
-        "images_per_second": rate,
-        "epochs": config.schedule.epochs,
-        "steps_per_epoch": needs.num_steps,
-        "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
-        "samples_per_rank": asdict(needs.samples_per_rank),
-        "shards_per_rank": asdict(needs.shards_per_rank),
-        "shards_per_worker": asdict(needs.shards_per_worker),
-        "imbalance": needs.imbalance,
-        "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
-        "loader_bytes": _loader_bytes(config, mean_bytes),
-        "store": config.store.kind,
-        "store_url": config.store_url if config.store.kind == "disk" else None,
-        "disk_bytes": needs.disk_bytes,
-        "score_log_bytes": needs.score_log_bytes,
-        "free_bytes": free,
-        "phases": [_phase(phase, rate * processes) for phase in needs.phases],
-        "warnings": [*doubtful_settings(config), *warnings(config, needs, free, machine_ram_bytes())],
-    }
-
-
-def _loader_bytes(config: "Config", mean_bytes: float | None) -> int | None:
-    """Return the RAM of the encoded images in shuffle buffers and of prepared batches, per process."""
-    if mean_bytes is None:
-        return None
-    workers = max(1, config.data.workers)
-    batches = 2 * config.data.batch_size * 3 * config.data.size**2
-    return int(workers * (config.data.shuffle_buffer * mean_bytes + batches))
-
-
-def _phase(phase: "MemoryPhase", rate: float) -> dict[str, Any]:
-    return {
-        "first_epoch": phase.epochs.start,
-        "last_epoch": phase.epochs.stop - 1,
-        "layout": phase.group.layout,
-        "top": phase.group.top,
-        "slot_bytes": phase.slot_bytes,
-        "versions": phase.versions,
-        "disk_bytes": phase.disk_bytes,
-        "bytes_per_second": 2 * phase.image_bytes * rate,
-        "resident_bytes": phase.ram_bytes,
-    }
-
-
-def _probe(config: "Config", spec: "StoreSpec", facts: dict[str, Any], place: str) -> dict[str, Any]:
-    """Measure whether a place reads and writes the bytes of the largest phase fast enough."""
-    from bigscl.preflight.storage_speed import measure
-
-    phases = _forecast(config, spec, 1).phases
-    if not phases:
-        raise UserError("--probe: has no effect with store.kind: none")
-    heaviest = max(phases, key=lambda phase: phase.image_bytes)
-    speed = measure(place, spec, heaviest.group, config.store.io_threads, config.store.options())
-    needed = max(phase["bytes_per_second"] for phase in facts["phases"]) / 2
-    return {
-        "place": place,
-        "read_bytes_per_second": speed.read,
-        "write_bytes_per_second": speed.write,
-        "sustained_bytes_per_second": speed.both,
-        "needed_bytes_per_second": needed,
-        "keeps_up": speed.both >= needed,
-    }
-
-
-def _text(facts: dict[str, Any]) -> str:
+def _text(facts: dict[str, Any], expected: object) -> str:
     one = facts
     data = f"{one['samples']:,} samples in {plural(one['shards'], 'shard')}, {one['classes']} classes"
     shards = f"{_span(one['shards_per_rank'])} per process, {_span(one['shards_per_worker'])} per worker"
@@ -229,20 +70,14 @@ def _text(facts: dict[str, Any]) -> str:
         f"{_hours(one['hours'])} at {one['images_per_second']:g} images/s per process",
         f"  shards: {shards}; the busiest process has {one['imbalance']:.1%} more samples than the mean",
     ]
-    if one["expected"] is not None:
-        lines.append(f"  {_expected_line(one['expected'])}")
+    if expected is not None:
+        lines.append(f"  {expected}")
     if one["loader_bytes"] is not None:
         lines.append(f"  loader: about {size(one['loader_bytes'])} RAM per process")
     lines += _store_lines(one)
     lines += _probe_lines(one["probe"]) if "probe" in one else []
     lines += [f"  warning: {warning}" for warning in one["warnings"]]
     return "\n".join(lines)
-
-
-def _expected_line(expected: dict[str, Any]) -> str:
-    from bigscl.selection.k import Expectation
-
-    return str(Expectation(**expected))
 
 
 def _store_lines(facts: dict[str, Any]) -> list[str]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson
+from bigscl.common.files import atomic_folder, parse_errors
 from bigscl.common.user_error import UserError
+from bigscl.data.index import load_index
 from bigscl.tools.shared.terminal import print_result
 
 if TYPE_CHECKING:
@@ -66,8 +68,6 @@ def command(
     target = find_target(run, None, None)
     assert target.config is not None
     names = _class_names(target, classes)
-    from bigscl.common.files import atomic_folder
-
     with atomic_folder(folder) as partial:
         differences = write_portable_files(target, names, partial, onnx=onnx)
         licences = Licences(weights=license, dataset=dataset, data=data_license)
@@ -103,9 +103,6 @@ def _check_packages(needed: dict[str, bool]) -> None:
 
 def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
     """Return the names of the classes, as many as the network has outputs."""
-    from bigscl.common.files import parse_errors
-    from bigscl.data.index import load_index
-
     assert target.config is not None
     if file is None:
         try:

@@ -5,7 +5,6 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +34,6 @@ the share of the missing ones that were found (recall).
 pointing: how often the stored heatmap of a digit is hottest inside its box, for the digit of the
 given label and for unlabelled digits.
 score: average of the prediction of a class for an image over the epochs; heatmap: the same for each cell."""
-MAKE_AGAIN = "Delete the file and run the command again to make it again."
 PARTS = ("single", "train", "val", "test")
 
 
@@ -65,17 +63,21 @@ def command(
         for name in chosen:
             steps.train(name)
             steps.evaluate(name)
-    results = {name: _figures(folder / name / "test" / "report.json") for name in chosen}
-    for name in chosen:
-        results[name] |= _mined(folder / name)
+    from bigscl.tools.shared import study_report
+
+    results = {
+        name: study_report.quickstart_figures(folder / name / "test" / "report.json")
+        | study_report.mined_figures(folder / name)
+        for name in chosen
+    }
     baseline = "en" if "en" in chosen else chosen[0]
-    differences = _differences(folder, chosen, baseline)
+    differences = study_report.differences_from(folder, chosen, baseline)
     write_text(
         folder / "results.json",
         json.dumps({name: {**results[name], **differences[name]} for name in chosen}, indent=1),
     )
     picture = folder / "heatmaps.png"
-    _draw(folder, chosen, picture)
+    study_report.draw_quickstart(folder, {name: METHODS[name].split(" (")[0] for name in chosen}, picture)
     typer.echo(f"\n{_table(results, differences, baseline)}\n\n{EXPLAINED}")
     typer.echo(f"\nheatmaps of unlabelled digits: {picture}")
     typer.echo(f"took {(time.monotonic() - started) / 60:.1f} minutes")
@@ -146,46 +148,6 @@ class QuickstartRun:
         self.runner.run(words)
 
 
-def _figures(report: Path) -> dict[str, float | None]:
-    """Return the numbers of a run in the table."""
-    from bigscl.common.files import parse_errors
-    from bigscl.evaluation.localization import STORED
-
-    with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
-        found = json.loads(report.read_bytes())
-        heat = found["localization"][STORED]
-        return {
-            "map": float(found["mean_ap"]["present"]),
-            "f1": float(found["at_threshold"]["overall_f1"]),
-            "given": float(heat["given"]["hit_rate"]),
-            "missing": float(heat["missing"]["hit_rate"]),
-        }
-
-
-def _mined(run: Path) -> dict[str, float | None]:
-    """Return precision and recall of the labels that a run found; None for the oracle, which is given all."""
-    from bigscl.config import load_config
-    from bigscl.evaluation.mining import mined_by_run
-    from bigscl.evaluation.report_files import plain
-
-    mined = mined_by_run(load_config(run / "config.yaml"))
-    found = (None, None) if mined is None else (plain(mined.precision), plain(mined.recall))
-    return {"mined_precision": found[0], "mined_recall": found[1]}
-
-
-def _differences(folder: Path, methods: list[str], baseline: str) -> dict[str, dict[str, Any]]:
-    """Return the differences of mAP and F1 from the baseline with their intervals, by method."""
-    from bigscl.evaluation.compare import compare
-    from bigscl.evaluation.predictions import load_predictions
-
-    order = [baseline, *(name for name in methods if name != baseline)]
-    compared = compare([load_predictions(folder / name / "test") for name in order])
-    return {
-        name: {f"{figure}_over_{baseline}": asdict(one.figures[figure]) for figure in ("map", "f1")}
-        for name, one in zip(order, compared, strict=True)
-    }
-
-
 def _table(
     results: Mapping[str, Mapping[str, float | None]],
     differences: Mapping[str, Mapping[str, Any]],
@@ -216,12 +178,3 @@ def _interval(found: Mapping[str, float], is_baseline: bool) -> str:
         return ""
     change, low, high = (f"{100 * found[name]:+.1f}" for name in ("difference", "low", "high"))
     return f"{change} [{low}, {high}]"
-
-
-def _draw(folder: Path, methods: list[str], path: Path) -> None:
-    """Draw the heatmaps of each run for unlabelled digits."""
-    from bigscl.config import load_config
-    from bigscl.evaluation.plots.run_plots import draw_runs
-
-    runs = {METHODS[name].split(" (")[0]: load_config(folder / name / "config.yaml") for name in methods}
-    draw_runs(runs, path, kinds=("unannotated",), count=6)

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import read_images, read_metadata
 from bigscl.evaluation.plots.sample_plots import (
     Panel,
     SamplePicture,
@@ -111,7 +113,7 @@ def command(
     facts: dict[str, Any] = {
         "output": str(output),
         "chosen": chosen,
-        "samples": [_named(data, int(one)) for one in ids],
+        "samples": [_named(data, int(sample_id)) for sample_id in ids],
     }
     facts |= {} if expected is None else {"selection": expected.facts()}
     note = f"\n  {expected.note}" if expected is not None and expected.recomputed else ""
@@ -134,7 +136,7 @@ def _named(data: Data, sample: int) -> dict[str, Any]:
 
 
 def _listed(facts: dict[str, Any]) -> str:
-    return "\n".join(f"  {one['id']:>9}  {one['name']}" for one in facts["samples"])
+    return "\n".join(f"  {sample['id']:>9}  {sample['name']}" for sample in facts["samples"])
 
 
 class _Images:
@@ -143,25 +145,22 @@ class _Images:
     def __init__(
         self, store: HeatmapStore, data: Data, ids: NDArray[np.int64], expected: SnapshotThresholds | None
     ) -> None:
-        from bigscl.data.open_tar import Unreadable
-        from bigscl.data.read_samples import read_images, read_metadata
-
         try:
             self.images = read_images(data.index, ids)
             metadata = read_metadata(data.index, ids)
         except Unreadable as error:
             raise UserError(f"{error}. Choose other samples, or write the shards again.") from error
-        self.boxes = {sample: boxes_by_class(found.get("boxes", [])) for sample, found in metadata.items()}
+        self.boxes = {sample: boxes_by_class(fields.get("boxes", [])) for sample, fields in metadata.items()}
         self.names = data.index.class_names
         annotated, present = data.annotated(ids), data.present(ids)
         if present is not None:
             kinds = [kinds_of(annotated[n], present=present[n]) for n in range(len(ids))]
         else:
             assert expected is not None
-            found = expected.expected(store.read(ids).ranked_by(), ids)
+            selected = expected.expected(store.read(ids).ranked_by(), ids)
             negatives = data.index.labels_of(ids) == 0
             kinds = [
-                kinds_of(annotated[n], expected=found[n], negatives=negatives[n]) for n in range(len(ids))
+                kinds_of(annotated[n], expected=selected[n], negatives=negatives[n]) for n in range(len(ids))
             ]
         self.kinds = kinds
         """The kinds of all classes in each sample."""
@@ -177,12 +176,12 @@ def _side_by_side(
     """Return one picture per sample and store, with the classes that are strongest in the first store."""
     memories = [_memory(store, ids) for store in stores]
     pictures = []
-    for place, sample in enumerate(ids.tolist()):
-        first = memories[0].take(slice(place, place + 1))
-        kinds = images.kinds[place]
+    for row, sample in enumerate(ids.tolist()):
+        first = memories[0].take(slice(row, row + 1))
+        kinds = images.kinds[row]
         classes = classes_to_show(first, kinds, count)
         for store, memory in zip(stores, memories, strict=True):
-            rows = memory.take(slice(place, place + 1))
+            rows = memory.take(slice(row, row + 1))
             panels = [panel_of(rows, number, images.names, kinds, images.boxes[sample]) for number in classes]
             title = data.index.name(sample)
             title += f"   {store.backend.url}" if len(stores) > 1 else ""
@@ -202,14 +201,14 @@ def _over_epochs(
     """Return one picture per sample and class, with its heatmap in each epoch."""
     store = stores[0]
     pictures: list[SamplePicture] = []
-    for place, sample in enumerate(ids.tolist()):
+    for row, sample in enumerate(ids.tolist()):
         history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
         if not history:
             raise UserError(
                 f"{data.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
                 f"{', '.join(data.index.key(one) for one in store.spec.history_samples[:8])} ..."
             )
-        pictures += _epochs_of(images, place, sample, history, count, data.index.name(sample))
+        pictures += _epochs_of(images, row, sample, history, count, data.index.name(sample))
     return pictures
 
 
@@ -278,10 +277,10 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
         return np.ones(len(ids), bool)
     given = data.annotations.given
     rows = np.searchsorted(given.offsets, np.flatnonzero(given.values == number), side="right") - 1
-    found = np.isin(ids, rows)
-    if not found.any():
+    has_class = np.isin(ids, rows)
+    if not has_class.any():
         raise UserError(f"--class: no sample is annotated with {data.index.class_names[number]!r}")
-    return found
+    return has_class
 
 
 def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
@@ -292,7 +291,7 @@ def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[
         return ids, _largest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
 
     shards = range(store.spec.num_shards)
-    return (found for _, found in pass_over("searching confident samples", shards, work, [store]))
+    return (scored for _, scored in pass_over("searching confident samples", shards, work, [store]))
 
 
 def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
@@ -311,10 +310,10 @@ def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[Sc
     ]
 
     def work(shard: int) -> ScoredSamples:
-        (ids, now), (_, then) = (next(one.scores_by_shard([shard])) for one in (store, before))
+        (ids, now), (_, then) = (next(each_store.scores_by_shard([shard])) for each_store in (store, before))
         return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
 
-    return (found for _, found in pass_over("searching changed samples", changed, work, [store, before]))
+    return (scored for _, scored in pass_over("searching changed samples", changed, work, [store, before]))
 
 
 def _best(ranked: Iterator[ScoredSamples]) -> NDArray[np.int64]:

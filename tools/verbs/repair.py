@@ -110,7 +110,7 @@ def examine(
     store: str, storage: StorageFlags, snapshots: list[Snapshot], checkpoints: dict[int, list[str]]
 ) -> Report:
     """Read all versions that the snapshots name, each once."""
-    there = {one.id: one for one in snapshots}
+    there = {snapshot.id: snapshot for snapshot in snapshots}
     newest = _newest(store, list(there), checkpoints)
     known: dict[tuple[str, int, int], list[Problem]] = {}
     damage = {}
@@ -118,7 +118,7 @@ def examine(
         at = open_store(store, number, storage)
         _read_new(at, known)
         versions = {shard: (at.snapshot.group, slot, shard) for shard, slot in enumerate(at.snapshot.slots)}
-        damage[number] = {shard: known[one] for shard, one in versions.items() if known.get(one)}
+        damage[number] = {shard: known[version] for shard, version in versions.items() if known.get(version)}
     return Report(target=there[newest], checkpoints=checkpoints, damage=damage)
 
 
@@ -157,16 +157,19 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
     """
     old = report.target
     kept = [number for number in report.damage if number != old.id]
-    older = [one for one in store.snapshots() if one.id < old.id and one.group == old.group]
+    older = [
+        snapshot for snapshot in store.snapshots() if snapshot.id < old.id and snapshot.group == old.group
+    ]
     reset: dict[str, list[int]] = {}
     answered = Answered.at(old)
     for shard, problems in report.shards.items():
         sources = [
             Source(
-                snapshot=one, damaged=damaged_rows(store.spec, shard, report.damage[one.id].get(shard, []))
+                snapshot=snapshot,
+                damaged=damaged_rows(store.spec, shard, report.damage[snapshot.id].get(shard, [])),
             )
-            for one in reversed(older)
-            if one.id in report.damage and one.slots[shard] >= 0
+            for snapshot in reversed(older)
+            if snapshot.id in report.damage and snapshot.slots[shard] >= 0
         ]
         repaired = repaired_shard(store, old, shard, problems, sources, answered)
         store.save_shard(shard, repaired.rows)
@@ -202,13 +205,14 @@ def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:
         "num_shards": store.spec.num_shards,
         "shards": {
             shard: [
-                {"array": one.array, "samples": list(one.samples), "reason": one.reason} for one in problems
+                {"array": problem.array, "samples": list(problem.samples), "reason": problem.reason}
+                for problem in problems
             ]
             for shard, problems in report.shards.items()
         },
         "others": [
-            {"snapshot": number, "checkpoints": report.checkpoints.get(number, []), "shards": sorted(found)}
-            for number, found in report.damage.items()
+            {"snapshot": number, "checkpoints": report.checkpoints.get(number, []), "shards": sorted(shards)}
+            for number, shards in report.damage.items()
             if number != target.id
         ],
         "holder": None if holder is None else str(holder),
@@ -221,8 +225,8 @@ def _text(facts: dict[str, Any]) -> str:
     if not facts["shards"]:
         lines = [f"{facts['url']}: {at} is intact; nothing to repair"]
     else:
-        found = plural(len(facts["shards"]), "damaged shard")
-        lines = [f"{facts['url']}: {at} has {found} of {facts['num_shards']}", *_damage_lines(facts)]
+        damaged = plural(len(facts["shards"]), "damaged shard")
+        lines = [f"{facts['url']}: {at} has {damaged} of {facts['num_shards']}", *_damage_lines(facts)]
     lines += _other_lines(facts)
     if facts["applied"]:
         lines += _done_lines(facts)
@@ -244,20 +248,20 @@ def _named(snapshot: int, checkpoints: list[str]) -> str:
 
 def _damage_lines(facts: dict[str, Any]) -> list[str]:
     lines = [
-        f"  shard {shard}, {one['array']}, samples {ranges(one['samples'])}: {one['reason']}"
+        f"  shard {shard}, {problem['array']}, samples {ranges(problem['samples'])}: {problem['reason']}"
         for shard, problems in facts["shards"].items()
-        for one in problems
+        for problem in problems
     ]
     more = len(lines) - MAX_LINES
     return lines[:MAX_LINES] + ([f"  ... and {more} more; --json lists them all"] if more > 0 else [])
 
 
 def _other_lines(facts: dict[str, Any]) -> Iterator[str]:
-    for one in facts["others"]:
-        at = _named(one["snapshot"], one["checkpoints"])
-        if one["shards"]:
-            yield f"  {at} is also damaged, in {plural(len(one['shards']), 'shard')}; it is not changed"
-        elif facts["shards"] and one["checkpoints"] and not facts["applied"]:
+    for other in facts["others"]:
+        at = _named(other["snapshot"], other["checkpoints"])
+        if other["shards"]:
+            yield f"  {at} is also damaged, in {plural(len(other['shards']), 'shard')}; it is not changed"
+        elif facts["shards"] and other["checkpoints"] and not facts["applied"]:
             yield f"  {at} is intact: training can also resume from it, with --resume CHECKPOINT"
 
 
@@ -340,9 +344,11 @@ def repaired_shard(
     is_about = _is_about(answered, spec, shard, origins[INITIAL])
     answered = replace(answered, late=answered.late & ~is_about)
     rows = _readable(store, at, shard, initial)
-    lost_visits = damaged_rows(spec, shard, [one for one in problems if one.array == PACKED_NAME])
+    lost_visits = damaged_rows(spec, shard, [problem for problem in problems if problem.array == PACKED_NAME])
     rows["sample_visits"][lost_visits] = min(at.epoch + 1, MAX_COUNT)
-    lost_stamps = lost_visits | damaged_rows(spec, shard, [one for one in problems if one.array == STAMPS])
+    lost_stamps = lost_visits | damaged_rows(
+        spec, shard, [problem for problem in problems if problem.array == STAMPS]
+    )
     stamps = np.where(lost_stamps, at.epoch, rows[STAMPS]).astype(rows[STAMPS].dtype)
     _copy(replacement, rows, lost)
     rows[STAMPS] = stamps
@@ -350,9 +356,9 @@ def repaired_shard(
     _copy(initial, rows, beyond)
     origins["stamps of the snapshot's epoch"] = lost_stamps & ~lost
     reset = {
-        name: (shard * spec.rows_per_shard + np.flatnonzero(found)).tolist()
-        for name, found in origins.items()
-        if found.any()
+        name: (shard * spec.rows_per_shard + np.flatnonzero(rows_reset)).tolist()
+        for name, rows_reset in origins.items()
+        if rows_reset.any()
     }
     return RepairedShard(rows=Rows(**rows), reset=reset, answered=answered)
 

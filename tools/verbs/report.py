@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from bigscl.common.command_line import AsJson
+from bigscl.data.labels.label_files import read_real_labels
 from bigscl.tools.shared.terminal import print_result
 
 Activation = Literal["sigmoid", "softmax"]
@@ -38,7 +39,6 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Make the report of saved predictions, the same as `bigscl evaluate` makes."""
-    from bigscl.data.labels.real_labels import read_real_labels
     from bigscl.evaluation.predictions import load_predictions
     from bigscl.evaluation.report import make_report
     from bigscl.evaluation.report_files import summary, to_json, write_report

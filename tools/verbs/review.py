@@ -273,17 +273,17 @@ def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any],
         if not block:
             break
         session.answer([(each, each.number in index.full_labels()[each.sample]) for each in block])
-    found = sum(yes and not each.labelled for each, yes in session.answered)
+    num_found = sum(yes and not each.labelled for each, yes in session.answered)
     refuted = sum(each.labelled and not yes for each, yes in session.answered)
     facts = {
         "answers": len(session.answered),
-        "found": found,
+        "found": num_found,
         "refuted": refuted,
         "file": str(session.file.path),
     }
     told = (
         f"{session.file.path}: {plural(len(session.answered), 'answer')} of the full labels: "
-        f"{plural(found, 'missing positive')} found, {plural(refuted, 'label')} refuted"
+        f"{plural(num_found, 'missing positive')} found, {plural(refuted, 'label')} refuted"
     )
     return facts, told
 
@@ -342,14 +342,16 @@ def import_answers(
     _, data = _open(store, source, storage)
     path = answers_files(run_folder(store), data, answers)[0]
     given = Source(who=who or getpass.getuser(), when=now())
-    found = read_tool_answers(file, given)
+    answers_of_tool = read_tool_answers(file, given)
     # Names that the shards do not have are refused before anything is added.
-    match_answers(data.labelled, standing_answers(found), file)
+    match_answers(data.labelled, standing_answers(answers_of_tool), file)
     kept = AnswersFile(path)
     # An answer without a time of its own is new each time; said again by the same person it changes nothing.
     known = {(pair, answer.who, answer.yes) for pair, answer in kept.read().standing.items()}
-    new = [answer for answer in found if (answer.pair, answer.who, answer.yes) not in known]
+    new = [answer for answer in answers_of_tool if (answer.pair, answer.who, answer.yes) not in known]
     dated = [answer for answer in new if answer.when != given.when]
     num_new = kept.append(dated, dated=True) + kept.append(answer for answer in new if answer not in dated)
-    facts = {"answers": len(found), "new": num_new, "file": str(path)}
-    print_result(facts, f"{file}: {plural(len(found), 'answer')}, {num_new} of them new in {path}", as_json)
+    facts = {"answers": len(answers_of_tool), "new": num_new, "file": str(path)}
+    print_result(
+        facts, f"{file}: {plural(len(answers_of_tool), 'answer')}, {num_new} of them new in {path}", as_json
+    )

@@ -4,17 +4,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bigscl.common.command_line import AsJson, with_options
 from bigscl.common.user_error import UserError
+from bigscl.datasets.coco import coco
+from bigscl.datasets.folder import FlatLabels, folder
+from bigscl.datasets.multilabel import Protocol
+from bigscl.datasets.scenes import scenes
+from bigscl.datasets.voc import voc
+from bigscl.datasets.writer import Sample, Shards, write
 from bigscl.tools.shared.terminal import progress
-
-if TYPE_CHECKING:
-    from bigscl.datasets.multilabel import Protocol
-    from bigscl.datasets.writer import Sample, Shards
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,10 +47,8 @@ class Writing:
     ] = False
     as_json: AsJson = False
 
-    def run(self, shards: "Shards", out: Path) -> None:
+    def run(self, shards: Shards, out: Path) -> None:
         """Write the shards, except in a dry run, and print what they contain."""
-        from bigscl.datasets.writer import write
-
         skipped = 0
         if not self.dry_run:
             total = sum(len(samples) for samples in shards.parts.values())
@@ -85,16 +85,14 @@ class FewLabels:
         typer.Option(min=1, max=10_000, help="Resize images to this square. Default: original bytes."),
     ] = None
 
-    def protocol(self) -> "Protocol":
+    def protocol(self) -> Protocol:
         """The same for the dataset."""
-        from bigscl.datasets.multilabel import Protocol
-
         return Protocol(num_positives=self.positives, num_negatives=self.negatives, seed=self.seed)
 
 
-@app.command()
+@app.command("folder")
 @with_options
-def folder(
+def write_folder(
     source: Source,
     out: Out,
     split: Annotated[
@@ -115,13 +113,10 @@ def folder(
     writing: Writing,
 ) -> None:
     """Write a dataset with one label per image: SOURCE/train/<class>/<image> or SOURCE/<class>/<image>."""
-    from bigscl.datasets.folder import FlatLabels
-    from bigscl.datasets.folder import folder as read
-
     if synsets is not None and ground_truth is None:
         raise UserError(f"--synsets {synsets}: has no effect without --ground-truth")
     flat = FlatLabels(ground_truth=ground_truth, synsets=synsets) if ground_truth is not None else None
-    shards = read(
+    shards = folder(
         source,
         splits=split or [],
         flat=flat,
@@ -132,9 +127,9 @@ def folder(
     writing.run(shards, out)
 
 
-@app.command()
+@app.command("voc")
 @with_options
-def voc(
+def write_voc(
     source: Source,
     out: Out,
     year: Annotated[int, typer.Option(min=2000, max=2100, help="VOC<year> of the devkit.")] = 2012,
@@ -143,9 +138,7 @@ def voc(
     writing: Writing,
 ) -> None:
     """Write Pascal VOC: SOURCE is a VOCdevkit. Official train becomes train and val, official val test."""
-    from bigscl.datasets.voc import voc as read
-
-    shards = read(
+    shards = voc(
         source,
         year=year,
         protocol=labels.protocol(),
@@ -155,9 +148,9 @@ def voc(
     writing.run(shards, out)
 
 
-@app.command()
+@app.command("coco")
 @with_options
-def coco(
+def write_coco(
     source: Source,
     out: Out,
     year: Annotated[int, typer.Option(min=2000, max=2100, help="train<year> and val<year>.")] = 2014,
@@ -166,9 +159,7 @@ def coco(
     writing: Writing,
 ) -> None:
     """Write COCO: SOURCE has annotations/, train2014/ and val2014/. Splits as for VOC."""
-    from bigscl.datasets.coco import coco as read
-
-    shards = read(
+    shards = coco(
         source,
         year=year,
         protocol=labels.protocol(),
@@ -178,9 +169,9 @@ def coco(
     writing.run(shards, out)
 
 
-@app.command()
+@app.command("scenes")
 @with_options
-def scenes(
+def write_scenes(
     out: Out,
     single: Annotated[
         int, typer.Option(min=1, max=10**7, help="Number of images of one digit, for pretraining.")
@@ -195,13 +186,11 @@ def scenes(
     writing: SceneWriting,
 ) -> None:
     """Write scenes of handwritten digits over photographs, made from images in scikit-learn: no download."""
-    from bigscl.datasets.scenes import scenes as draw
-
     sizes = {"single": single, "train": train, "val": val, "test": test}
-    writing.run(draw(sizes, seed, writing.samples_per_shard), out)
+    writing.run(scenes(sizes, seed, writing.samples_per_shard), out)
 
 
-def _summary(shards: "Shards", out: Path, *, written: bool, skipped: int) -> dict[str, Any]:
+def _summary(shards: Shards, out: Path, *, written: bool, skipped: int) -> dict[str, Any]:
     return {
         "out": str(out),
         "kind": shards.kind,
@@ -216,7 +205,7 @@ def _summary(shards: "Shards", out: Path, *, written: bool, skipped: int) -> dic
     }
 
 
-def _label_counts(samples: "Sequence[Sample]") -> dict[str, int]:
+def _label_counts(samples: Sequence[Sample]) -> dict[str, int]:
     """Return how many labels there are, and how many of them training may see."""
     full = given = 0
     for sample in samples:

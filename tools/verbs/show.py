@@ -9,6 +9,7 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
+from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.store import (
     FORMAT,
     Array,
@@ -85,7 +86,7 @@ def command(
             "samples": [_sample(opened, int(n), data, classes, expected) for n in ids],
             "selection": expected.facts(),
         }
-        texts = [_sample_text(one) for one in facts["samples"]]
+        texts = [_sample_text(shown) for shown in facts["samples"]]
         text = "\n\n".join([*texts, expected.note] if expected.recomputed else texts)
     elif histograms:
         facts = {"url": opened.backend.url, "snapshot": opened.snapshot.id, "histograms": _histograms(opened)}
@@ -122,12 +123,12 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "visited": _visits(store),
         "snapshots": [
             {
-                **snapshot_facts(one, store.spec.num_classes),
-                "bytes": named[one.id].all,
-                "bytes_only_here": named[one.id].only_here,
-                "checkpoints": checkpoints.get(one.id, []),
+                **snapshot_facts(snapshot, store.spec.num_classes),
+                "bytes": named[snapshot.id].all,
+                "bytes_only_here": named[snapshot.id].only_here,
+                "checkpoints": checkpoints.get(snapshot.id, []),
             }
-            for one in snapshots
+            for snapshot in snapshots
         ],
     }
 
@@ -155,7 +156,7 @@ def _text(facts: dict[str, Any]) -> str:
         "  snapshots",
         table(
             ("id", "epoch", "step", "time (UTC)", "run", "arrays", "shards", "size", "only here", "notes"),
-            [_snapshot_row(one, facts) for one in facts["snapshots"]],
+            [_snapshot_row(snapshot, facts) for snapshot in facts["snapshots"]],
             indent="    ",
         ),
     ]
@@ -263,8 +264,6 @@ def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.
 
 def _peak(rows: Rows, number: int) -> float | None:
     """Return the largest value of a class's heatmap; None if it is not kept."""
-    from bigscl.evaluation.plots.sample_plots import heatmap_of
-
     heatmap = heatmap_of(rows, number)
     return None if heatmap is None else float(heatmap.max())
 
@@ -273,12 +272,12 @@ def _sample_text(facts: dict[str, Any]) -> str:
     when = "never visited" if facts["visited"] < 0 else f"last visited in epoch {facts['visited']}"
     epochs = list(facts["history"])[-MAX_EPOCHS_SHOWN:]
     rows = []
-    for place, one in enumerate(facts["classes"]):
-        words = [word for word in ("annotated", "expected") if one[word]]
-        words += ["present, not annotated"] if one["present"] and not one["annotated"] else []
-        peak = "-" if one["peak"] is None else f"{one['peak']:.3f}"
-        moved = [f"{facts['history'][epoch][place]:.2f}" for epoch in epochs]
-        rows.append([one["name"], f"{one['score']:.3f}", peak, ", ".join(words), *moved])
+    for row, shown in enumerate(facts["classes"]):
+        words = [word for word in ("annotated", "expected") if shown[word]]
+        words += ["present, not annotated"] if shown["present"] and not shown["annotated"] else []
+        peak = "-" if shown["peak"] is None else f"{shown['peak']:.3f}"
+        moved = [f"{facts['history'][epoch][row]:.2f}" for epoch in epochs]
+        rows.append([shown["name"], f"{shown['score']:.3f}", peak, ", ".join(words), *moved])
     heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
     title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
     tail = "\n  on the right: scores after each epoch" if epochs else ""
@@ -293,10 +292,10 @@ def _histograms(store: HeatmapStore) -> dict[str, list[int]]:
     """Return histograms of the values of all visited samples, in ten bins from 0 to 1."""
     written = [shard for shard, slot in enumerate(store.snapshot.slots) if slot >= 0]
     counts: dict[str, NDArray[np.int64]] = {}
-    for _, found in pass_over("reading", written, partial(_histograms_of_shard, store), [store]):
-        for name, histogram in found.items():
+    for _, histograms in pass_over("reading", written, partial(_histograms_of_shard, store), [store]):
+        for name, histogram in histograms.items():
             counts[name] = counts.get(name, 0) + histogram
-    return {name: found.tolist() for name, found in counts.items() if found.any()}
+    return {name: histogram.tolist() for name, histogram in counts.items() if histogram.any()}
 
 
 def _histograms_of_shard(store: HeatmapStore, shard: int) -> dict[str, NDArray[np.int64]]:

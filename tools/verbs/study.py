@@ -2,23 +2,23 @@
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bigscl.common.user_error import UserError
-from bigscl.tools.shared.running import Runner
-from bigscl.tools.shared.study_report import Trial, slug
+from bigscl.config import load_config
+from bigscl.data.index import load_index
+from bigscl.data.read_samples import read_metadata
+from bigscl.tools.shared.running import Runner, Trial, slug
 from bigscl.tools.shared.terminal import progress
 from bigscl.tools.verbs.report import Pooling
-
-if TYPE_CHECKING:
-    pass
 
 SAMPLES_TO_LOOK_AT = 100
 
@@ -147,8 +147,6 @@ def _split(variant: str) -> list[str]:
 
 def _sees_given(config: Path) -> bool:
     """Return whether training sees only a part of the labels, so that another part can be drawn."""
-    from bigscl.config import load_config
-
     return load_config(config).data.labels == "given"
 
 
@@ -161,9 +159,6 @@ def _setting(word: str) -> str:
 
 def _check_data(trials: Sequence[Trial]) -> None:
     """Refuse shards without the labels or boxes that are needed before the first training, not after it."""
-    from bigscl.data.index import load_index
-    from bigscl.data.read_samples import read_metadata
-
     for trial in trials[:1]:
         data = trial.resolved().data
         index = load_index(data.train, data.train_index)
@@ -172,42 +167,41 @@ def _check_data(trials: Sequence[Trial]) -> None:
                 f"{index.urls[0]}: each seed draws its own given labels from the full ones, which these "
                 f"shards do not carry. Add --same-labels to train all seeds on the labels that they have."
             )
-        found = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
-        if any(fields.get("boxes") for fields in found.values()):
+        metadata = read_metadata(index, index.ids()[:SAMPLES_TO_LOOK_AT])
+        if any(fields.get("boxes") for fields in metadata.values()):
             return
         if trial.boxes:
             raise UserError(
-                f"{index.urls[0]}: its first {len(found)} samples have no `boxes` in their json, which the "
-                f"pointing game needs. Add --no-boxes to skip it."
+                f"{index.urls[0]}: its first {len(metadata)} samples have no `boxes` in their json, which "
+                f"the pointing game needs. Add --no-boxes to skip it."
             )
 
 
 def _run_and_report(trials: Sequence[Trial], parallel: int, out: Path) -> None:
     """Run what is not finished, print the table, and name the runs that failed (exit code 1)."""
+    from bigscl.tools.shared.study_report import write_results
+
+    report = partial(write_results, trials, out)
     try:
-        failures = _run_all(trials, parallel, out)
+        failures = _run_all(trials, parallel, out, report)
     except KeyboardInterrupt:
         typer.echo("stopped; the current runs are saved. Resume with the same command.", err=True)
         raise typer.Exit(130) from None
-    from bigscl.tools.shared.study_report import write_results
-
-    typer.echo("\n" + write_results(trials, out))
+    typer.echo("\n" + report())
     if failures:
         lines = [f"\n{len(failures)} of {len(trials)} runs are not in the table:", *failures]
         typer.echo("\n".join(lines), err=True)
         raise typer.Exit(1)
 
 
-def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
+def _run_all(trials: Sequence[Trial], parallel: int, out: Path, report: Callable[[], str]) -> list[str]:
     """Run what is not finished and return the failures. A run that fails does not stop the others."""
-    from bigscl.tools.shared.study_report import write_results
-
     left = [trial for trial in trials if not trial.done]
     _check_data(left)
     out.mkdir(parents=True, exist_ok=True)
     places: SimpleQueue[int] = SimpleQueue()
-    for place in range(parallel):
-        places.put(place)
+    for gpu in range(parallel):
+        places.put(gpu)
     failures = []
     # On an error, waiting runs are cancelled first, then the current ones are asked to stop.
     with (
@@ -224,7 +218,7 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
                     typer.echo(str(error), err=True)
                 else:
                     future.result()
-                    write_results(trials, out)
+                    report()
                 advance(1, waiting[future].row)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -234,9 +228,9 @@ def _run_all(trials: Sequence[Trial], parallel: int, out: Path) -> list[str]:
 
 def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) -> None:
     """Train and evaluate a run, as far as it is not finished, in one of the parallel places."""
-    place = places.get()
+    gpu = places.get()
     log = trial.folder / "log.txt" if quiet else None
-    variables = _own_gpu(place) if quiet else {}
+    variables = _own_gpu(gpu) if quiet else {}
     try:
         if not trial.trained:
             started = time.monotonic()
@@ -249,7 +243,7 @@ def _run(trial: Trial, runner: Runner, places: "SimpleQueue[int]", quiet: bool) 
         _show(trial.evaluation(), log)
         runner.run(trial.evaluation(), log=log, variables=variables)
     finally:
-        places.put(place)
+        places.put(gpu)
 
 
 def _show(words: Sequence[str], log: Path | None) -> None:

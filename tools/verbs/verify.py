@@ -94,9 +94,9 @@ def command(
     started = time.perf_counter()
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
-    for one in _stores(store, numbers, storage, data, findings):
-        findings += _check_attributes(one)
-        findings += _check_shards(one, threads, checked)
+    for at_snapshot in _stores(store, numbers, storage, data, findings):
+        findings += _check_attributes(at_snapshot)
+        findings += _check_shards(at_snapshot, threads, checked)
     findings += _of_files(history_faults(opened.backend, opened.spec))
     findings += _of_files(("run", fault) for fault in _run_faults(run_folder(store)))
     seconds = time.perf_counter() - started
@@ -143,15 +143,15 @@ class _Checked:
 
     def new(self, store: HeatmapStore) -> list[int]:
         """Return the shards whose version at this snapshot has not been read yet, and mark them as read."""
-        found = []
+        shards = []
         for shard, slot in enumerate(store.snapshot.slots):
             digests = tuple(sorted(store.snapshot.digests_of(shard).items()))
             version = (store.snapshot.group, slot, shard), digests
             if slot >= 0 and version not in self.versions:
                 self.versions.add(version)
-                found.append(shard)
-        self.num_bytes += len(found) * stored_bytes(store.spec, store.group)
-        return found
+                shards.append(shard)
+        self.num_bytes += len(shards) * stored_bytes(store.spec, store.group)
+        return shards
 
 
 def _stores(
@@ -178,8 +178,8 @@ def _check_attributes(store: HeatmapStore) -> Iterator[Finding]:
 def _check_shards(store: HeatmapStore, threads: int, checked: _Checked) -> Iterator[Finding]:
     number = store.snapshot.id
     title, work = f"verifying snapshot {number}", partial(_check_shard, store)
-    for _, found in pass_over(title, checked.new(store), work, threads=threads):
-        yield from found
+    for _, findings in pass_over(title, checked.new(store), work, threads=threads):
+        yield from findings
     if not SnapshotLog(store.backend).exists(number):
         reason = "was dropped while it was read; problems may belong to a newer version. Run it again."
         yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)

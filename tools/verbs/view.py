@@ -5,15 +5,15 @@ import secrets
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bigscl.common.user_error import UserError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
-
-if TYPE_CHECKING:
-    from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.api import Api
+from bigscl.tools.viewer.open_run import OpenRun, Places
+from bigscl.tools.viewer.server import Server
 
 SECONDS_BETWEEN_LOOKS = 5.0
 NICENESS = 10
@@ -50,8 +50,6 @@ def command(
 
     Example: bigscl view runs/quickstart
     """
-    from bigscl.tools.viewer.open_run import OpenRun, Places
-
     if cache is not None and len(runs) > 1:
         raise UserError(f"--cache {cache}: is for one run, here are {len(runs)}")
     places = Places(source=source, storage=storage, cache=cache)
@@ -64,10 +62,7 @@ def command(
     _serve(opened, host, port)
 
 
-def _serve(runs: "list[OpenRun]", host: str, port: int) -> None:
-    from bigscl.tools.viewer.api import Api
-    from bigscl.tools.viewer.server import Server
-
+def _serve(runs: list[OpenRun], host: str, port: int) -> None:
     api = Api(runs)
     try:
         token = secrets.token_urlsafe(24)
@@ -91,7 +86,7 @@ def _serve(runs: "list[OpenRun]", host: str, port: int) -> None:
         server.server_close()
 
 
-def _follow(runs: "list[OpenRun]", ended: threading.Event) -> None:
+def _follow(runs: list[OpenRun], ended: threading.Event) -> None:
     while True:
         for run in runs:
             run.follow()

@@ -15,17 +15,26 @@ from bigscl.common.files import free_bytes
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
+from bigscl.memory.score_history import read_score_log
 from bigscl.store import Array, Rows, StoreError, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
-from bigscl.tools.viewer.curves import curves_of
-from bigscl.tools.viewer.listing import Order, Query, listed
-from bigscl.tools.viewer.open_run import OpenRun
+from bigscl.tools.viewer.open_run import OpenRun, curves_of
 from bigscl.tools.viewer.question_queue import QuestionQueue
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
-from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, KNOWN, PRESENT, to_bytes
+from bigscl.tools.viewer.score_index import (
+    ABSENT,
+    ANNOTATED,
+    EXPECTED,
+    KNOWN,
+    PRESENT,
+    Order,
+    Query,
+    listed,
+    to_bytes,
+)
 
 FLAGS = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT, "absent": ABSENT, "known": KNOWN}
 ORDERS: dict[str, Order] = {
@@ -180,12 +189,12 @@ class Api:
             if key in self._listings:
                 self._listings.move_to_end(key)
                 return self._listings[key]
-        found = listed(index, query, run.data.index, against)
+        pairs = listed(index, query, run.data.index, against)
         with self._lock:
-            self._listings[key] = found
+            self._listings[key] = pairs
             while len(self._listings) > LISTINGS:
                 self._listings.popitem(last=False)
-        return found
+        return pairs
 
     def _items(self, run: OpenRun, pairs: Array) -> list[dict[str, Any]]:
         ids = pairs["row"].astype(np.int64)
@@ -202,9 +211,9 @@ class Api:
                 "change": float(pair["change"].view(np.float16)),
                 "peak": int(pair["peak"]) / 255,
                 **{name: bool(pair["flags"] & flag) for name, flag in FLAGS.items()},
-                "heat": None if maps is None else _text(maps[place]),
+                "heat": None if maps is None else _text(maps[number]),
             }
-            for place, pair in enumerate(pairs)
+            for number, pair in enumerate(pairs)
         ]
 
     def _sample(self, parameters: Parameters) -> Reply:
@@ -220,7 +229,7 @@ class Api:
             "visited": int(rows["last_epoch"][0]),
             "snapshot": store.snapshot.id,
             "epoch": store.snapshot.epoch,
-            "snapshots": [one.id for one in store.snapshots()],
+            "snapshots": [snapshot.id for snapshot in store.snapshots()],
             "tracked": row in store.spec.history_samples,
             "classes": _classes_of(run, rows, ids),
             "maps": _maps(rows),
@@ -292,7 +301,7 @@ class Api:
         pairs, told = self._questions[number].next(parameters.integer("count", 1, 50, 5))
         items = self._items(self.runs[number], pairs) if len(pairs) else []
         # Whoever is asked does not see the answer.
-        return as_json({**told, "items": [{**one, "present": None, "known": None} for one in items]})
+        return as_json({**told, "items": [{**item, "present": None, "known": None} for item in items]})
 
     def _take_answer(self, value: dict[str, Any]) -> None:
         questions, row, number = self._asked(value)
@@ -307,10 +316,10 @@ class Api:
 
     def _asked(self, value: dict[str, Any]) -> tuple[QuestionQueue, int, int]:
         """Return the queue, the row and the class that something sent is about."""
-        found = [value.get(name) for name in ("run", "row", "class")]
-        if not all(type(one) is int for one in found):
+        numbers = [value.get(name) for name in ("run", "row", "class")]
+        if not all(type(value) is int for value in numbers):
             raise UserError("answer: expected numbers as run, row and class")
-        given = Parameters(urlencode(dict(zip(("run", "row", "class"), found, strict=True))))
+        given = Parameters(urlencode(dict(zip(("run", "row", "class"), numbers, strict=True))))
         run = self._run(given)
         number = given.integer("class", 0, run.store.spec.num_classes - 1)
         return self._questions[self.runs.index(run)], self._row(given, run), number
@@ -326,8 +335,11 @@ class Api:
         backend, holder = run.store.backend, read_holder(run.store.backend)
         checkpoints = checkpoints_by_snapshot(run.folder)
         snapshots = [
-            {**snapshot_facts(one, run.store.spec.num_classes), "checkpoints": checkpoints.get(one.id, [])}
-            for one in run.store.snapshots()
+            {
+                **snapshot_facts(snapshot, run.store.spec.num_classes),
+                "checkpoints": checkpoints.get(snapshot.id, []),
+            }
+            for snapshot in run.store.snapshots()
         ]
         return as_json(
             {
@@ -391,20 +403,21 @@ def _text(values: NDArray[np.uint8]) -> str:
 
 def _logged(run: OpenRun, row: int) -> dict[int, Any]:
     """Return the scores of a sample that the run has logged at the ends of its epochs."""
-    from bigscl.memory.score_history import read_score_log
-
     if run.folder is None:
         return {}
-    place = int(np.searchsorted(run.data.index.ids(), row))
+    position = int(np.searchsorted(run.data.index.ids(), row))
     epochs = read_score_log(run.folder, run.data.annotations, next_epoch(run.store))
     return {
-        epoch: {"scores": {int(one["class"]): float(one["score"]) for one in pairs[place]}, "maps": None}
+        epoch: {
+            "scores": {int(pair["class"]): float(pair["score"]) for pair in pairs[position]},
+            "maps": None,
+        }
         for epoch, pairs in epochs.items()
     }
 
 
 def _most(together: NDArray[np.int64], by: int, other: int, number: int) -> list[list[int]]:
-    found = together[together[:, by] == number]
-    order = np.argsort(-found[:, 2], kind="stable")[:PARTNERS]
-    most: list[list[int]] = found[order][:, [other, 2]].tolist()
+    partners = together[together[:, by] == number]
+    order = np.argsort(-partners[:, 2], kind="stable")[:PARTNERS]
+    most: list[list[int]] = partners[order][:, [other, 2]].tolist()
     return most

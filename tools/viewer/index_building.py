@@ -64,7 +64,7 @@ def build_index(folder: Path, store: HeatmapStore, data: Data, advance: Advance 
             return _build_index(folder, store, data, before, advance)
         except StoreError:
             # The run may drop the snapshot before while it is read: then another one is compared with.
-            if before is None or any(one.id == before.id for one in store.snapshots()):
+            if before is None or any(snapshot.id == before.id for snapshot in store.snapshots()):
                 raise
 
 
@@ -79,9 +79,9 @@ def _build_index(
         title = f"index of snapshot {store.snapshot.id}"
         with (unfinished / "parts.bin").open("wb+") as parts, (unfinished / "pairs.bin").open("wb+") as out:
             stores = [store] if older is None else [store, older]
-            for shard, found in pass_over(title, range(store.spec.num_shards), pass_.read, stores):
-                pass_.add(found)
-                parts.write(found.pairs.tobytes())
+            for shard, result in pass_over(title, range(store.spec.num_shards), pass_.read, stores):
+                pass_.add(result)
+                parts.write(result.pairs.tobytes())
                 if advance is not None:
                     advance(shard + 1, store.spec.num_shards)
             offsets = _by_class(parts, out, pass_.num_pairs, store.spec.num_classes)
@@ -290,14 +290,14 @@ def _by_class(parts: BinaryIO, out: BinaryIO, num_pairs: int, num_classes: int) 
     for part in _in_parts(parts, num_pairs):
         counts += np.bincount(part["class"], minlength=num_classes)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    place = offsets[:-1].copy()
+    ends = offsets[:-1].copy()
     for part in _in_parts(parts, num_pairs):
         part = part[np.argsort(part["class"], kind="stable")]
         numbers, firsts = np.unique(part["class"], return_index=True)
         for number, run in zip(numbers, np.split(part, firsts[1:]), strict=True):
-            out.seek(int(place[number]) * PAIR.itemsize)
+            out.seek(int(ends[number]) * PAIR.itemsize)
             out.write(run.tobytes())
-            place[number] += len(run)
+            ends[number] += len(run)
     for first, end in itertools.pairwise(offsets):
         out.seek(int(first) * PAIR.itemsize)
         pairs = np.frombuffer(out.read(int(end - first) * PAIR.itemsize), PAIR)
@@ -343,12 +343,12 @@ def _rename(unfinished: Path, whole: Path) -> None:
 
 def _remove_old(folder: Path, keep: str) -> None:
     """Remove indexes of older snapshots but the newest, and what a killed build left a day ago."""
-    ours = [one for one in folder.iterdir() if NAME.fullmatch(one.name.lstrip(".").partition(".")[0])]
-    whole = sorted((one for one in ours if NAME.fullmatch(one.name) and one.name != keep), reverse=True)
-    for one in whole[INDEXES_KEPT - 1 :]:
-        shutil.rmtree(one, ignore_errors=True)
-    for one in ours:
+    ours = [path for path in folder.iterdir() if NAME.fullmatch(path.name.lstrip(".").partition(".")[0])]
+    whole = sorted((path for path in ours if NAME.fullmatch(path.name) and path.name != keep), reverse=True)
+    for path in whole[INDEXES_KEPT - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in ours:
         # Another process may give it its name meanwhile.
         with suppress(FileNotFoundError):
-            if one.name.startswith(".") and time.time() - one.stat().st_mtime > SECONDS_OF_A_BUILD:
-                shutil.rmtree(one, ignore_errors=True)
+            if path.name.startswith(".") and time.time() - path.stat().st_mtime > SECONDS_OF_A_BUILD:
+                shutil.rmtree(path, ignore_errors=True)

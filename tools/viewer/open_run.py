@@ -1,6 +1,7 @@
 """A run on the page: its store, its data, and the index of its scores, which follows the run."""
 
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -8,13 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
+from bigscl.config import Config, ConfigError, load_config
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
 from bigscl.tools.shared.open_store import (
     Data,
@@ -26,11 +28,7 @@ from bigscl.tools.shared.open_store import (
     with_snapshot,
 )
 from bigscl.tools.viewer.index_building import build_index
-from bigscl.tools.viewer.listing import Against
-from bigscl.tools.viewer.score_index import ScoreIndex, disagreement, open_index
-
-if TYPE_CHECKING:
-    from bigscl.config import Config
+from bigscl.tools.viewer.score_index import Against, ScoreIndex, disagreement, open_index
 
 logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
@@ -195,10 +193,8 @@ class OpenRun:
         }
 
 
-def _config_of(folder: Path | None) -> "Config | None":
+def _config_of(folder: Path | None) -> Config | None:
     """Return the config of a run; None if there is no whole one."""
-    from bigscl.config import ConfigError, load_config
-
     try:
         return None if folder is None else load_config(folder / "config.yaml")
     except ConfigError:
@@ -213,3 +209,46 @@ def _default_cache(folder: Path | None, url: str) -> Path:
         return folder / "view"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "bigscl" / "view" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+# Curves
+
+LARGEST_PART = 4_000_000
+
+
+def curves_of(folder: Path | None, after: int) -> dict[str, Any]:
+    """Return the lines from byte `after` on, and where the next ones will start.
+
+    A file that is shorter than that was started again: then all lines, with `start` 0.
+    """
+    file = None if folder is None else folder / "metrics.jsonl"
+    if file is None or not file.is_file():
+        return {"start": 0, "next": 0, "lines": []}
+    with file.open("rb") as opened:
+        end = opened.seek(0, 2)
+        start = after if after <= end else 0
+        opened.seek(start)
+        data = opened.read(LARGEST_PART)
+    # The last line may still be written.
+    whole = data[: data.rfind(b"\n") + 1]
+    return {
+        "start": start,
+        "next": start + len(whole),
+        "lines": [*filter(None, map(_numbers, whole.splitlines()))],
+    }
+
+
+def _numbers(line: bytes) -> dict[str, Any] | None:
+    """Return the kind and the numbers of a line; None if a crash left it incomplete."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        return None
+    numbers = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {"kind": values["kind"], **numbers}

@@ -6,18 +6,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from bigscl.config import Config
 from bigscl.data.headers import FORMATS, check_header, check_pixels, has_several_scans, image_size
 from bigscl.data.index import Index
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import read_encoded, read_metadata
-
-if TYPE_CHECKING:
-    from bigscl.config import Config
 
 CACHE_BYTES = 64_000_000
 QUALITY = 85
@@ -180,23 +178,23 @@ def _opened(data: bytearray) -> Image.Image:
 def boxes_of(index: Index, row: int) -> list[list[float]]:
     """Return the boxes of a sample as (class, x0, y0, x1, y1) in 0 to 1; none if the shards have none."""
     try:
-        found = read_metadata(index, np.array([row]))[row].get("boxes", [])
+        own = read_metadata(index, np.array([row]))[row].get("boxes", [])
     except Unreadable:
         return []
-    boxes = np.array(found, np.float64).reshape(-1, 5)[:MAX_BOXES]
+    boxes = np.array(own, np.float64).reshape(-1, 5)[:MAX_BOXES]
     boxes[:, 1:] = boxes[:, 1:].clip(0, 1)
     plain: list[list[float]] = boxes.tolist()
     return plain
 
 
 def views_of(
-    config: "Config", row: int, size: tuple[int, int], last_epoch: int, count: int
+    config: Config, row: int, size: tuple[int, int], last_epoch: int, count: int
 ) -> list[dict[str, Any]]:
     """Return what training saw of a sample in its last epochs, the newest first."""
-    found = []
+    views = []
     for epoch in range(last_epoch, max(-1, last_epoch - count), -1):
         view = config.data.crop.view(
             seed=config.seed, epoch=epoch, sample_id=row, width=size[0], height=size[1]
         )
-        found.append({"epoch": epoch, "box": view.fractions()[:4], "flip": view.flip})
-    return found
+        views.append({"epoch": epoch, "box": view.fractions()[:4], "flip": view.flip})
+    return views

@@ -16,9 +16,8 @@ from bigscl.store import Array
 from bigscl.tools.shared.find_samples import answer_key
 from bigscl.tools.shared.questions import answers_files
 from bigscl.tools.shared.shard_passes import to_float32
-from bigscl.tools.viewer.listing import rows_with
 from bigscl.tools.viewer.open_run import OpenRun
-from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
+from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows, rows_with
 
 SHORTLIST = 100_000
 """Pairs that can come up, at most: as many of each class."""
@@ -141,14 +140,14 @@ class QuestionQueue:
         numbers = {name: number for number, name in enumerate(self._run.data.labelled.class_names)}
         said: dict[Pair, bool] = {}
         for answers in reversed(files):
-            for (key, name), one in answers.standing.items():
+            for (key, name), answer in answers.standing.items():
                 row, number = self._row_of(key), numbers.get(name)
                 if row is not None and number is not None:
-                    said[row, number] = bool(one.yes)
+                    said[row, number] = bool(answer.yes)
         return said
 
     def _told(self, answers: Answers) -> dict[str, Any]:
-        given = [one.yes for one in answers.standing.values()]
+        given = [answer.yes for answer in answers.standing.values()]
         return {
             "yes": given.count(True),
             "no": given.count(False),

@@ -32,9 +32,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value
 
 
@@ -60,10 +60,10 @@ class Parameters:
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """Return a number of this range."""
-        found = self.optional_integer(name, low, high)
-        if found is None and default is None:
+        number = self.optional_integer(name, low, high)
+        if number is None and default is None:
             raise UserError(f"{name}: is missing")
-        return found if found is not None else default  # type: ignore[return-value]
+        return number if number is not None else default  # type: ignore[return-value]
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
         """Return a number of this range; None if it is not given."""
@@ -88,8 +88,8 @@ class Parameters:
 
     def answer(self, name: str) -> bool | None:
         """Return whether it is `yes` or `no`; None if it is not given."""
-        found: bool | None = self.choice(name, {"": None, "yes": True, "no": False})
-        return found
+        word: bool | None = self.choice(name, {"": None, "yes": True, "no": False})
+        return word
 
     def choice(self, name: str, values: dict[str, Any]) -> Any:
         """Return what stands for the given word."""

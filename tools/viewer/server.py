@@ -106,7 +106,7 @@ class Server(ThreadingHTTPServer):
         """Start the thread of a connection; if there are too many, end one that waits for its client."""
         with self._lock:
             is_full = len(self._deadlines) >= MOST_CONNECTIONS
-            waiting = {one: end for one, end in self._deadlines.items() if end is not None}
+            waiting = {connection: end for connection, end in self._deadlines.items() if end is not None}
             if is_full and waiting:
                 self._drop(min(waiting, key=waiting.__getitem__))
             if not is_full or waiting:
@@ -126,7 +126,9 @@ class Server(ThreadingHTTPServer):
         """Drop the connections whose clients took too long; called a few times a second."""
         now = time.monotonic()
         with self._lock:
-            for request in [one for one, end in self._deadlines.items() if end is not None and end < now]:
+            for request in [
+                connection for connection, end in self._deadlines.items() if end is not None and end < now
+            ]:
                 self._drop(request)
 
     def _drop(self, request: socket.socket) -> None:
@@ -239,10 +241,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _has_cookie(self) -> bool:
         try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
         except CookieError:
             return False
-        return found is not None and _same(found.value, self.server.cookie)
+        return cookie is not None and _same(cookie.value, self.server.cookie)
 
     @property
     def _cookie_name(self) -> str:

@@ -9,6 +9,9 @@ where several shards have the same key.
 import csv
 import json
 import logging
+import re
+import reprlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +24,6 @@ from bigscl.common.files import BadFile, load_pyarrow, parse_errors
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
-from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.store import Ragged
 
 logger = logging.getLogger(__name__)
@@ -47,16 +49,16 @@ def with_training_labels(index: Index, path: Path) -> Index:
 
     The full labels are the file's if it knows all classes of all samples.
     """
-    found = read_labels(path, index)
+    own = read_labels(path, index)
     ids = index.ids()
-    kept = len(ids) - len(found.positives)
-    logger.info("%s: labels of %d of %d training images%s", path, len(found.positives), len(ids), _rest(kept))
-    given = replaced_rows(index.given, found.positives)
+    kept = len(ids) - len(own.positives)
+    logger.info("%s: labels of %d of %d training images%s", path, len(own.positives), len(ids), _rest(kept))
+    given = replaced_rows(index.given, own.positives)
     labelled = replace(
         index,
         given=given,
-        negatives=replaced_rows(index.negatives, found.negatives),
-        full=given if len(found.complete) == len(ids) else index.full,
+        negatives=replaced_rows(index.negatives, own.negatives),
+        full=given if len(own.complete) == len(ids) else index.full,
     )
     return with_fingerprint(labelled)
 
@@ -274,9 +276,97 @@ def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
     values = np.empty(int(lengths.sum()), np.uint32)
     own = np.repeat(stays, lengths)
     values[own] = kept
-    values[~own] = [one for sample_id in ids.tolist() for one in changed[sample_id]]
+    values[~own] = [label for sample_id in ids.tolist() for label in changed[sample_id]]
     return Ragged.from_lengths(lengths, values)
 
 
 def _rest(kept: int) -> str:
     return f"; {kept} keep the labels of the shards" if kept else ""
+
+
+# ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number
+
+NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+WNID = re.compile(r"n\d{8}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RealLabels:
+    """The ReaL labels of some predicted images."""
+
+    labels: NDArray[np.int8]
+    """[n,L]; a row without a 1 is an image that ReaL does not evaluate."""
+    missing: tuple[str, ...]
+    """Validation images that were not predicted, evaluated by ReaL or not."""
+    num_images: int
+    """The size of the whole validation set."""
+
+
+def read_real_labels(path: Path) -> list[list[int]]:
+    """Return the classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
+        )
+    with parse_errors(path, "JSON", "Download it again."):
+        lists = json.loads(path.read_text())
+    if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
+        raise BadFile(f"{path}: expected a list with a list of classes for each validation image")
+    wrong = (label for own in lists for label in own if type(label) is not int or label < 0)
+    if (label := next(wrong, None)) is not None or any(None in own for own in lists):
+        raise BadFile(f"{path}: found the class {reprlib.repr(label)}, expected numbers from 0 on")
+    return lists
+
+
+def match_real_labels(
+    real_labels: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]
+) -> RealLabels:
+    """Return the labels of images by the ILSVRC2012_val number in their keys, never by order."""
+    _check_classes(real_labels, class_names)
+    numbers = image_numbers(keys)
+    if (largest := max(numbers, default=0)) > len(real_labels):
+        raise UserError(f"{image_name(largest)}: predicted, but ReaL has {len(real_labels)} images only")
+    labels = np.zeros((len(keys), len(class_names)), np.int8)
+    for row, number in zip(labels, numbers, strict=True):
+        row[list(real_labels[number - 1])] = 1
+    missing = sorted(set(range(1, len(real_labels) + 1)) - set(numbers))
+    return RealLabels(
+        labels=labels, missing=tuple(image_name(number) for number in missing), num_images=len(real_labels)
+    )
+
+
+def image_numbers(keys: Sequence[str]) -> list[int]:
+    """Return the number of each validation image from its key; each may occur once."""
+    matches = [NUMBER.search(key) for key in keys]
+    strange = [key for key, match in zip(keys, matches, strict=True) if match is None]
+    if strange:
+        raise UserError(
+            f"{len(strange)} of {len(keys)} keys name no ILSVRC2012_val image, as {strange[0]!r}; expected "
+            f"ILSVRC2012_val_ and eight digits somewhere in each: ReaL labels are matched by that number."
+        )
+    numbers = [int(match[1]) for match in matches if match is not None]
+    twice = [number for number, count in Counter(numbers).items() if count > 1]
+    if twice:
+        names = ", ".join(image_name(number) for number in twice[:3])
+        raise UserError(f"{len(twice)} images were predicted more than once: {names}. Give each image once.")
+    return numbers
+
+
+def image_name(number: int) -> str:
+    """Return the name of a validation image, without its extension."""
+    return f"ILSVRC2012_val_{number:08d}"
+
+
+def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
+    largest = max((label for own in real_labels for label in own), default=-1)
+    if largest >= len(class_names):
+        raise UserError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
+    wnids = [name.split()[0] for name in class_names if WNID.match(name)]
+    if len(wnids) == len(class_names) and wnids != sorted(wnids):
+        position = next(
+            n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other
+        )
+        raise UserError(
+            f"class {position} is {wnids[position]}; ReaL counts classes by sorted wnid, where it is "
+            f"{sorted(wnids)[position]}. Index the shards with the classes in that order."
+        )

@@ -124,14 +124,14 @@ def draw_epoch(
             image=images[int(n)].numpy(),
             title=index.key(int(n)),
             panels=panels_of(
-                rows.take(slice(place, place + 1)),
+                rows.take(slice(number, number + 1)),
                 index.class_names,
-                kinds=kinds[place],
+                kinds=kinds[number],
                 boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
                 count=PANELS,
             ),
         )
-        for place, n in enumerate(ids)
+        for number, n in enumerate(ids)
     ]
     draw_samples(samples, path, title=title or f"the first {len(ids)} tracked samples, evenly over the set")
 
@@ -164,7 +164,7 @@ def read_curve(run: Path, kind: str, name: str, scale: float = 1.0) -> Curve:
             continue
         if math.isfinite(value):
             values.setdefault(epoch + 1, []).append(scale * value)
-    return {epoch: statistics.fmean(found) for epoch, found in sorted(values.items())}
+    return {epoch: statistics.fmean(value) for epoch, value in sorted(values.items())}
 
 
 def draw_curves(runs: Mapping[str, Sequence[Path]], path: Path) -> bool:

@@ -160,10 +160,10 @@ def peak_of(heatmap: NDArray[Any]) -> tuple[float, float] | None:
 
 def boxes_by_class(boxes: list[list[float]]) -> dict[int, list[Box]]:
     """Return the boxes (x0, y0, x1, y1) of each class, from rows of a class and its box."""
-    found: dict[int, list[Box]] = {}
+    by_class: dict[int, list[Box]] = {}
     for number, x0, y0, x1, y1 in boxes:
-        found.setdefault(int(number), []).append((x0, y0, x1, y1))
-    return found
+        by_class.setdefault(int(number), []).append((x0, y0, x1, y1))
+    return by_class
 
 
 def is_inside(point: tuple[float, float], boxes: Sequence[Box]) -> bool:

@@ -57,10 +57,10 @@ def load_state(network: nn.Module, state: dict[str, Tensor], head: str, source: 
     expected = network.state_dict()
     names = [name for name in (f"{head}.weight", f"{head}.bias") if name in state]
     rows = {name: state[name].shape[0] if state[name].ndim else 0 for name in names}
-    found = rows.get(f"{head}.weight")
+    linear = rows.get(f"{head}.weight")
     wanted = len(expected[f"{head}.weight"])
-    if found is not None and found != wanted:
-        logger.info("%s: head %s has %d classes, not %d: freshly initialised", source, head, found, wanted)
+    if linear is not None and linear != wanted:
+        logger.info("%s: head %s has %d classes, not %d: freshly initialised", source, head, linear, wanted)
         for name in rows:
             state[name] = expected[name]
     try:
