@@ -9,6 +9,7 @@ from PIL import Image
 
 from bigscl.common.user_error import UserError
 from bigscl.data.headers import check_header, check_pixels
+from bigscl.store import ObjectReader
 
 # Formats that training reads from shards, by the first bytes of the file. The name does not tell: one of
 # ImageNet's .JPEG files is a PNG.
@@ -58,15 +59,31 @@ class ImageFile:
         A file that cannot be decoded stays as it is, so that the shards have every sample of the source:
         training skips, counts and names it.
         """
-        with open(self.path, "rb") as file:
-            content = file.read()
-        extension = _extension(content)
-        if extension is not None and self.resize is None:
-            return extension, content
-        try:
-            return _reencoded(content, extension, self.resize)
-        except Exception:  # A broken file can make Pillow's plugins raise anything.
-            return extension or "jpg", content
+        return encoded_image(Path(self.path).read_bytes(), self.resize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteImage:
+    """An image behind a URL (https, s3, gs, az), read when its shard is written."""
+
+    url: str
+    resize: Resize | None = None
+
+    def encoded(self) -> tuple[str, bytes]:
+        """Return (extension by content, bytes), as `ImageFile`; a URL that cannot be read is an error."""
+        with ObjectReader(self.url) as reader:
+            return encoded_image(reader.read(), self.resize)
+
+
+def encoded_image(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
+    """Return (extension by content, bytes) of an image file: unchanged if its format and size fit."""
+    extension = _extension(content)
+    if extension is not None and resize is None:
+        return extension, content
+    try:
+        return _reencoded(content, extension, resize)
+    except Exception:  # A broken file can make Pillow's plugins raise anything.
+        return extension or "jpg", content
 
 
 def _extension(content: bytes) -> str | None:

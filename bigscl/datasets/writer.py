@@ -28,8 +28,8 @@ class Picture(Protocol):
 class MultiLabel:
     """All labels of an image, and those that training sees."""
 
-    full: tuple[int, ...]
-    """Every class in the image."""
+    full: tuple[int, ...] | None
+    """Every class in the image; None if nobody knows."""
     given: tuple[int, ...]
     """Positives that training sees."""
     negatives: tuple[int, ...] = ()
@@ -37,33 +37,39 @@ class MultiLabel:
     boxes: tuple[tuple[int, float, float, float, float], ...] = ()
     """(class, x0, y0, x1, y1), in 0..1 of the image."""
 
-    def encoded(self) -> bytes:
-        """Return the `json` member, without empty optional fields."""
-        fields: dict[str, Any] = {"full": self.full, "given": self.given}
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the `json` member, without empty optional ones."""
+        fields: dict[str, Any] = {} if self.full is None else {"full": self.full}
+        fields["given"] = self.given
         if self.negatives:
             fields["negatives"] = self.negatives
         if self.boxes:
             fields["boxes"] = self.boxes
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One image and its label: a class number (member `cls`) or several labels (member `json`)."""
+    """One image and its label: a class number (member `cls`) or several labels (in the member `json`)."""
 
     key: str
     image: Picture
     label: int | MultiLabel
+    source: str | None = None
+    """The path of the image in the dataset, or its URL; in the member `json`."""
 
     def members(self) -> list[tuple[str, bytes]]:
         """Return (extension, content) of the tar members of this sample."""
-        return [self.image.encoded(), self.label_member()]
+        return [self.image.encoded(), *self.label_members()]
 
-    def label_member(self) -> tuple[str, bytes]:
-        """Return (extension, content) of the label."""
-        if isinstance(self.label, MultiLabel):
-            return "json", self.label.encoded()
-        return "cls", str(self.label).encode()
+    def label_members(self) -> list[tuple[str, bytes]]:
+        """Return (extension, content) of the label and of what is known of the image."""
+        number = [("cls", str(self.label).encode())] if isinstance(self.label, int) else []
+        fields = {} if isinstance(self.label, int) else self.label.fields()
+        if self.source is not None:
+            fields["source"] = self.source
+        as_json = json.dumps(fields, separators=(",", ":")).encode()
+        return number + ([("json", as_json)] if fields else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +197,8 @@ def _manifest(shards: Shards) -> dict[str, Any]:
                 "samples": len(samples),
                 "shards": len(shards.names(part)),
                 "digest": _digest(
-                    b"\0".join((sample.key.encode(), sample.label_member()[1])) for sample in samples
+                    b"\0".join((sample.key.encode(), *(content for _, content in sample.label_members())))
+                    for sample in samples
                 ),
             }
             for part, samples in shards.parts.items()

@@ -103,7 +103,7 @@ def _check_packages(needed: dict[str, bool]) -> None:
 
 def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
     """Return the names of the classes, as many as the network has outputs."""
-    from bigscl.common.files import parse_errors
+    from bigscl.common.tables import read_class_names
     from bigscl.data.index import load_index
 
     assert target.config is not None
@@ -112,8 +112,7 @@ def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
             return list(load_index(target.config.data.train, target.config.data.train_index).class_names)
         except (ValueError, OSError) as error:
             raise UserError(f"class names: {error} Or give --classes FILE.") from None
-    with parse_errors(file, "a list of class names", "Give a text file with one name per line."):
-        return file.read_text().splitlines()
+    return read_class_names(file)
 
 
 def _push(folder: Path, repository: str, private: bool) -> None:
