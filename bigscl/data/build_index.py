@@ -13,6 +13,7 @@ import numpy as np
 
 from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import printable
+from bigscl.common.url_secrets import public
 from bigscl.common.user_error import UserError
 from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.open_tar import Shard, Unreadable, open_shard
@@ -60,6 +61,7 @@ class _Sample:
     key: str
     members: dict[str, Member] = field(default_factory=dict)
     contents: dict[str, bytes] = field(default_factory=dict)
+    source: str = ""
     wrong: list[str] = field(default_factory=list)
 
 
@@ -74,6 +76,8 @@ class ShardScan:
     given: Ragged
     negatives: Ragged
     full: Ragged | None
+    sources: Ragged
+    """Empty where the shard does not say."""
     problems: list[Problem]
 
 
@@ -112,7 +116,7 @@ def scan(
 def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelled: bool = False) -> ShardScan:
     """Return the content of one shard. What is wrong with it is listed as a problem, never raised."""
     problems: list[Problem] = []
-    rows: list[tuple[str, Member, dict[str, list[int]]]] = []
+    rows: list[tuple[_Sample, Member, dict[str, list[int]]]] = []
     keys: set[str] = set()
     stored_bytes = UNKNOWN_BYTES
     try:
@@ -133,7 +137,7 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelle
             elif image.size > LARGEST_IMAGE_BYTES:
                 sample.wrong.append(f"an image of {image.size} bytes, expected at most {LARGEST_IMAGE_BYTES}")
             elif not sample.wrong:
-                rows.append((sample.key, image, labels))
+                rows.append((sample, image, labels))
                 sample.wrong += _oddities(sample, image)
             problems += [Problem(url, sample.key, what) for what in sample.wrong]
     if not rows and not problems:
@@ -203,9 +207,11 @@ def _labels(sample: _Sample, num_classes: int | None, unlabelled: bool) -> dict[
         fields: dict[str, Any] = {
             name: found[key] for name, keys in FIELDS.items() for key in keys if key in found
         }
-    except (ValueError, TypeError, RecursionError) as error:
+        source = found.get("source")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         sample.wrong.append(f"json: cannot be read: {error}")
         return {}
+    sample.source = public(source) if isinstance(source, str) else ""
     if not fields.keys() & {"full", "given"}:
         if "cls" not in sample.contents and "label" in found:
             fields["given"] = [found["label"]] if type(found["label"]) is int else found["label"]
@@ -240,16 +246,17 @@ def _wrong_classes(value: Any, num_classes: int | None) -> str | None:
 
 
 def _packed(
-    rows: list[tuple[str, Member, dict[str, list[int]]]], stored_bytes: int, problems: list[Problem]
+    rows: list[tuple[_Sample, Member, dict[str, list[int]]]], stored_bytes: int, problems: list[Problem]
 ) -> ShardScan:
     full = [row["full"] for _, _, row in rows if "full" in row]
     return ShardScan(
         stored_bytes=stored_bytes,
-        keys=Ragged.of_bytes([key.encode(errors="surrogateescape") for key, _, _ in rows]),
+        keys=Ragged.of_bytes([each.key.encode(errors="surrogateescape") for each, _, _ in rows]),
         images=np.array([(image.offset, image.size) for _, image, _ in rows], np.int64).reshape(-1, 2),
         given=Ragged.of([row["given"] for _, _, row in rows]),
         negatives=Ragged.of([row.get("negatives", []) for _, _, row in rows]),
         full=Ragged.of(full) if len(full) == len(rows) else None,
+        sources=Ragged.of_bytes([each.source.encode(errors="replace") for each, _, _ in rows]),
         problems=problems,
     )
 
@@ -282,6 +289,7 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
         return Ragged.concatenate(parts, dtype).spread(ids, num_rows)
 
     full = [shard_scan.full for shard_scan in scans if shard_scan.full is not None]
+    have_sources = any(len(shard_scan.sources.values) for shard_scan in scans)
     index = Index(
         urls=tuple(urls),
         shard_bytes=np.array([shard_scan.stored_bytes for shard_scan in scans], np.int64),
@@ -293,6 +301,7 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
         given=spread([shard_scan.given for shard_scan in scans], np.uint32),
         negatives=spread([shard_scan.negatives for shard_scan in scans], np.uint32),
         full=spread(full, np.uint32) if len(full) == len(scans) else None,
+        sources=spread([shard_scan.sources for shard_scan in scans], np.uint8) if have_sources else None,
         fingerprint="",
     )
     return with_fingerprint(index)

@@ -25,7 +25,9 @@ from bigscl.store import Annotations, Ragged
 VERSION = 2
 UNKNOWN_BYTES = -1
 ROWS = ("keys", "given", "negatives", "full")
-"""Fields with a row for each sample."""
+"""Fields with a row for each sample; the fingerprint is computed from them."""
+STORED_ROWS = (*ROWS, "sources")
+TEXTS = ("keys", "sources")
 ARRAYS = ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes")
 SAMPLES_FILE, SAMPLES_FORMAT = "samples.json", 1
 """A list of a store's rows for readers without bigscl: docs/store-format.md describes it."""
@@ -55,6 +57,8 @@ class Index:
     """Classes known to be absent."""
     full: Ragged | None
     """All positives; None unless every sample of the shards has its full labels."""
+    sources: Ragged | None = None
+    """UTF-8 path of each image in the dataset that the shards were made from; None if they do not say."""
     unknown: NDArray[np.int64] | None = None
     """Samples without full labels: all their classes are unknown. Only with labels from a file."""
     fingerprint: str
@@ -90,6 +94,11 @@ class Index:
         """Return a sample's key in its shard."""
         # Bytes that are not UTF-8 become escapes, as everywhere.
         return bytes(self.keys[sample_id]).decode(errors="backslashreplace")
+
+    def source(self, sample_id: int) -> str | None:
+        """Return the path of an image in the dataset that the shards were made from; None if unknown."""
+        path = b"" if self.sources is None else bytes(self.sources[sample_id])
+        return path.decode(errors="backslashreplace") or None
 
     def name(self, sample_id: int) -> str:
         """Return a sample's shard and key for messages, without control characters."""
@@ -138,7 +147,7 @@ class Index:
         # Differences from one row to the next are small numbers, which compress well.
         arrays["image_offsets"] = np.diff(self.image_offsets, prepend=0)
         arrays["image_bytes"] = self.image_bytes.astype(np.uint32)
-        for name in ROWS:
+        for name in STORED_ROWS:
             if (rows := getattr(self, name)) is not None:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
@@ -158,7 +167,7 @@ def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_p
         _check_names(path, head["shard_names"], short_names(urls))
         with parse_errors(path, WHAT, REMEDY):
             arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
-            rows: dict[str, Any] = {name: _read_rows(file, name) for name in ROWS}
+            rows: dict[str, Any] = {name: _read_rows(file, name) for name in STORED_ROWS}
         arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
     index = Index(
         urls=tuple(urls),
@@ -190,9 +199,9 @@ def _faults(index: Index) -> Iterator[str]:
         yield f"{len(sizes)} sizes of {len(index.urls)} shards"
     elif sizes.min() < 0 or sizes.max() < 1 or num_rows != len(sizes) * int(sizes.max()):
         yield f"{num_rows} keys in {len(sizes)} shards of {sizes.min()} to {sizes.max()} samples"
-    for name in ("image_offsets", "image_bytes", "given", "negatives", "full"):
+    for name in ("image_offsets", "image_bytes", "given", "negatives", "full", "sources"):
         rows = getattr(index, name)
-        if (rows is None and name != "full") or (rows is not None and len(rows) != num_rows):
+        if (rows is None and name not in ("full", "sources")) or (rows is not None and len(rows) != num_rows):
             yield f"{name} of {0 if rows is None else len(rows)} samples, but {num_rows} keys"
     for rows in (index.given, index.negatives, index.full):
         if rows is not None and len(rows.values) and not 0 <= rows.values.max() < index.num_classes:
@@ -246,7 +255,7 @@ def _read_rows(file: Any, name: str) -> Ragged | None:
     bounded = not len(lengths) or (lengths.min() >= 0 and lengths.max() <= len(values))
     if len(lengths) and not (bounded and int(lengths.sum(dtype=np.int64)) == len(values)):
         raise UserError(f"{name} has {len(values)} values, not as many as its lengths say")
-    return Ragged.from_lengths(lengths, values.astype(np.uint8 if name == "keys" else np.uint32, copy=False))
+    return Ragged.from_lengths(lengths, values.astype(np.uint8 if name in TEXTS else np.uint32, copy=False))
 
 
 def check_shards(index: Index) -> None:
@@ -346,9 +355,12 @@ def write_sample_list(index: Index, path: Path) -> None:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n')
         for shard, name in enumerate(index.shard_names):
             first = shard * index.rows_per_shard
-            keys = [index.key(row) for row in range(first, first + int(index.shard_sizes[shard]))]
+            rows = range(first, first + int(index.shard_sizes[shard]))
+            listed: dict[str, Any] = {"name": name, "keys": [index.key(row) for row in rows]}
+            if index.sources is not None:
+                listed["sources"] = [index.source(row) for row in rows]
             end = "\n" if shard == len(index.urls) - 1 else ",\n"
-            file.write(json.dumps({"name": name, "keys": keys}) + end)
+            file.write(json.dumps(listed) + end)
         file.write("]}\n")
 
 

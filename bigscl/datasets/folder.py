@@ -59,16 +59,24 @@ def folder(
     return Shards(
         kind="folder",
         classes=classes,
-        parts={split: _part(split, path, classes, flat, short, seed) for split, path in wanted.items()},
+        parts={
+            split: _part(split, path, classes, flat, short, seed, source) for split, path in wanted.items()
+        },
         settings=settings,
         samples_per_shard=samples_per_shard,
     )
 
 
 def _part(
-    split: str, path: Path, classes: list[str], flat: FlatLabels | None, resize: Resize | None, seed: int
+    split: str,
+    path: Path,
+    classes: list[str],
+    flat: FlatLabels | None,
+    resize: Resize | None,
+    seed: int,
+    source: Path,
 ) -> list[Sample]:
-    """Return the samples of a split in the order of the shards."""
+    """Return the samples of a split in the order of the shards; paths of images start at `source`."""
     labelled = _by_class_folder(path) if _class_folders(path) else _by_ground_truth(path, flat)
     numbers = {name: number for number, name in enumerate(classes)}
     if unknown := sorted({name for _, _, name in labelled} - numbers.keys()):
@@ -77,7 +85,12 @@ def _part(
             f"e.g. {unknown[0]!r}"
         )
     samples = [
-        Sample(key=key, image=ImageFile(path=file, resize=resize), label=numbers[name])
+        Sample(
+            key=key,
+            image=ImageFile(path=file, resize=resize),
+            label=numbers[name],
+            source=file.removeprefix(f"{source}/"),
+        )
         for key, file, name in sorted(labelled)
     ]
     if split != "train":

@@ -54,6 +54,7 @@ class Protocol:
                 key=key_of(Path(image.path.name)),
                 image=ImageFile(path=str(image.path), resize=resize),
                 label=MultiLabel(full=image.labels, given=given, negatives=absent, boxes=image.boxes),
+                source="/".join(image.path.parts[-2:]),
             )
             for image, given, absent in zip(images, positives, negatives, strict=True)
         ]

@@ -16,6 +16,7 @@ from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import first_few
 from bigscl.common.user_error import UserError
 from bigscl.data.headers import check_header, check_pixels
+from bigscl.store import ObjectReader
 
 MANIFEST = "shards.json"
 CLASSES = "classes.txt"
@@ -32,8 +33,8 @@ class Picture(Protocol):
 class MultiLabel:
     """All labels of an image, and those that training sees."""
 
-    full: tuple[int, ...]
-    """Every class in the image."""
+    full: tuple[int, ...] | None
+    """Every class in the image; None if nobody knows."""
     given: tuple[int, ...]
     """Positives that training sees."""
     negatives: tuple[int, ...] = ()
@@ -41,33 +42,39 @@ class MultiLabel:
     boxes: tuple[tuple[int, float, float, float, float], ...] = ()
     """(class, x0, y0, x1, y1), in 0..1 of the image."""
 
-    def encoded(self) -> bytes:
-        """Return the `json` member, without empty optional fields."""
-        fields: dict[str, Any] = {"full": self.full, "given": self.given}
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the `json` member, without empty optional ones."""
+        fields: dict[str, Any] = {} if self.full is None else {"full": self.full}
+        fields["given"] = self.given
         if self.negatives:
             fields["negatives"] = self.negatives
         if self.boxes:
             fields["boxes"] = self.boxes
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One image and its label: a class number (member `cls`) or several labels (member `json`)."""
+    """One image and its label: a class number (member `cls`) or several labels (in the member `json`)."""
 
     key: str
     image: Picture
     label: int | MultiLabel
+    source: str | None = None
+    """The path of the image in the dataset, or its URL; in the member `json`."""
 
     def members(self) -> list[tuple[str, bytes]]:
         """Return (extension, content) of the tar members of this sample."""
-        return [self.image.encoded(), self.label_member()]
+        return [self.image.encoded(), *self.label_members()]
 
-    def label_member(self) -> tuple[str, bytes]:
-        """Return (extension, content) of the label."""
-        if isinstance(self.label, MultiLabel):
-            return "json", self.label.encoded()
-        return "cls", str(self.label).encode()
+    def label_members(self) -> list[tuple[str, bytes]]:
+        """Return (extension, content) of the label and of what is known of the image."""
+        number = [("cls", str(self.label).encode())] if isinstance(self.label, int) else []
+        fields = {} if isinstance(self.label, int) else self.label.fields()
+        if self.source is not None:
+            fields["source"] = self.source
+        as_json = json.dumps(fields, separators=(",", ":")).encode()
+        return number + ([("json", as_json)] if fields else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +202,8 @@ def _manifest(shards: Shards) -> dict[str, Any]:
                 "samples": len(samples),
                 "shards": len(shards.names(part)),
                 "digest": _digest(
-                    b"\0".join((sample.key.encode(), sample.label_member()[1])) for sample in samples
+                    b"\0".join((sample.key.encode(), *(content for _, content in sample.label_members())))
+                    for sample in samples
                 ),
             }
             for part, samples in shards.parts.items()
@@ -272,15 +280,31 @@ class ImageFile:
         A file that cannot be decoded stays as it is, so that the shards have every sample of the source:
         training skips, counts and names it.
         """
-        with open(self.path, "rb") as file:
-            content = file.read()
-        extension = _extension(content)
-        if extension is not None and self.resize is None:
-            return extension, content
-        try:
-            return _reencoded(content, extension, self.resize)
-        except Exception:  # A broken file can make Pillow's plugins raise anything.
-            return extension or "jpg", content
+        return encoded_image(Path(self.path).read_bytes(), self.resize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteImage:
+    """An image behind a URL (https, s3, gs, az), read when its shard is written."""
+
+    url: str
+    resize: Resize | None = None
+
+    def encoded(self) -> tuple[str, bytes]:
+        """Return (extension by content, bytes), as `ImageFile`; a URL that cannot be read is an error."""
+        with ObjectReader(self.url) as reader:
+            return encoded_image(reader.read(), self.resize)
+
+
+def encoded_image(content: bytes, resize: Resize | None) -> tuple[str, bytes]:
+    """Return (extension by content, bytes) of an image file: unchanged if its format and size fit."""
+    extension = _extension(content)
+    if extension is not None and resize is None:
+        return extension, content
+    try:
+        return _reencoded(content, extension, resize)
+    except Exception:  # A broken file can make Pillow's plugins raise anything.
+        return extension or "jpg", content
 
 
 def _extension(content: bytes) -> str | None:

@@ -108,13 +108,21 @@ def test_class_numbers_go_to_cls_members_as_in_public_tars(tmp_path):
 
 def test_optional_fields_appear_only_where_they_are_known():
     everything = MultiLabel(full=(1, 2), given=(2,), negatives=(0,), boxes=((1, 0.0, 0.5, 1.0, 0.75),))
-    assert json.loads(everything.encoded()) == {
-        "full": [1, 2],
-        "given": [2],
-        "negatives": [0],
-        "boxes": [[1, 0.0, 0.5, 1.0, 0.75]],
+    assert everything.fields() == {
+        "full": (1, 2),
+        "given": (2,),
+        "negatives": (0,),
+        "boxes": ((1, 0.0, 0.5, 1.0, 0.75),),
     }
-    assert json.loads(MultiLabel(full=(1,), given=(1,)).encoded()) == {"full": [1], "given": [1]}
+    assert MultiLabel(full=(1,), given=(1,)).fields() == {"full": (1,), "given": (1,)}
+    assert MultiLabel(full=None, given=(1,)).fields() == {"given": (1,)}
+
+
+def test_the_path_of_an_image_is_in_its_json():
+    one = Sample(key="a", image=Bytes(b"x"), label=7, source="dog/a.jpg")
+    assert one.label_members() == [("cls", b"7"), ("json", b'{"source":"dog/a.jpg"}')]
+    several = Sample(key="a", image=Bytes(b"x"), label=MultiLabel(full=None, given=(7,)), source="a.jpg")
+    assert several.label_members() == [("json", b'{"given":[7],"source":"a.jpg"}')]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.common.files import parse_errors
+from bigscl.common.tables import read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.data.build_index import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.index import Index, default_path, stored_fingerprint
@@ -87,11 +87,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
     path = Path(given) if given is not None else Path(urls[0]).parent / "classes.txt"
     if given is None and (scheme(urls[0]) or not path.exists()):
         return None, None
-    with parse_errors(path, "a list of class names", "Give a text file with one name per line, or a number."):
-        names = path.read_text().splitlines()
-    if not names or len(set(names)) < len(names) or not all(names):
-        raise UserError(f"{path}: expected a different name on each line, found {len(names)} lines")
-    return names, None
+    return read_class_names(path), None
 
 
 def _print(index: Index, problems: list[Problem], path: Path, before: str | None, as_json: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.common.files import atomic_folder, parse_errors
+from bigscl.common.files import atomic_folder
+from bigscl.common.tables import read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.data.index import load_index
 from bigscl.tools.shared.terminal import print_result
@@ -109,8 +110,7 @@ def _class_names(target: "EvaluationTarget", file: Path | None) -> list[str]:
             return list(load_index(target.config.data.train, target.config.data.train_index).class_names)
         except (ValueError, OSError) as error:
             raise UserError(f"class names: {error} Or give --classes FILE.") from None
-    with parse_errors(file, "a list of class names", "Give a text file with one name per line."):
-        return file.read_text().splitlines()
+    return read_class_names(file)
 
 
 def _push(folder: Path, repository: str, private: bool) -> None:

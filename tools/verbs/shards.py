@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson, with_options
+from bigscl.common.tables import read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import FlatLabels, folder
 from bigscl.datasets.multilabel import Protocol
 from bigscl.datasets.scenes import scenes
+from bigscl.datasets.table import TableOptions, hugging_face, table
 from bigscl.datasets.voc import voc
 from bigscl.datasets.writer import Sample, Shards, write
 from bigscl.tools.shared.terminal import progress
@@ -88,6 +90,91 @@ class FewLabels:
     def protocol(self) -> Protocol:
         """The same for the dataset."""
         return Protocol(num_positives=self.positives, num_negatives=self.negatives, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFlags:
+    """Which columns of a table hold what."""
+
+    image_column: Annotated[
+        str | None, typer.Option(help="Column of the images. Default: image, path, file, url, ...")
+    ] = None
+    label_column: Annotated[
+        str | None, typer.Option(help="Column of the labels. Default: label, labels, class, ...")
+    ] = None
+    separator: Annotated[str, typer.Option(help="Between the labels of a cell of text.")] = ";"
+    full: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPLIT",
+            help="Split whose labels are all classes of each image, as metrics need it; may be repeated.",
+        ),
+    ] = None
+    classes: Annotated[
+        Path | None,
+        typer.Option(help="Names by number, one a line. Default: from the labels."),
+    ] = None
+    resize: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Shrink the shorter side to this. Default: original bytes."),
+    ] = None
+    seed: Seed = 0
+
+    def options(self, samples_per_shard: int, split: str | None = None) -> TableOptions:
+        """The same for the dataset."""
+        return TableOptions(
+            image=self.image_column,
+            label=self.label_column,
+            split=split,
+            separator=self.separator,
+            full=tuple(self.full or ()),
+            class_names=None if self.classes is None else tuple(read_class_names(self.classes)),
+            resize=self.resize,
+            seed=self.seed,
+            samples_per_shard=samples_per_shard,
+        )
+
+
+@app.command("table")
+@with_options
+def write_table(
+    source: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet.")],
+    out: Out,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="Folder where the paths in the table start. Default: the folder of the table."),
+    ] = None,
+    split_column: Annotated[
+        str | None, typer.Option(help="Column of the split. Default: split, subset, ...; else all is train.")
+    ] = None,
+    *,
+    columns: TableFlags,
+    writing: Writing,
+) -> None:
+    """Write the images of a table, with one or several labels in a row; paths or URLs, names or numbers.
+
+    Rows of the same image are joined. Boxes: the columns x0, y0, x1, y1 (fractions), or lists in `boxes`.
+
+    Example: bigscl shards table photos.csv shards/photos --resize 256
+    """
+    writing.run(table(source, images, columns.options(writing.samples_per_shard, split_column)), out)
+
+
+@app.command("hf")
+@with_options
+def write_hugging_face(
+    source: Annotated[str, typer.Argument(help="Name on the Hugging Face hub, or a folder.")],
+    out: Out,
+    config: Annotated[str | None, typer.Option(help="Configuration of the dataset.")] = None,
+    *,
+    columns: TableFlags,
+    writing: Writing,
+) -> None:
+    """Write a Hugging Face dataset: its images, labels and splits. Needs pip install 'bigscl[hf]'.
+
+    Example: bigscl shards hf ./my-dataset shards/mine
+    """
+    writing.run(hugging_face(source, columns.options(writing.samples_per_shard), config=config), out)
 
 
 @app.command("folder")
@@ -209,7 +296,7 @@ def _label_counts(samples: Sequence[Sample]) -> dict[str, int]:
     """Return how many labels there are, and how many of them training may see."""
     full = given = 0
     for sample in samples:
-        full += 1 if isinstance(sample.label, int) else len(sample.label.full)
+        full += 1 if isinstance(sample.label, int) else len(sample.label.full or sample.label.given)
         given += 1 if isinstance(sample.label, int) else len(sample.label.given)
     return {"full": full, "given": given}
 

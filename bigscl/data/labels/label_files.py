@@ -6,13 +6,12 @@ says that all classes but the positives are absent. A key is that of the sample 
 where several shards have the same key.
 """
 
-import csv
 import json
 import logging
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.files import BadFile, load_pyarrow, parse_errors
+from bigscl.common.files import BadFile, parse_errors
+from bigscl.common.tables import READERS, Row, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
@@ -94,8 +94,7 @@ def read_labels(path: Path, index: Index) -> FileLabels:
         return _read_real(path, index)
     if path.suffix not in READERS:
         raise UserError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
-    with parse_errors(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
-        rows = list(READERS[path.suffix](path))
+    rows = read_table(path, _check_columns, f"the columns {', '.join(COLUMNS)}")
     return _matched(path, rows, index)
 
 
@@ -113,47 +112,8 @@ def _read_real(path: Path, index: Index) -> FileLabels:
 
 # Tables
 
-Row = Mapping[str, Any]
 
-
-def _csv(path: Path) -> Iterator[Row]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        _check_columns(reader.fieldnames or ())
-        for row in reader:
-            if None in row or None in row.values():
-                raise UserError(f"line {reader.line_num} has another number of columns than the first line")
-            yield row
-
-
-def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise UserError("no object")
-                _check_columns(row)
-            except ValueError as error:
-                raise UserError(f"line {number}: {error}") from None
-            yield row
-
-
-def _parquet(path: Path) -> Iterator[Row]:
-    _, parquet = load_pyarrow(path, ".csv or .jsonl")
-    table = parquet.read_table(path)
-    _check_columns(table.column_names)
-    rows: list[Row] = table.to_pylist()
-    yield from rows
-
-
-READERS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
-
-
-def _check_columns(found: Iterable[str]) -> None:
-    found = list(found)
+def _check_columns(found: list[str]) -> None:
     missing = [name for name in COLUMNS[:2] if name not in found]
     unknown = [name for name in found if name not in COLUMNS]
     if missing or unknown:
