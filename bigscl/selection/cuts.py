@@ -83,13 +83,6 @@ class KeyLayout:
         """Return the keys that are not below the cut of their class."""
         return keys[keys >= cuts[self.classes_of(keys)]]
 
-    def reaching_of(self, cuts: Keys, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> Keys:
-        """Return such keys of samples, from the bits [n,L] of all their scores."""
-        # A score equal to that of the cut needs an id as low, which most blocks of samples do not have.
-        needed = self.bits_of(cuts) + (self.ids_of(cuts) < ids.min())
-        rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
-        return self.reaching(cuts, self.pack(classes, bits[rows, classes], ids[rows]))
-
     def thresholds(self, cuts: Keys, numbers: NDArray[np.int64]) -> Thresholds:
         """Return the cuts as thresholds of so many positives of each class."""
         bits, ids = self.bits_of(cuts), self.ids_of(cuts)
@@ -97,7 +90,29 @@ class KeyLayout:
         bits[cuts == NOTHING], ids[cuts == NOTHING] = ONE, -1
         return Thresholds(score=bits.view(np.float16), tie_id=ids, num_expected=numbers)
 
-    def check(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
+    # From the scores of samples: what follows is all that knows how they are kept.
+
+    def count(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.int64]:
+        """Return how many scores [n,L] there are by class and first digit, [128 L]."""
+        digits = self._checked(ids, scores) >> (SCORE_BITS - DIGIT_BITS)
+        places = (np.arange(self.num_classes) << DIGIT_BITS) + digits
+        return np.bincount(places.ravel(), minlength=self.num_classes << DIGIT_BITS)
+
+    def keys(self, ids: NDArray[np.int64], scores: NDArray[np.float16], floor: Keys) -> Keys:
+        """Return the keys of samples that are not below the floor of their class, from their scores [n,L]."""
+        bits = self._checked(ids, scores)
+        # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
+        rows = max(1, 2**18 // max(1, bits.shape[1]))
+        blocks = [slice(start, start + rows) for start in range(0, len(ids), rows)]
+        return joined([self._keys_of_block(ids[block], bits[block], floor) for block in blocks])
+
+    def _keys_of_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16], floor: Keys) -> Keys:
+        # A score equal to that of the floor needs an id as low, which most blocks do not have.
+        needed = self.bits_of(floor) + (self.ids_of(floor) < ids.min())
+        rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
+        return self.reaching(floor, self.pack(classes, bits[rows, classes], ids[rows]))
+
+    def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
         """Return the bits [n,L] of the scores; raise UserError if they cannot be ranked."""
         expected = (len(ids), self.num_classes)
         if scores.dtype != np.float16 or scores.shape != expected:
@@ -117,6 +132,11 @@ class KeyLayout:
                 f"resume from an earlier checkpoint, with a lower learning rate."
             )
         return bits
+
+
+def joined(parts: list[Keys]) -> Keys:
+    """Return all keys of the parts."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def find_cuts(

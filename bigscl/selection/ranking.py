@@ -20,10 +20,10 @@ from bigscl.selection.cuts import (
     DIGIT_BITS,
     GATHER_KEYS,
     NOTHING,
-    SCORE_BITS,
     KeyLayout,
     Keys,
     find_cuts,
+    joined,
     part_of_cut,
 )
 from bigscl.selection.thresholds import Thresholds
@@ -115,10 +115,8 @@ def _floor(
     It is the start of the part of the scores in which the cut of these chunks is: more samples only raise it.
     """
     counts = np.zeros(layout.num_classes << DIGIT_BITS, np.int64)
-    parts = np.arange(layout.num_classes) << DIGIT_BITS
-    for ids, scores in chunks:
-        places = parts + (layout.check(ids, scores) >> (SCORE_BITS - DIGIT_BITS))
-        counts += np.bincount(places.ravel(), minlength=len(counts))
+    for chunk in chunks:
+        counts += layout.count(*chunk)
     part = part_of_cut(transport.sum_counts(counts), num_expected)
     start = part.number.astype(np.uint64) << np.uint64(layout.class_shift - DIGIT_BITS)
     floor = np.where(part.is_reached, layout.first_keys | start, np.uint64(0))
@@ -141,12 +139,7 @@ class _Contenders:
 
     def keys_of(self, chunk: Chunk) -> Keys:
         """Return the keys of a chunk that reach the floor; for threads."""
-        ids, floor = chunk[0], self._floor
-        bits = self._layout.check(*chunk)
-        # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
-        rows = max(1, 2**18 // max(1, bits.shape[1]))
-        blocks = [slice(start, start + rows) for start in range(0, len(ids), rows)]
-        return _joined([self._layout.reaching_of(floor, ids[block], bits[block]) for block in blocks])
+        return self._layout.keys(*chunk, self._floor)
 
     def add(self, keys: Keys) -> None:
         """Add keys; if there are too many, drop the lowest of each class."""
@@ -162,9 +155,5 @@ class _Contenders:
 
     def all_keys(self) -> Keys:
         """Return the keys, in no order."""
-        self._parts = [_joined(self._parts)]
+        self._parts = [joined(self._parts)]
         return self._parts[0]
-
-
-def _joined(parts: list[Keys]) -> Keys:
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
