@@ -1,7 +1,10 @@
-"""Communication between ranks: any object that gathers and broadcasts bytes."""
+"""Communication between ranks: any object that gathers and broadcasts bytes, and sums counts."""
 
 from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bigscl.store.errors import StoreError
 
@@ -20,6 +23,10 @@ class Transport(Protocol):
         """Rank 0's payload, on every rank; the others pass None."""
         ...
 
+    def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sum of the ranks' arrays, which have the same shape, on every rank."""
+        ...
+
 
 class SingleProcess:
     """The group of one process."""
@@ -35,6 +42,10 @@ class SingleProcess:
         """The payload itself."""
         assert payload is not None
         return payload
+
+    def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The counts themselves."""
+        return counts
 
 
 def on_rank_zero(transport: Transport, action: Callable[[], bytes | None]) -> bytes:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from bigscl import store
 from bigscl.common.files import explain
@@ -79,6 +81,13 @@ class GlooRanks:
         dist.broadcast_object_list(box, src=0, group=self._group)
         assert box[0] is not None
         return box[0]
+
+    @normal_tensors
+    def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sum of the arrays of all ranks, on every rank."""
+        totals = torch.from_numpy(counts.copy())
+        dist.all_reduce(totals, group=self._group)
+        return totals.numpy()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks, on every rank."""

@@ -45,6 +45,7 @@ from bigscl.store import (
     Rows,
     StoreError,
     Transport,
+    in_order,
     label_counts,
     on_rank_zero,
     with_answers,
@@ -390,7 +391,8 @@ class Memory(AbstractContextManager["Memory"]):
         what = "keeping the highest scores" if rule is None else "selecting the expected positives"
         with self._show_work(what, len(shards)) as show:
             # Before they are committed, a rank sees the rows of its own shards, and only of those.
-            chunks = counted(self.store.ranked_by_shard(shards, note), show)
+            read = self.store.ranked_by_shard
+            chunks = counted(in_order(lambda shard: next(read([shard], note)), shards), show)
             if rule is None:
                 for _ in chunks:
                     pass

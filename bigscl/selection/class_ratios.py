@@ -58,27 +58,25 @@ def at_level(
     return scaled
 
 
-def count_positives(
-    annotations: Annotations, ids: NDArray[np.int64], classes: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return for each class the positives of all images that are annotated with it, int64 [L].
-
-    `ids` [n] and `classes` [n] are the expected positives, no pair twice; annotated ones among them are not
-    counted again.
-    """
+def annotated_positives(annotations: Annotations) -> NDArray[np.int64]:
+    """Return for each class the annotated positives of all images that are annotated with it, int64 [L]."""
     lengths = annotations.given.lengths
     # Each image's own annotated positives count for each of its annotated classes.
     owners = np.repeat(lengths, lengths)
-    total = _sum_by_class(annotations.given.values, owners, annotations.num_classes)
+    sums = np.bincount(annotations.given.values, weights=owners, minlength=annotations.num_classes)
+    return sums.astype(np.int64)
+
+
+def expected_positives(
+    annotations: Annotations, ids: NDArray[np.int64], classes: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return for each class the further positives of all images that are annotated with it, int64 [L].
+
+    `ids` [n] and `classes` [n] are expected positives, no pair twice; annotated ones among them are not
+    counted again. The sum over parts of the pairs is that of all pairs.
+    """
     # One entry for each pair of an expected positive and an annotated class of its image.
     expected, named = annotations.given.entries(ids)
     is_annotated = np.zeros(len(ids), bool)
     is_annotated[expected[named == classes[expected]]] = True
-    total += np.bincount(named[~is_annotated[expected]], minlength=annotations.num_classes)
-    return total
-
-
-def _sum_by_class(
-    classes: NDArray[np.int64], values: NDArray[np.int64], num_classes: int
-) -> NDArray[np.int64]:
-    return np.bincount(classes, weights=values, minlength=num_classes).astype(np.int64)
+    return np.bincount(named[~is_annotated[expected]], minlength=annotations.num_classes)

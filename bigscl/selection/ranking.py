@@ -1,30 +1,37 @@
-"""The exact ranking behind a selection: for each class the samples of highest score, in numpy alone.
+"""The selection at the end of an epoch: for each class the samples of highest score, exact, in numpy alone.
 
-A sample competes for a class with one integer: its class, its score's bits and its id, packed so that larger
-means earlier in the ranking. Scores lie in 0 to 1, so their float16 bits order like the scores and need 14
-bits; ids are stored inverted, so that of equal scores the lowest id wins. Keys are unique, so no tie is left.
-
-Each rank reads its scores once and keeps the best keys of every class. Lower keys are dropped at once, so
-fewer and fewer new keys are kept. Rank 0 ranks the keys of all ranks.
+Each rank passes over its scores once and keeps the keys of samples that may be selected (`cuts` says what a
+key is): not more of a class than are expected, and none below a floor that the ranks find first, from their
+first chunks. From these keys they find the cut of each class together.
 """
 
 # Shapes: L classes, n rows of a chunk.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.user_error import UserError
-from bigscl.selection.class_ratios import count_positives
-from bigscl.selection.thresholds import ONE, Thresholds
-from bigscl.store import Annotations, Transport
+from bigscl.selection.class_ratios import annotated_positives, expected_positives
+from bigscl.selection.cuts import (
+    DIGIT_BITS,
+    GATHER_KEYS,
+    NOTHING,
+    KeyLayout,
+    Keys,
+    find_cuts,
+    joined,
+    part_of_cut,
+)
+from bigscl.selection.thresholds import Thresholds
+from bigscl.store import Annotations, SingleProcess, Transport, in_order
 
-SCORE_BITS = 14
-NOTHING = np.uint64(2**64 - 1)
-"""A floor that no key exceeds: the floor of a class that expects no positives."""
+SAMPLE_SCORES = 2**24
+THREADS = 2
+"""They find the keys of chunks; whoever passes chunks may read them in threads too."""
 
 
 Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
@@ -54,177 +61,99 @@ def select(
     num_expected: NDArray[np.int64],
     transport: Transport,
     *,
-    gather_bytes: int = 2**26,
     num_pseudo_positives: NDArray[np.int64] | None = None,
     annotations: Annotations | None = None,
+    sample_scores: int = SAMPLE_SCORES,
+    gather_keys: int = GATHER_KEYS,
 ) -> Thresholds:
     """Select the `num_expected[i]` samples of highest score as expected positives of each class i.
 
     The result is exact, ties by lowest id; a class that expects more positives than there are samples takes
     all. It is the same on every rank, for any division of the samples. Each rank passes its own (ids [n],
-    scores [n,L]), no id twice; they are read once. Memory beyond a chunk is about 60 bytes per expected
-    positive: it grows with K times the samples, not with the classes. Rank 0 gathers about `gather_bytes` at
-    a time.
+    scores [n,L]), no id twice; they are read once.
+
+    Memory beyond the first chunks, of `sample_scores` scores, is about 60 bytes per expected positive: it
+    grows with K times the samples, not with the classes. Ranks exchange tables of 128 counts a class, and
+    rank 0 gathers at most `gather_keys` keys of 8 bytes.
 
     `num_pseudo_positives`, at most `num_expected`, asks for the thresholds of fewer positives of each class
-    too. With `annotations`, the positives of the images of each class are counted: see `count_positives`.
+    too. With `annotations`, the positives of the images of each class are counted: see `class_ratios`.
     """
-    contenders = _Contenders(num_expected)
+    layout = KeyLayout.of(len(num_expected))
+    chunks = iter(chunks)
+    first = list(_first(chunks, sample_scores))
+    contenders = _Contenders(layout, num_expected, _floor(first, num_expected, layout, transport))
+    for keys in in_order(contenders.keys_of, chain(first, chunks), THREADS):
+        contenders.add(keys)
+    keys = contenders.all_keys()
+    cuts = find_cuts(keys, num_expected, layout, transport, gather_keys)
+    keys = layout.reaching(cuts, keys)
+    fewer = positives = None
+    if num_pseudo_positives is not None:
+        highest = find_cuts(keys, num_pseudo_positives, layout, transport, gather_keys)
+        fewer = layout.thresholds(highest, num_pseudo_positives)
+    if annotations is not None:
+        expected = expected_positives(annotations, layout.ids_of(keys), layout.classes_of(keys))
+        positives = annotated_positives(annotations) + transport.sum_counts(expected)
+    return replace(layout.thresholds(cuts, num_expected), pseudo_positives=fewer, positives=positives)
+
+
+def _first(chunks: Iterator[Chunk], num_scores: int) -> Iterator[Chunk]:
+    """Yield the first chunks, up to the one that makes it so many scores."""
     for ids, scores in chunks:
-        contenders.add(ids, scores)
-    merged = _merge(contenders, transport, gather_bytes)
-    floors = [num_expected, *([] if num_pseudo_positives is None else [num_pseudo_positives])]
-    payload = None
-    if merged is not None:
-        thresholds = [merged.thresholds(numbers) for numbers in floors]
-        counted = [] if annotations is None else [count_positives(annotations, *merged.expected())]
-        payload = b"".join(each.tobytes() for each in [*(each.tie_id for each in thresholds), *counted])
-        payload += b"".join(each.score.tobytes() for each in thresholds)
-    return _unpack_thresholds(transport.broadcast(payload), floors, has_positives=annotations is not None)
+        yield ids, scores
+        num_scores -= scores.size
+        if num_scores <= 0:
+            return
 
 
-def _unpack_thresholds(payload: bytes, floors: list[NDArray[np.int64]], *, has_positives: bool) -> Thresholds:
-    num_classes = len(floors[0])
-    shape = len(floors) + has_positives, num_classes
-    numbers = np.frombuffer(payload, np.int64, shape[0] * shape[1]).reshape(shape).copy()
-    score = np.frombuffer(payload, np.float16, offset=numbers.nbytes).reshape(len(floors), num_classes).copy()
-    first, *others = [
-        Thresholds(score=score[n], tie_id=numbers[n], num_expected=floor) for n, floor in enumerate(floors)
-    ]
-    return replace(
-        first,
-        pseudo_positives=others[0] if others else None,
-        positives=numbers[-1] if has_positives else None,
-    )
+def _floor(
+    chunks: list[Chunk], num_expected: NDArray[np.int64], layout: KeyLayout, transport: Transport
+) -> Keys:
+    """Return a key for each class that is not above its cut, from some chunks of all ranks.
 
-
-def _merge(contenders: "_Contenders", transport: Transport, gather_bytes: int) -> "_Contenders | None":
-    """Return the best contenders of all ranks, on rank 0; None elsewhere."""
-    contenders.compact()
-    merged = _Contenders(contenders.num_expected)
-    keys_per_rank = gather_bytes // (contenders.best.itemsize * transport.world_size)
-    for first, last in _blocks(contenders.num_expected, keys_per_rank):
-        payloads = transport.gather(contenders.of_classes(first, last).tobytes())
-        if payloads is not None:
-            merged.pending = [np.frombuffer(payload, np.uint64) for payload in payloads]
-            merged.compact()
-    return merged if transport.rank == 0 else None
-
-
-def _blocks(sizes: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [first, last) of sizes whose sum stays within the limit, or that have a single size."""
-    first, total = 0, 0
-    for position, size in enumerate(sizes.tolist()):
-        if position > first and total + size > limit:
-            yield first, position
-            first, total = position, 0
-        total += size
-    if len(sizes):
-        yield first, len(sizes)
+    It is the start of the part of the scores in which the cut of these chunks is: more samples only raise it.
+    """
+    counts = np.zeros(layout.num_classes << DIGIT_BITS, np.int64)
+    for chunk in chunks:
+        counts += layout.count(*chunk)
+    part = part_of_cut(transport.sum_counts(counts), num_expected)
+    start = part.number.astype(np.uint64) << np.uint64(layout.class_shift - DIGIT_BITS)
+    floor = np.where(part.is_reached, layout.first_keys | start, np.uint64(0))
+    return np.where(num_expected > 0, floor, NOTHING)
 
 
 class _Contenders:
-    """The best keys of every class among the samples added so far.
+    """The keys of a rank that may be selected.
 
-    Invariant: a sample among the `num_expected[i]` best of class i so far has its key in `best` or `pending`;
-    `floor[i]` is the worst key that class i kept once it had enough keys, else 0.
+    Invariant: of the samples added so far, the `num_expected[i]` best of class i that reach the first floor
+    have their keys here. `floor` rises to the worst of them as soon as others are dropped.
     """
 
-    def __init__(self, num_expected: NDArray[np.int64]) -> None:
-        num_classes = len(num_expected)
-        class_bits = max(1, (num_classes - 1).bit_length())
-        self.num_expected = num_expected
-        self.id_bits = np.uint64(64 - SCORE_BITS - class_bits)
-        self.max_id = 2 ** int(self.id_bits) - 1
-        self.first_keys = np.arange(num_classes, dtype=np.uint64) << np.uint64(64 - class_bits)
-        self.floor = np.where(num_expected > 0, np.uint64(0), NOTHING)
-        self.best = np.empty(0, np.uint64)
-        self.pending: list[NDArray[np.uint64]] = []
-        self.num_pending = 0
+    def __init__(self, layout: KeyLayout, num_expected: NDArray[np.int64], floor: Keys) -> None:
+        self._layout, self._num_expected, self._floor = layout, num_expected, floor
+        self._parts: list[Keys] = []
+        self._num_keys = 0
+        # Then half of them or more are dropped: a key is looked at twice in the mean, at most.
+        self._most_keys = max(2**18, 2 * int(num_expected.sum()))
 
-    def add(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> None:
-        """Add samples to the ranking of every class."""
-        bits = self._checked(ids, scores)
-        # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
-        rows = max(1, 2**18 // max(1, bits.shape[1]))
-        for start in range(0, len(ids), rows):
-            self._add_block(ids[start : start + rows], bits[start : start + rows])
-            if self.num_pending > max(2**20, len(self.best)):
-                self.compact()
+    def keys_of(self, chunk: Chunk) -> Keys:
+        """Return the keys of a chunk that reach the floor; for threads."""
+        return self._layout.keys(*chunk, self._floor)
 
-    def compact(self) -> None:
-        """Keep the `num_expected` best keys of each class, in order; the worst of them is its floor."""
-        keys = np.sort(np.concatenate([self.best, *self.pending]))
-        starts = np.searchsorted(keys, self.first_keys)
-        ends = np.append(starts[1:], len(keys))
-        kept_from = np.maximum(starts, ends - self.num_expected)
-        enough = (self.num_expected > 0) & (ends - starts >= self.num_expected)
-        self.floor[enough] = keys[kept_from[enough]]
-        self.best = keys[np.arange(len(keys)) >= np.repeat(kept_from, ends - starts)]
-        self.pending, self.num_pending = [], 0
+    def add(self, keys: Keys) -> None:
+        """Add keys; if there are too many, drop the lowest of each class."""
+        self._parts.append(keys)
+        self._num_keys += len(keys)
+        if self._num_keys > self._most_keys:
+            keys = self.all_keys()
+            cuts = find_cuts(keys, self._num_expected, self._layout, SingleProcess())
+            # A new array: threads may still use the old one.
+            self._floor = np.maximum(self._floor, cuts)
+            self._parts = [self._layout.reaching(self._floor, keys)]
+            self._num_keys = len(self._parts[0])
 
-    def of_classes(self, first: int, last: int) -> NDArray[np.uint64]:
-        """Return the best keys of classes first to last - 1, after `compact`."""
-        bounds = np.append(np.searchsorted(self.best, self.first_keys), len(self.best))
-        return self.best[bounds[first] : bounds[last]]
-
-    def expected(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids and the classes of all expected positives, after `compact`."""
-        classes = np.searchsorted(self.first_keys, self.best, side="right") - 1
-        return self._unpack(self.best)[1], classes
-
-    def thresholds(self, numbers: NDArray[np.int64]) -> Thresholds:
-        """Return the worst of the best `numbers` of each class, at most `num_expected`, after `compact`."""
-        starts = np.searchsorted(self.best, self.first_keys)
-        ends = np.append(starts[1:], len(self.best))
-        floor = np.where(numbers > 0, np.uint64(0), NOTHING)
-        enough = (numbers > 0) & (ends - starts >= numbers)
-        floor[enough] = self.best[(ends - numbers)[enough]]
-        bits, ids = self._unpack(floor)
-        # Where a class has room left, the floor 0 unpacks to score 0 and the largest id: all are expected.
-        bits[floor == NOTHING], ids[floor == NOTHING] = ONE, -1
-        return Thresholds(score=bits.view(np.float16), tie_id=ids, num_expected=numbers)
-
-    def _add_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16]) -> None:
-        floor_bits, floor_ids = self._unpack(self.floor)
-        # A score equal to the floor needs a lower id, which most chunks do not have.
-        needed = floor_bits + (floor_ids <= ids.min())
-        rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
-        keys = self._pack(classes, bits[rows, classes], ids[rows])
-        keys = keys[keys > self.floor[classes]]
-        self.pending.append(keys)
-        self.num_pending += len(keys)
-
-    def _pack(
-        self, classes: NDArray[np.int64], bits: NDArray[np.uint16], ids: NDArray[np.int64]
-    ) -> NDArray[np.uint64]:
-        inverted: NDArray[np.uint64] = (self.max_id - ids).astype(np.uint64)
-        return self.first_keys[classes] | (bits.astype(np.uint64) << self.id_bits) | inverted
-
-    def _unpack(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Return the score bits and the ids in keys."""
-        bits = (keys >> self.id_bits) & np.uint64(2**SCORE_BITS - 1)
-        ids = self.max_id - (keys & np.uint64(self.max_id)).astype(np.int64)
-        return bits.astype(np.uint16), ids
-
-    def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
-        """Return the bits of the scores; raise UserError if they cannot be ranked."""
-        expected = (len(ids), len(self.num_expected))
-        if scores.dtype != np.float16 or scores.shape != expected:
-            raise UserError(
-                f"scores: found {scores.dtype} {list(scores.shape)}, expected float16 {list(expected)}"
-            )
-        # The key 0 is the floor of a class that has room, so the largest id stays unused.
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.max_id:
-            raise UserError(f"ids: found {ids.min()} to {ids.max()}, expected 0 to {self.max_id - 1}")
-        bits = np.ascontiguousarray(scores).view(np.uint16)
-        if bits.max(initial=0) > ONE:
-            bits = (scores + np.float16(0)).view(np.uint16)  # makes -0 a 0
-        if bits.max(initial=0) > ONE:
-            row = int(np.flatnonzero((bits > ONE).any(1))[0])
-            value = scores[row][bits[row] > ONE][0]
-            raise UserError(
-                f"scores: sample {ids[row]} has {value}, expected 0 to 1. The run may have diverged: "
-                f"resume from an earlier checkpoint, with a lower learning rate."
-            )
-        return bits
+    def all_keys(self) -> Keys:
+        """Return the keys, in no order."""
+        self._parts = [joined(self._parts)]
+        return self._parts[0]

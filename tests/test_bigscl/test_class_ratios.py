@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.selection.class_ratios import at_level, class_ratios, count_positives, labelled_ratios
+from bigscl.selection.class_ratios import (
+    annotated_positives,
+    at_level,
+    class_ratios,
+    expected_positives,
+    labelled_ratios,
+)
 from bigscl.selection.ranking import given_first, select
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
@@ -17,6 +23,11 @@ def draw(seed, num_samples=200, num_classes=6, most=3):
         random.choice(num_classes, random.integers(0, most + 1), replace=False) for _ in range(num_samples)
     ]
     return Annotations.of([each.tolist() for each in positives], num_classes, rows_per_shard=32), positives
+
+
+def halved(ids):
+    """The pairs of two ranks, which divide the samples."""
+    return ids % 2 == 0, ids % 2 == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -31,7 +42,8 @@ def test_positives_are_counted_as_a_loop_would(seed):
         found = set(annotated.tolist()) | {c for m, c in expected if m == n}
         for c in annotated:
             slow[c] += len(found)
-    np.testing.assert_array_equal(count_positives(annotations, ids, classes), slow)
+    halves = [expected_positives(annotations, ids[part], classes[part]) for part in halved(ids)]
+    np.testing.assert_array_equal(annotated_positives(annotations) + sum(halves), slow)
 
 
 def test_ratios_are_proportional_to_the_company_of_a_class_and_have_the_mean_k():

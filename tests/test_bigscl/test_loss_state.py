@@ -84,6 +84,11 @@ class ThreadRank:
     def broadcast(self, payload):
         return self._group.exchange(self.rank, payload)[0]
 
+    def sum_counts(self, counts):
+        parts = self._group.exchange(self.rank, counts)
+        assert len({part.shape for part in parts}) == 1, "all_reduce needs the same shape from all ranks"
+        return sum(parts)
+
     def reduce(self, values, reduction):
         return torch.stack(self._group.exchange(self.rank, values)).sum(0)
 

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.selection.ranking import select
+from bigscl.selection.ranking import SAMPLE_SCORES, given_first, select
 from bigscl.selection.thresholds import Thresholds, expected_counts
+from bigscl.store import Annotations
 from bigscl.store.transport import SingleProcess
+from tests.benchmarks.gathered_selection import select_gathered
+from tests.test_bigscl.test_loss_state import ThreadGroup, ThreadRank
 
 
 def brute_force(ids, scores, num_expected):
@@ -56,9 +59,47 @@ def test_selection_equals_a_brute_force_sort(drawn):
     assert np.array_equal(selected(selection, ids, scores), brute_force(ids, scores, num_expected))
 
 
+@settings(max_examples=60, deadline=None)
+@given(drawn=samples(), data=st.data())
+def test_ranks_find_the_thresholds_that_sorting_all_keys_gives(drawn, data):
+    """With ties, pseudo-positives, given ones first, counted positives, and ranks without samples."""
+    ids, scores, num_expected, chunk = drawn
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    world_size = data.draw(st.integers(1, 4))
+    options = {}
+    if data.draw(st.booleans()):
+        options["num_pseudo_positives"] = random.integers(0, num_expected + 1)
+    annotations = None
+    if data.draw(st.booleans()):
+        num_rows, num_classes = 3 * max(1, len(ids)), scores.shape[1]
+        given_classes = [np.flatnonzero(random.random(num_classes) < 0.3).tolist() for _ in range(num_rows)]
+        annotations = Annotations.of(given_classes, num_classes, rows_per_shard=num_rows)
+        options["annotations"] = annotations
+    how = {
+        "sample_scores": data.draw(st.sampled_from([0, 40, SAMPLE_SCORES])),
+        "gather_keys": data.draw(st.sampled_from([0, 3, 2**17])),
+    }
+    owners = random.integers(0, world_size, len(ids))
+    group = ThreadGroup(world_size)
+
+    def chunks_of(rows):
+        chunks = in_chunks(ids[rows], scores[rows], chunk)
+        return chunks if annotations is None else given_first(chunks, annotations)
+
+    def select_on(rank):
+        return select(chunks_of(owners == rank), num_expected, ThreadRank(group, rank), **options, **how)
+
+    expected = select_gathered(chunks_of(owners >= 0), num_expected, SingleProcess(), **options)
+    for found in group.run(select_on):
+        assert found.to_json() == expected.to_json()
+        assert (found.positives is None) == (annotations is None)
+        assert np.array_equal(found.positives, expected.positives)
+
+
+@pytest.mark.parametrize("sample_scores", [1, SAMPLE_SCORES])
 @pytest.mark.parametrize("order", ["rising", "falling", "shuffled"])
 @pytest.mark.parametrize("kind", ["all equal", "all zero", "two values", "rising", "random"])
-def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order):
+def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order, sample_scores):
     num_samples, num_classes = 20_000, 80
     rng = np.random.default_rng(7)
     scores = {
@@ -74,8 +115,10 @@ def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order):
         "falling": np.arange(num_samples)[::-1],
         "shuffled": rng.permutation(num_samples),
     }[order]
-    num_expected = np.resize([0, 1, 17, 300, num_samples - 1, num_samples, 2 * num_samples], num_classes)
-    selection = select(in_chunks(ids[visits], scores[visits], 700), num_expected, SingleProcess())
+    numbers = [0, 1, 17, 300, num_samples - 1, num_samples, 2 * num_samples, *[2**n for n in range(9)]]
+    num_expected = np.resize(numbers, num_classes)
+    chunks = in_chunks(ids[visits], scores[visits], 700)
+    selection = select(chunks, num_expected, SingleProcess(), sample_scores=sample_scores)
     # Rank by sorting: equal scores keep the order of their ids.
     ranks = np.argsort(np.argsort(-scores.astype(np.float32), axis=0, kind="stable"), axis=0)
     assert np.array_equal(selected(selection, ids, scores), ranks < num_expected)
@@ -139,7 +182,10 @@ def test_expected_counts_round_k_times_the_annotated():
 
 
 def peak_memory(num_samples, num_classes=200, chunk=1000):
-    """Bytes at the peak of a selection of 50 samples per class, beyond what was held before."""
+    """Bytes at the peak of a selection of 50 samples per class, beyond what was held before.
+
+    Up to `sample_scores`, memory holds the first chunks.
+    """
 
     def chunks():
         for start in range(0, num_samples, chunk):
@@ -150,7 +196,7 @@ def peak_memory(num_samples, num_classes=200, chunk=1000):
             )
 
     tracemalloc.start()
-    select(chunks(), np.full(num_classes, 50), SingleProcess())
+    select(chunks(), np.full(num_classes, 50), SingleProcess(), sample_scores=2**21)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak

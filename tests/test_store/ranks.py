@@ -6,6 +6,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class PipeTransport:
     """Ranks joined by pipes to rank 0."""
@@ -30,6 +33,13 @@ class PipeTransport:
         for pipe in self._pipes:
             pipe.send_bytes(payload)
         return payload
+
+    def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sum of the ranks' arrays, on every rank."""
+        parts = self.gather(counts.tobytes())
+        total = None if parts is None else sum(np.frombuffer(part, np.int64) for part in parts)
+        summed = self.broadcast(None if total is None else np.asarray(total).tobytes())
+        return np.frombuffer(summed, np.int64).reshape(counts.shape)
 
 
 def _run_rank(function: Callable[..., Any], transport: PipeTransport, args: tuple[Any, ...]) -> None:
