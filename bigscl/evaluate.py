@@ -166,7 +166,8 @@ class Evaluation:
             workers=options.workers,
         )
         bad = BadSamples(index, plan.num_samples(ranks.rank), max_share=options.max_bad_share)
-        loader = Loader(index, plan, ranks.rank, self._target.transform, bad=bad)
+        pin = self._device.type == "cuda"
+        loader = Loader(index, plan, ranks.rank, self._target.transform, bad=bad, pin_memory=pin)
         said = time.monotonic()
         for number, batch in enumerate(loader):
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:

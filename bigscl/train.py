@@ -33,7 +33,7 @@ from bigscl.data.workers import WAITS
 from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.plots.run_plots import draw_epoch
-from bigscl.evaluation.validation import best_metric, validate
+from bigscl.evaluation.validation import Validation, best_metric
 from bigscl.memory.lookup import MemoryBatch
 from bigscl.preflight.forecast import summary
 from bigscl.training.accelerator import start_accelerator
@@ -87,6 +87,9 @@ class Trainer:
         self.saver = Saver(run, self.state, self.progress, self.memory)
         self.step = Step(config, self.data, self.state, self.memory, self.ranks)
         self.workers = self._loader_workers()
+        self.validation = (
+            None if self.data.val is None else Validation(self.data.val, config, self.device, self.ranks)
+        )
         self.stopping = False
         self.stop_file = StopFile(self.folder.path)
         self._clear_stop_file()
@@ -213,8 +216,8 @@ class Trainer:
         skipped = len(self.progress.all_skipped())
         self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)
-        if self.data.val is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
-            self._validate(epoch)
+        if self.validation is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
+            self._validate(epoch, self.validation)
         if (epoch + 1) % self.config.checkpoint.every_epochs == 0 or epoch + 1 == self.schedule.epochs:
             self.saver.save_checkpoint(ends_epoch=True)
         else:
@@ -225,13 +228,10 @@ class Trainer:
         if self.ranks.rank == 0:
             self._draw(epoch)
 
-    def _validate(self, epoch: int) -> None:
+    def _validate(self, epoch: int, validation: Validation) -> None:
         """Log the metrics on the validation set, and keep the weights if they are the best so far."""
-        assert self.data.val is not None
         self.state.share_buffers()
-        found = validate(
-            self.state.evaluated, self.data.val, self.config, self.device, self.ranks, self.metrics.working
-        )
+        found = validation.run(self.state.evaluated, self.metrics.working)
         metrics = {"epoch": epoch, **found}
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
@@ -311,6 +311,8 @@ class Trainer:
     def close(self) -> None:
         """Close the store and the trackers."""
         self.workers.close()
+        if self.validation is not None:
+            self.validation.close()
         self.memory.close()
         self.accelerator.end_training()
 

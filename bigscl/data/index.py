@@ -104,13 +104,19 @@ class Index:
         """Return a sample's shard and key for messages, without control characters."""
         return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
 
-    def labels_of(self, ids: NDArray[np.int64], which: Labels = "given") -> NDArray[np.int8]:
-        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown (of full labels: a whole row)."""
+    def labels_of(
+        self, ids: NDArray[np.int64], which: Labels = "given", classes: range | None = None
+    ) -> NDArray[np.int8]:
+        """Return `[n, L]`: 1 positive, 0 negative, -1 unknown (of full labels: a whole row).
+
+        With `classes`, a range of consecutive ones, only their columns.
+        """
+        classes = range(self.num_classes) if classes is None else classes
         positives = self._positives(which)
-        known = np.full((len(ids), self.num_classes), -1 if which == "given" else 0, np.int8)
+        known = np.full((len(ids), len(classes)), -1 if which == "given" else 0, np.int8)
         if which == "given":
-            known[self.negatives.entries(ids)] = 0
-        known[positives.entries(ids)] = 1
+            known[_entries(self.negatives, ids, classes)] = 0
+        known[_entries(positives, ids, classes)] = 1
         if which == "full" and self.unknown is not None:
             known[np.isin(ids, self.unknown)] = -1
         return known
@@ -152,6 +158,15 @@ class Index:
                 arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
+
+
+def _entries(
+    rows: Ragged, ids: NDArray[np.int64], classes: range
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (index into `ids`, index into `classes`) of the classes of some rows that are in the range."""
+    indices, values = rows.entries(ids)
+    chosen = (values >= classes.start) & (values < classes.stop)
+    return indices[chosen], values[chosen].astype(np.int64) - classes.start
 
 
 def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_pipe: bool = False) -> Index:
@@ -331,15 +346,23 @@ def with_fingerprint(index: Index) -> Index:
     return replace(index, fingerprint=digest.hexdigest())
 
 
-def true_labels(index: Index, ids: NDArray[np.int64]) -> tuple[NDArray[np.int8], Labels]:
+def true_labels(
+    index: Index, ids: NDArray[np.int64], classes: range | None = None
+) -> tuple[NDArray[np.int8], Labels]:
     """Return (labels to evaluate against, their name): the full ones, else the given without unknowns.
 
     Shards with one class per image do not label the other classes: those count as absent, as in the usual
-    top-1 accuracy.
+    top-1 accuracy. `classes` as in `labels_of`.
     """
     if index.full is not None:
-        return index.labels_of(ids, "full"), "full"
-    return index.labels_of(ids, "given").clip(min=0), "given"
+        return index.labels_of(ids, "full", classes), "full"
+    return index.labels_of(ids, "given", classes).clip(min=0), "given"
+
+
+def most_positives(index: Index, ids: NDArray[np.int64]) -> int:
+    """Return how many of the samples have the class that most of them have, by `true_labels`."""
+    positives = index.given if index.full is None else index.full
+    return int(np.bincount(positives.entries(ids)[1]).max(initial=0))
 
 
 def write_sample_list(index: Index, path: Path) -> None:

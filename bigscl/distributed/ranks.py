@@ -27,6 +27,10 @@ class Ranks(Transport, Protocol):
         """Return each number summed over the ranks, on every rank."""
         ...
 
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its payload, in rank order; return the payloads for this rank, in rank order."""
+        ...
+
     def start_sum(self, values: Sequence[float]) -> "PendingSum":
         """Start such a sum; call what is returned for the result. All ranks start their sums in one order."""
         ...
@@ -89,6 +93,18 @@ class GlooRanks:
         dist.all_reduce(totals, group=self._group)
         return totals.numpy()
 
+    @normal_tensors
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its payload, in rank order; return the payloads for this rank, in rank order."""
+        sent = [len(payload) for payload in payloads]
+        lengths = torch.empty(self.world_size, dtype=torch.int64)
+        dist.all_to_all_single(lengths, torch.tensor(sent), group=self._group)
+        came = lengths.tolist()
+        outgoing, incoming = (torch.empty(sum(counts), dtype=torch.uint8) for counts in (sent, came))
+        np.concatenate([np.frombuffer(payload, np.uint8) for payload in payloads], out=outgoing.numpy())
+        dist.all_to_all_single(incoming, outgoing, came, sent, group=self._group)
+        return [part.numpy().tobytes() for part in incoming.split(came)]
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks, on every rank."""
         return self.start_sum(values)()
@@ -114,6 +130,10 @@ class SingleProcess(store.SingleProcess):
     """The group of one process."""
 
     wait_seconds = 0.0
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Return the only payload."""
+        return list(payloads)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the numbers unchanged."""

@@ -10,7 +10,7 @@ too: the caller fixes it.
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.data.loader import Batch, normalize
+from bigscl.distributed.ranks import Ranks
 from bigscl.models.spatial import Prediction, SpatialClassifier, map_pooled
 from bigscl.store import Transport
 
-NETWORK_BATCH = 32
+NETWORK_BATCH, GPU_NETWORK_BATCH = 32, 128
+"""Images of a batch that the network sees, on a CPU and on other devices."""
 MEASURED = "measured."
 Arrays = dict[str, NDArray[Any]]
 
@@ -58,7 +60,6 @@ Measure = Callable[[NetworkBatch, Tensor], Arrays]
 """Measures a batch by its logit map [B,L,G,G]; returns arrays under the same names for every batch."""
 
 
-@torch.inference_mode()
 def predict(
     model: SpatialClassifier,
     loader: Iterable[Batch],
@@ -75,25 +76,12 @@ def predict(
     or none: they meet only at the end. One pass over the images gives the logits of both poolings and, with
     `measure`, the measures of their maps.
     """
-    assert not model.training, "predict() takes a model in evaluation mode"
-
-    def predict_batch(batch: NetworkBatch) -> Arrays:
-        found: Prediction = model(normalize(batch.images.to(device), mean, std), maps=True)
-        assert found.logit_map is not None
-        measured = measure(batch, found.logit_map) if measure else {}
-        poolings = {"logits": found.logits, "map_logits": map_pooled(found)}
-        return {
-            "ids": batch.ids.numpy(),
-            **{name: logits[: len(batch.ids)].float().cpu().numpy() for name, logits in poolings.items()},
-            **{MEASURED + name: values for name, values in measured.items()},
-        }
-
-    parts = gather_arrays(transport, lambda: concatenate(map(predict_batch, network_batches(loader))))
+    batches = predict_batches(model, loader, device, mean=mean, std=std, measure=measure)
+    parts = gather_arrays(transport, lambda: concatenate(batches))
     if parts is None:
         return None
     whole = concatenate(parts)
-    if not whole:
-        raise UserError("no image could be read: nothing to predict. See the warnings above for the reasons.")
+    check_any(whole)
     order = np.argsort(whole["ids"])
     return Predictions(
         ids=whole.pop("ids")[order],
@@ -101,6 +89,62 @@ def predict(
         map_logits=whole.pop("map_logits")[order],
         measured={name.removeprefix(MEASURED): values for name, values in whole.items()},
     )
+
+
+def check_any(predictions: Arrays) -> None:
+    """Refuse predictions of no image."""
+    if not predictions:
+        raise UserError("no image could be read: nothing to predict. See the warnings above for the reasons.")
+
+
+@torch.inference_mode()
+def predict_batches(
+    model: SpatialClassifier,
+    loader: Iterable[Batch],
+    device: torch.device | str,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    measure: Measure | None = None,
+) -> Iterator[Arrays]:
+    """Yield `ids`, `logits` and `map_logits` of this rank's images, batch by batch, and their measures.
+
+    Results are copied to the host while the device computes the next batch.
+    """
+    assert not model.training, "the model must be in evaluation mode"
+    device = torch.device(device)
+
+    def launch(batch: NetworkBatch) -> tuple[dict[str, Tensor], Arrays]:
+        found: Prediction = model(normalize(batch.images, mean, std), maps=True)
+        assert found.logit_map is not None
+        measured = measure(batch, found.logit_map) if measure else {}
+        poolings = {"logits": found.logits, "map_logits": map_pooled(found)}
+        tensors = {name: logits[: len(batch.ids)].float() for name, logits in poolings.items()}
+        return {"ids": batch.ids, **tensors}, {MEASURED + name: each for name, each in measured.items()}
+
+    launched: tuple[dict[str, Tensor], Arrays] | None = None
+    for batch in network_batches(_on_device(loader, device), network_batch_size(device)):
+        following = launch(batch)
+        if launched is not None:
+            yield _on_host(*launched)
+        launched = following
+    if launched is not None:
+        yield _on_host(*launched)
+
+
+def _on_device(loader: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches with their images on the device, copied asynchronously from pinned memory."""
+    for batch in loader:
+        yield replace(batch, images=batch.images.to(device, non_blocking=True))
+
+
+def _on_host(tensors: dict[str, Tensor], measured: Arrays) -> Arrays:
+    return {**{name: tensor.cpu().numpy() for name, tensor in tensors.items()}, **measured}
+
+
+def network_batch_size(device: torch.device) -> int:
+    """Return the size of the network's batches, the same on every machine for one type of device."""
+    return NETWORK_BATCH if device.type == "cpu" else GPU_NETWORK_BATCH
 
 
 def network_batches(loader: Iterable[Batch], size: int = NETWORK_BATCH) -> Iterator[NetworkBatch]:
@@ -140,11 +184,36 @@ def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arra
     try:
         payload = b"+" + _packed(work())
     except Exception as error:
-        transport.gather(b"-" + str(error).encode())
+        transport.gather(_failure(error))
         raise
     payloads = transport.gather(payload)
-    if payloads is None:
-        return None
+    return None if payloads is None else _received(payloads)
+
+
+def exchange_arrays(ranks: Ranks, work: Callable[[], list[Arrays]]) -> list[Arrays]:
+    """Return the arrays that each rank's work has for this rank; `work` returns those for each rank.
+
+    A rank's failure is raised there and on rank 0. The others have no arrays of it, and end when they next
+    wait for one of the two: one report is enough.
+    """
+    try:
+        parts = work()
+        if ranks.world_size == 1:
+            return parts
+        payloads = [b"+" + _packed(part) for part in parts]
+    except Exception as error:
+        ranks.exchange([_failure(error)] * ranks.world_size)
+        raise
+    received = ranks.exchange(payloads)
+    return _received(received if ranks.rank == 0 else [each for each in received if each[:1] == b"+"])
+
+
+def _failure(error: Exception) -> bytes:
+    return b"-" + str(error).encode()
+
+
+def _received(payloads: list[bytes]) -> list[Arrays]:
+    """Return the arrays in the payloads of the ranks; raise the failure of the first rank that has one."""
     for rank, received in enumerate(payloads):
         if received[:1] == b"-":
             raise UserError(f"rank {rank}: {received[1:].decode()}")

@@ -26,18 +26,21 @@ WORTHWHILE = 15 / 16
 
 
 @torch.no_grad()
-def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
+def average_precision(scores: Tensor, targets: Tensor, *, most_positives: int = 0) -> Tensor:
     """Return the average precision of each class, float64 [L]; NaN if a class has no positive.
 
     scikit-learn's definition: precision at each positive's score, tied scores taken together, averaged over
     the positives. It needs only the ranks of the positives, so scores are ranked without their targets, a few
     classes at a time, on all cores.
+
+    The last bits of a sum depend on its length. Some of the classes have the bits that they have among all
+    classes, given the `most_positives` of any class there.
     """
     _check(scores, targets)
     scores = scores.detach()  # other threads do not know of no_grad
     if targets.dtype == torch.bool:
         targets = targets.view(torch.int8)  # torch compares bools with numbers several times slower
-    positives, counts = _positives_by_class(scores, targets)
+    positives, counts = _positives_by_class(scores, targets, most_positives)
     has_unknowns = targets.numel() > 0 and bool(targets.min() < 0)
     cores = os.cpu_count() or 1
     per_block = max(1, min(64, 2**24 // max(1, len(scores)), -(-scores.shape[1] // cores)))
@@ -145,10 +148,15 @@ def top_k_accuracy(ranked: Tensor, targets: Tensor, k: int) -> float:
     With one label per image this is the usual top-k accuracy, with the ReaL labels it is ReaL's: images
     without any positive are not evaluated. NaN if that leaves none.
     """
+    num_right, num_evaluated = top_k_counts(ranked, targets, k)
+    return num_right / num_evaluated if num_evaluated else float("nan")
+
+
+def top_k_counts(ranked: Tensor, targets: Tensor, k: int) -> tuple[int, int]:
+    """Return the number of images with a positive among their first k of `ranked`, and of those with any."""
     assert ranked.shape[1] >= k, f"{ranked.shape[1]} classes are ranked, {k} are asked for"
     hits = (targets.gather(1, ranked[:, :k].long()) > 0).any(1)
-    evaluated = (targets > 0).any(1)
-    return float(hits[evaluated].double().mean())
+    return int(hits.sum()), int((targets > 0).any(1).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +232,15 @@ def _check(scores: Tensor, targets: Tensor) -> None:
         )
 
 
-def _positives_by_class(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ascending scores of each class's positives [L,P], padded with infinity; their number [L]."""
+def _positives_by_class(scores: Tensor, targets: Tensor, least_width: int) -> tuple[Tensor, Tensor]:
+    """Return the ascending scores of each class's positives [L,P], padded with infinity; their number [L].
+
+    P is at least `least_width`.
+    """
     classes, images = _pairs(targets > 0)
     counts = classes.bincount(minlength=scores.shape[1])
     place = torch.arange(len(classes), device=scores.device) - (counts.cumsum(0) - counts)[classes]
-    widest = int(counts.max()) if len(counts) else 0
+    widest = max(least_width, int(counts.max()) if len(counts) else 0)
     chosen = _widened(scores[images, classes])
     positives = chosen.new_full((len(counts), widest), torch.inf)
     positives[classes, place] = chosen
@@ -301,7 +312,10 @@ def _mean_precision(reached: Tensor, positives: Tensor, counts: Tensor) -> Tenso
     # As `reached`, of the positives alone.
     hits = counts[:, None] - torch.searchsorted(positives, positives)
     filled = torch.arange(widest, device=counts.device) < counts[:, None]
-    return torch.where(filled, hits.double() / reached, 0).sum(1) / counts
+    precisions = torch.where(filled, hits.double() / reached, 0)
+    # Never a single row: torch divides the sum of one long row among its threads.
+    sums = precisions.sum(1) if len(counts) > 1 else precisions.expand(2, widest).contiguous().sum(1)[:1]
+    return sums / counts
 
 
 def _decisions(predicted: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -333,7 +333,7 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
     ("moment", "name"),
     [
         ("bigscl.training.metrics_log:append_lines before 3", ""),
-        ("bigscl.training.checkpoint.checkpoint_folder:save before 2", "model.safetensors"),
+        ("bigscl.training.checkpoint.checkpoint_folder:write_safetensors before 2", "model.safetensors"),
         ("torch:save before 3", "optimizer.pt"),
         ("matplotlib.figure:Figure.savefig before 1", "epoch-001.png"),
     ],

@@ -1,4 +1,5 @@
 import contextlib
+import io
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import explain, find_folder, remove_folder
@@ -33,6 +35,42 @@ def files(value):
         "model.safetensors": write_tensors({"w": torch.full((2,), value)}),
         "more.pt": write_state({"a": [value]}),
     }
+
+
+USUAL = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtypes", [[], ["float32", "int64"], USUAL, [*USUAL, "float8_e5m2"]], ids=len)
+def test_weights_have_the_bytes_of_safetensors_whatever_their_names_types_and_shapes(dtypes):
+    values = torch.linspace(-9, 9, 12)
+    tensors = {
+        f"{letter}.{name}": values.to(getattr(torch, name), copy=True).reshape(shape)
+        for letter, shape in (("b", (3, 4)), ("a", (12,)), ('"é\n\x01\u2028', (2, 3, 2)))
+        for name in dtypes
+    }
+    if dtypes:
+        tensors |= {
+            "scalar": torch.tensor(3.5),
+            "empty": torch.zeros(0, 3),
+            "z": values.clone().reshape(3, 4).T,
+        }
+    file = io.BytesIO()
+    write_tensors(tensors)(file)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert file.getvalue() == save(contiguous)
+
+
+def test_tensors_are_written_from_their_memory_in_one_call_each_so_that_other_threads_run():
+    written = []
+
+    class Recorder:
+        def write(self, data):
+            written.append(data)
+
+    write_tensors({"a": torch.zeros(1000, 1000), "b": torch.ones(70, dtype=torch.bfloat16)})(Recorder())
+    header, *values = written
+    assert len(header) < 200
+    assert [(each.nbytes, each.flags.owndata) for each in values] == [(4_000_000, False), (140, False)]
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):

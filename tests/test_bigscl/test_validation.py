@@ -1,5 +1,7 @@
 """Validation gives the metrics of both poolings, and the setting chooses the one that decides."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +13,25 @@ from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.loader import Loader, TooManyBadSamples
 from bigscl.distributed.ranks import process_group
 from bigscl.evaluation.inference import predict
-from bigscl.evaluation.validation import best_metric, validate
+from bigscl.evaluation.metrics import average_precision, mean_ap
+from bigscl.evaluation.validation import (
+    POOLINGS,
+    Validation,
+    best_metric,
+    merge,
+    metrics_of_share,
+    share_by_class,
+)
 from bigscl.memory.memory import show_nothing
 from bigscl.models.spatial import build_model
+from bigscl.store import Ragged
 from tests.builders import labelled, write_tar
 
 BACKBONE = "bigscl.models.smallnet:small_resnet"
+
+
+def validate(model, index, config):
+    return Validation(index, config, torch.device("cpu"), process_group()).run(model, show_nothing)
 
 
 def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
@@ -32,7 +47,7 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
     config = make_config({"run": str(tmp_path), "data": data, "model": {"backbone": BACKBONE}})
     torch.manual_seed(0)
     model = build_model(BACKBONE, 3)
-    found = validate(model, index, config, torch.device("cpu"), process_group(), show_nothing)
+    found = validate(model, index, config)
     assert model.training
 
     plan = evaluation_plan(index.shard_sizes, index.rows_per_shard, batch_size=7, world_size=1, workers=0)
@@ -44,6 +59,48 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
         hits = full[np.arange(40), logits.argmax(1)]
         assert found["top1" + end] == pytest.approx(hits[full.any(1)].mean())
     assert found["map"] != found["map_with_map_pooling"]
+
+
+def many_images(tmp_path, num_images, num_classes):
+    """An index of so many images with random labels, frequent and rare classes, and logits for them."""
+    random = np.random.default_rng(num_classes)
+    members = labelled("image", 0, full=[0])
+    index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=num_classes)[0]
+    chances = np.geomspace(0.4, 1e-4, num_classes)
+    rows = [np.flatnonzero(random.random(num_classes) < chances).tolist() for _ in range(num_images)]
+    logits = {name: random.normal(size=(num_images, num_classes)).astype(np.float32) for name in POOLINGS}
+    return replace(index, full=Ragged.of(rows)), {"ids": np.arange(num_images), **logits}
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "world_size"), [(11, 1), (11, 2), (11, 3), (11, 16), (60, 7), (1, 2)]
+)
+def test_divided_metrics_have_the_bits_of_all_logits_at_once(tmp_path, num_classes, world_size):
+    index, whole = many_images(tmp_path, 3000, num_classes)
+    # Rank 1 has no image, as if there were more ranks than shards.
+    owners = np.where(np.arange(3000) % world_size == 1, 0, np.arange(3000) % world_size)
+    own = [{name: values[owners == rank] for name, values in whole.items()} for rank in range(world_size)]
+    sent = [share_by_class(part if len(part["ids"]) else {}, index, world_size) for part in own]
+    shares = [
+        metrics_of_share([parts[rank] for parts in sent], index, rank, world_size)
+        for rank in range(world_size)
+    ]
+    labels = torch.from_numpy(index.labels_of(whole["ids"], "full"))
+    expected = {}
+    for name, end in POOLINGS.items():
+        scores = torch.from_numpy(whole[name])
+        expected["map" + end] = mean_ap(average_precision(scores, labels)).present
+        evaluated = (labels > 0).any(1)
+        hits = labels[torch.arange(3000), scores.argmax(1)] > 0
+        expected["top1" + end] = float(hits[evaluated].double().mean())
+    assert merge(shares) == expected
+
+
+def test_no_rank_receives_more_than_its_share_of_the_logits(tmp_path):
+    index, whole = many_images(tmp_path, 100, 10)
+    parts = share_by_class(whole, index, 4)
+    assert [part["logits"].shape for part in parts] == [(100, 2), (100, 3), (100, 2), (100, 3)]
+    assert np.array_equal(np.concatenate([part["map_logits"] for part in parts], 1), whole["map_logits"])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +126,7 @@ def test_unreadable_images_are_tolerated_as_the_setting_says(tmp_path, share):
     config = make_config({"run": str(tmp_path), "data": data, "model": {"backbone": BACKBONE}})
     model = build_model(BACKBONE, 3)
     if share == 0.5:
-        assert validate(model, index, config, torch.device("cpu"), process_group(), show_nothing)["map"] > 0
+        assert validate(model, index, config)["map"] > 0
         return
     with pytest.raises(TooManyBadSamples, match="2 of 5 samples"):
-        validate(model, index, config, torch.device("cpu"), process_group(), show_nothing)
+        validate(model, index, config)

@@ -5,6 +5,7 @@ a checkpoint, `metrics.json` in `best`. Nothing is read from a file that has ano
 """
 
 import _codecs
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,8 +90,47 @@ def write_files(
 def write_tensors(tensors: Mapping[str, Tensor]) -> Writer:
     """Return a writer of named tensors as safetensors, with their values of now."""
     plain = {name: copy_on_host(tensor).contiguous() for name, tensor in tensors.items()}
-    # Not `save_file`: its files are readable by their owner only, and its errors carry no errno.
-    return lambda file: file.write(save(plain))
+    return lambda file: write_safetensors(file, plain)
+
+
+DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Their names in safetensors, in the order in which it writes their tensors."""
+HEADER_ALIGNMENT = 8
+
+
+def write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
+    """Write contiguous tensors on the host, with the bytes of `safetensors.torch.save`.
+
+    That builds the whole file under Python's lock, for which the training step waits: 0.6 s per 315 MB. Here
+    other threads run while tensors are written. `save_file` would make files that only their owner can read,
+    and its errors carry no errno.
+    """
+    if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
+        file.write(save(dict(tensors)))  # rare: complex buffers
+        return
+    order = list(DTYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    entries, end = {}, 0
+    for name in names:
+        first, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        entries[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [first, end]}
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % HEADER_ALIGNMENT)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for name in names:
+        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy())
 
 
 def write_state(state: Any) -> Writer:
