@@ -10,7 +10,7 @@ import pytest
 from bigscl.data.answers import Answer, AnswersFile, now, read_answers
 from bigscl.data.build_index import scan
 from bigscl.data.labels.label_files import with_training_labels
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
