@@ -10,9 +10,9 @@ import typer
 from bigscl.common.command_line import HELP, make_command, run
 
 # Each verb is a function `command` in tools/verbs/<verb>.py, or an `app` of sub-commands; the first line of
-# the file is its help. Only the verb that is called is imported, and a verb imports torch only inside the
-# function that needs it, so that `bigscl show` answers at once. The groups are in the order in which a
-# project uses them.
+# the file is its help. Only the verb that is called is imported, and it imports modules with torch when it
+# runs, so that `--help` and `bigscl show` answer at once. The groups are in the order in which a project
+# uses them.
 GROUPS = {
     "Data": ("shards", "index", "configs"),
     "Train": ("quickstart", "plan", "preflight", "train", "stop", "study"),

@@ -21,7 +21,7 @@ from bigscl.config.schema import (
     StoreConfig,
     ValidationConfig,
 )
-from bigscl.data.labels.sampling import GivenConfig
+from bigscl.data.labels.training_labels import GivenConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -13,7 +13,7 @@ from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Shar
 from bigscl.config.schedule import Schedule
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
-from bigscl.data.labels.sampling import GivenConfig
+from bigscl.data.labels.training_labels import GivenConfig
 from bigscl.data.transforms import (
     MEAN,
     STD,

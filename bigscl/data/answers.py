@@ -234,11 +234,6 @@ def _keep(values: dict[Pair, Value], pair: Pair, value: Value | None) -> None:
         values[pair] = value
 
 
-def append_answers(path: Path, answers: Iterable[Answer]) -> int:
-    """Add answers that are given now to a file, see `AnswersFile.append`."""
-    return AnswersFile(path).append(answers)
-
-
 def _write_all(descriptor: int, data: bytes) -> None:
     """Write all bytes, in one call unless the system takes only some of them."""
     while data:

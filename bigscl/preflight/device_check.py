@@ -147,7 +147,7 @@ class ReferenceCheck:
                     yield Difference(
                         precision=precision,
                         quantity=quantity,
-                        outcome=difference,
+                        found=difference,
                         tolerance=0.0 if quantity in COUNTED else tolerances[quantity],
                     )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from bigscl.data.index import load_index
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from bigscl.selection.class_ratios import class_ratios
 from bigscl.selection.ranking import given_first, select
 from bigscl.selection.thresholds import expected_counts

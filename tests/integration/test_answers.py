@@ -5,7 +5,7 @@ import pytest
 
 from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
-from bigscl.data.answers import Answer, append_answers, now
+from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.evaluation.plots.run_plots import _stored_samples as stored_samples
 from bigscl.memory.memory import show_nothing
@@ -49,7 +49,7 @@ def answers(shards):
 def stopped(tmp_path_factory, shards, answers):
     """The config of a run that was stopped in its second epoch; it knows of the first answers."""
     folder = tmp_path_factory.mktemp("stopped")
-    append_answers(folder / "answers.jsonl", answers[:FIRST])
+    AnswersFile(folder / "answers.jsonl").append(answers[:FIRST])
     config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), model=MODEL)
     with Running(config.with_suffix(""), config, environment={"STOP_AT_BATCH": "3"}) as running:
         assert running.wait(120) == STOPPED, running.output
@@ -67,7 +67,7 @@ def data_of(shards, folder):
 def again(stopped, folder, shards, answers):
     """A copy of the stopped run with more answers."""
     folder.mkdir()
-    append_answers(folder / "answers.jsonl", answers)
+    AnswersFile(folder / "answers.jsonl").append(answers)
     config = write_config(folder / "run.yaml", shards, data=data_of(shards, folder), model=MODEL)
     copy_run(stopped.with_suffix(""), config.with_suffix(""))
     return config
@@ -86,7 +86,7 @@ def opened_memory(config):
 
 
 def test_a_new_run_has_the_answers_in_its_labels_and_counts(tmp_path, shards, answers):
-    append_answers(tmp_path / "answers.jsonl", answers)
+    AnswersFile(tmp_path / "answers.jsonl").append(answers)
     config = load_config(write_config(tmp_path / "run.yaml", shards, data=data_of(shards, tmp_path)))
     plain = load_config(write_config(tmp_path / "plain.yaml", shards))
     data, before = open_data(config), open_data(plain)
@@ -183,7 +183,7 @@ def test_answers_that_the_run_knew_are_missed(tmp_path, stopped, shards, answers
     config = again(stopped, tmp_path / "less", shards, answers)
     given = {"lost": answers[1:], "other": answers[FIRST:], "none": []}[how]
     (tmp_path / "less" / "answers.jsonl").unlink()
-    append_answers(tmp_path / "less" / "answers.jsonl", given)
+    AnswersFile(tmp_path / "less" / "answers.jsonl").append(given)
     before = memory_of(config.with_suffix(""), shards)
     words = ["--data.answers", "null"] if how == "none" else []
     done = trainer_server().run_module("bigscl.train", config, *words)
@@ -196,7 +196,7 @@ def test_answers_that_the_run_knew_are_missed(tmp_path, stopped, shards, answers
 def test_a_withdrawn_answer_is_no_lost_one(tmp_path, stopped, shards, answers):
     config = again(stopped, tmp_path / "undo", shards, answers[:FIRST])
     undone = [Answer(one.key, one.class_name, None, "ann", now()) for one in answers[:FIRST]]
-    append_answers(tmp_path / "undo" / "answers.jsonl", undone)
+    AnswersFile(tmp_path / "undo" / "answers.jsonl").append(undone)
     with opened_memory(config) as memory:
         assert memory.store.annotations.fingerprint == index_of(shards).annotations().fingerprint
         np.testing.assert_array_equal(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bigscl.common.user_error import UserError
-from bigscl.data.answers import Answer, append_answers
+from bigscl.data.answers import Answer, AnswersFile
 from bigscl.store import StoreError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.open_run import OpenRun, Places
@@ -145,7 +145,7 @@ def made(tmp_path_factory, trainer_server) -> Made:
     train = InterruptedTrainer(trainer_server)
     commit = "bigscl.store.heatmap_store:HeatmapStore.commit"
     for name, kill in (("whole", ""), ("run", f"{commit} before 4"), ("dense", f"{commit} before 2")):
-        append_answers(folder / name / "answers.jsonl", given)
+        AnswersFile(folder / name / "answers.jsonl").append(given)
         words = ("--run", folder / name, "--data.answers", folder / name / "answers.jsonl")
         code, output = train(config, *words, *(() if name == "run" else QUIET), kill=kill)
         assert kill or code == 0, output

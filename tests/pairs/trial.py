@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from bigscl.data.answers import append_answers
+from bigscl.data.answers import AnswersFile
 from tests.builders import settings
 from tests.forks import (
     PATIENCE_SECONDS,
@@ -202,7 +202,7 @@ class Trial:
 
     def answer(self, first: int, last: int | None) -> None:
         if self.row["answers"] != "none":
-            append_answers(self.folder / "answers.jsonl", some_answers(self.places.shards)[first:last])
+            AnswersFile(self.folder / "answers.jsonl").append(some_answers(self.places.shards)[first:last])
 
     # What is looked at
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bigscl.common.user_error import UserError
 from bigscl.data import answers as module
-from bigscl.data.answers import Answer, AnswersFile, append_answers, now, read_answers, standing_answers
+from bigscl.data.answers import Answer, AnswersFile, now, read_answers, standing_answers
 
 HOSTILE = [
     'a"b',
@@ -40,7 +40,7 @@ def answer(key="a", class_name="cat", yes=True, who="ann", second=0, snapshot="7
 
 def test_answers_come_back_whatever_their_texts(tmp_path):
     given = [answer(key=one, class_name=two, who=one, second=3) for one in HOSTILE for two in HOSTILE]
-    append_answers(tmp_path / "new" / "answers.jsonl", given)
+    AnswersFile(tmp_path / "new" / "answers.jsonl").append(given)
     found = read_answers(tmp_path / "new" / "answers.jsonl")
     assert sorted(found.standing.values(), key=repr) == sorted(given, key=repr)
     assert not found.conflicts
@@ -54,9 +54,9 @@ def test_a_file_that_is_not_there_has_no_answers(tmp_path):
 def test_the_same_answer_again_leaves_the_file_as_it_is(tmp_path):
     path = tmp_path / "answers.jsonl"
     first, second = answer(), answer(yes=False, second=1)
-    assert append_answers(path, [first, second, first]) == 2
+    assert AnswersFile(path).append([first, second, first]) == 2
     before = path.read_bytes()
-    assert append_answers(path, [first]) == 0
+    assert AnswersFile(path).append([first]) == 0
     assert path.read_bytes() == before
     assert read_answers(path).standing == {("a", "cat"): second}
 
@@ -144,7 +144,7 @@ def test_a_line_cut_anywhere_is_skipped(tmp_path, text):
 def test_an_answer_after_a_torn_one_is_kept(tmp_path, length):
     path = tmp_path / "answers.jsonl"
     path.write_text(answer("x").to_line() + "\n" + answer("torn").to_line()[:length])
-    append_answers(path, [answer("y")])
+    AnswersFile(path).append([answer("y")])
     found = read_answers(path)
     assert [key for key, _ in found.standing] == ["x", "y"]
     assert found.torn == (2,)
@@ -153,7 +153,7 @@ def test_an_answer_after_a_torn_one_is_kept(tmp_path, length):
 def test_a_last_line_without_its_end_of_line_counts(tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text(answer("x").to_line())
-    append_answers(path, [answer("y")])
+    AnswersFile(path).append([answer("y")])
     assert len(read_answers(path).standing) == 2
 
 
@@ -168,7 +168,7 @@ def said(path):
 @pytest.mark.parametrize("bit", range(8))
 def test_every_flipped_bit_is_an_error_that_names_the_line_or_changes_nothing(tmp_path, bit):
     path = tmp_path / "answers.jsonl"
-    append_answers(path, [answer("a"), answer("b", yes=False, second=1)])
+    AnswersFile(path).append([answer("a"), answer("b", yes=False, second=1)])
     whole, expected = path.read_bytes(), read_answers(path).standing
     for place in range(len(whole)):
         flipped = bytearray(whole)
@@ -216,12 +216,12 @@ def test_a_bad_line_is_named(tmp_path, line, said):
 
 def test_an_answer_that_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(UserError, match="when is ''"):
-        append_answers(tmp_path / "a.jsonl", [replace(answer(), when="")])
+        AnswersFile(tmp_path / "a.jsonl").append([replace(answer(), when="")])
     assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_now_is_a_moment_that_answers_accept(tmp_path):
-    append_answers(tmp_path / "a.jsonl", [replace(answer(), when=now())])
+    AnswersFile(tmp_path / "a.jsonl").append([replace(answer(), when=now())])
     assert len(read_answers(tmp_path / "a.jsonl").standing) == 1
 
 
@@ -229,12 +229,12 @@ def test_now_is_a_moment_that_answers_accept(tmp_path):
 @pytest.mark.parametrize("second", [0, 5])
 def test_a_corrected_answer_counts_although_the_clock_was_set_back(tmp_path, who, second):
     path = tmp_path / "answers.jsonl"
-    append_answers(path, [answer(second=5)])
-    append_answers(path, [answer("other", second=3)])
+    AnswersFile(path).append([answer(second=5)])
+    AnswersFile(path).append([answer("other", second=3)])
     corrected = answer(yes=False, who=who, second=second)
-    assert append_answers(path, [corrected]) == 1
+    assert AnswersFile(path).append([corrected]) == 1
     assert read_answers(path).standing["a", "cat"].yes is False
-    append_answers(path, [replace(corrected, yes=None)])
+    AnswersFile(path).append([replace(corrected, yes=None)])
     assert read_answers(path).standing.get(("a", "cat")) == (None if who == "ann" else answer(second=5))
     moments = [json.loads(line)["when"][17:] for line in path.read_text().splitlines()]
     assert moments == [f"{text}+00:00" for text in ("05.000000", "03.000000", "05.000001", "05.000002")]
@@ -242,23 +242,23 @@ def test_a_corrected_answer_counts_although_the_clock_was_set_back(tmp_path, who
 
 def test_answers_of_one_call_count_in_their_order(tmp_path):
     path = tmp_path / "answers.jsonl"
-    append_answers(path, [answer(second=5), answer(yes=False, second=4)])
+    AnswersFile(path).append([answer(second=5), answer(yes=False, second=4)])
     assert read_answers(path).standing["a", "cat"].yes is False
 
 
 def test_answers_that_were_given_elsewhere_keep_their_moments(tmp_path):
     path = tmp_path / "answers.jsonl"
-    append_answers(path, [answer(second=5)])
+    AnswersFile(path).append([answer(second=5)])
     assert AnswersFile(path).append([answer(yes=False, second=4)], dated=True) == 1
     assert read_answers(path).standing["a", "cat"] == answer(second=5)
 
 
 def test_an_answer_after_the_end_of_time_is_refused(tmp_path):
     path = tmp_path / "answers.jsonl"
-    append_answers(path, [replace(answer(), when="9999-12-31T23:59:59.999999-05:00")])
+    AnswersFile(path).append([replace(answer(), when="9999-12-31T23:59:59.999999-05:00")])
     before = path.read_bytes()
     with pytest.raises(UserError, match="key 'a', class 'cat' is of 9999-12-31 "):
-        append_answers(path, [answer(yes=False)])
+        AnswersFile(path).append([answer(yes=False)])
     assert path.read_bytes() == before
 
 
@@ -286,7 +286,7 @@ def test_lines_are_parsed_once_by_whoever_keeps_the_file(tmp_path, monkeypatch):
         parsed.append(line)
         return parse(line, where)
 
-    append_answers(path, [answer(str(number)) for number in range(50)])
+    AnswersFile(path).append([answer(str(number)) for number in range(50)])
     file = AnswersFile(path)
     assert len(file.read().standing) == 50
     monkeypatch.setattr(module, "_parsed", counting)
@@ -294,7 +294,7 @@ def test_lines_are_parsed_once_by_whoever_keeps_the_file(tmp_path, monkeypatch):
     file.append([answer("mine")])
     assert len(file.read().standing) == 51
     assert len(parsed) == 1
-    append_answers(path, [answer("theirs")])
+    AnswersFile(path).append([answer("theirs")])
     del parsed[:]
     assert len(file.read().standing) == 52
     file.append([answer("mine"), answer("theirs")])
@@ -338,10 +338,10 @@ def test_a_file_that_grows_says_what_it_says_when_it_is_read_at_once(parts, is_r
 WRITER = """
 import sys
 from pathlib import Path
-from bigscl.data.answers import Answer, append_answers, now
+from bigscl.data.answers import Answer, AnswersFile, now
 path, who, count, length = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 for number in range(count):
-    append_answers(path, [Answer(f"{number}" + "k" * length, "cat", True, who, now(), "")])
+    AnswersFile(path).append([Answer(f"{number}" + "k" * length, "cat", True, who, now(), "")])
     print(number, flush=True)
 """
 
@@ -370,7 +370,7 @@ def test_killed_writers_lose_nothing_that_they_were_told_is_saved(tmp_path):
         time.sleep(delay)
         os.kill(writer.pid, signal.SIGKILL)
         saved += 1 + len(writer.communicate()[0].split())
-        append_answers(path, [answer(f"after {delay}")])
+        AnswersFile(path).append([answer(f"after {delay}")])
         saved += 1
     lines = path.read_bytes().split(b"\n")
     found = read_answers(path)

@@ -16,7 +16,7 @@ from webdataset import tariterators
 
 from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.read_samples import read_metadata
 from bigscl.data.tar import expand, members

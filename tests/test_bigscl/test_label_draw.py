@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.build_index import scan
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from tests.benchmarks.label_weights import draw_weighted, label_weights
 from tests.builders import DATA, labelled, write_tar
 from tests.test_bigscl.test_index import an_index

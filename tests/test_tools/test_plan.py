@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bigscl.config import load_config, make_config
 from bigscl.config.schedule import plan_epoch
-from bigscl.data.answers import Answer, append_answers
+from bigscl.data.answers import Answer, AnswersFile
 from bigscl.data.build_index import scan
 from bigscl.data.epoch_plan import training_plan
 from bigscl.preflight import forecast
@@ -251,7 +251,9 @@ def test_expected_positives_count_the_labels_file_and_answers_as_a_run_does(writ
     facts = bigscl("plan", write(data=given), "--json").json()["expected"]
     assert (facts["annotated"], facts["total"]) == (3, 6)
     said = [("a", "0", True), ("d", "0", True), ("d", "2", True), ("c", "1", False)]
-    append_answers(tmp_path / "answers.jsonl", [Answer(*one, "ann", "2025-01-31T12:00:00Z") for one in said])
+    AnswersFile(tmp_path / "answers.jsonl").append(
+        [Answer(*one, "ann", "2025-01-31T12:00:00Z") for one in said]
+    )
     given["answers"] = str(tmp_path / "answers.jsonl")
     facts = bigscl("plan", write(data=given), "--json").json()["expected"]
     # K counts labels: 2 x 2 of class 0; that of class 1 is refuted; class 2 was found once, by an answer.

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.data.answers import Answer, append_answers, now, read_answers
+from bigscl.data.answers import Answer, AnswersFile, now, read_answers
 from bigscl.data.build_index import scan
 from bigscl.data.labels.label_files import with_training_labels
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
@@ -126,7 +126,7 @@ def test_one_class_only(run, index):
 def test_answers_of_the_config_are_known_and_more_go_to_the_same_file(run, index):
     first = asked(run, "--count", 4)
     given = [Answer(*pair, True, "ann", now()) for pair in pairs(first)]
-    append_answers(run / "mine.jsonl", given)
+    AnswersFile(run / "mine.jsonl").append(given)
     add_config(run, index)
     with (run / "config.yaml").open("a") as file:
         file.write(f"  answers: {run / 'mine.jsonl'}\n")
@@ -138,7 +138,7 @@ def test_answers_of_the_config_are_known_and_more_go_to_the_same_file(run, index
 
 
 def test_a_file_of_other_images_is_refused(run):
-    append_answers(run / "answers.jsonl", [Answer("nobody", "1", True, "ann", now())])
+    AnswersFile(run / "answers.jsonl").append([Answer("nobody", "1", True, "ann", now())])
     answer = bigscl("review", "ask", run)
     assert answer.code == 2
     assert "1 keys are not in the shards" in answer.err
@@ -204,8 +204,8 @@ def test_an_import_of_older_answers_leaves_what_was_corrected_since(run, tmp_pat
     assert bigscl("review", "export", run, "label-studio", "--count", 2, "-o", path).code == 0
     path = fill_in("label-studio", path, [True, True])
     (first, second) = pairs(asked(run, "--count", 2))
-    append_answers(run / "answers.jsonl", [Answer(*first, False, "eve@x", "2025-01-31T12:00:01Z")])
-    append_answers(run / "answers.jsonl", [Answer(*second, False, "eve@x", "2025-01-31T11:00:00Z")])
+    AnswersFile(run / "answers.jsonl").append([Answer(*first, False, "eve@x", "2025-01-31T12:00:01Z")])
+    AnswersFile(run / "answers.jsonl").append([Answer(*second, False, "eve@x", "2025-01-31T11:00:00Z")])
     assert bigscl("review", "import", run, path).code == 0
     given = read_answers(run / "answers.jsonl").standing
     assert [given[pair].yes for pair in (first, second)] == [False, True]

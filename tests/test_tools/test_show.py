@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from bigscl.common.digests import write_sealed
 from bigscl.config import make_config, to_yaml
-from bigscl.data.labels.sampling import draw_given
+from bigscl.data.labels.training_labels import draw_given
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Ragged, Rows, update
 from bigscl.tools.shared.shard_passes import expected_at

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from bigscl.data import answers
-from bigscl.data.answers import FILE, Answer, append_answers, now, read_answers
+from bigscl.data.answers import FILE, Answer, AnswersFile, now, read_answers
 from bigscl.data.build_index import scan
 from bigscl.data.crops import RandomCrop
 from bigscl.data.index import load_index
@@ -474,7 +474,7 @@ def test_page_asks_what_the_command_asks(site, folder):
     assert len(set(mine) & set(theirs)) >= 18
     # The same after answers, which somebody else gave.
     given = [Answer(one.key, one.class_name, one.sample % 2 == 0, "bob", now()) for one in others[:10]]
-    append_answers(folder / "topk" / FILE, given)
+    AnswersFile(folder / "topk" / FILE).append(given)
     items = site.ask("/api/questions?run=2&count=20").json()["items"]
     others = Questions(run.store, run.data, [folder / "topk" / FILE], most=30).next(20)
     mine = {(one["row"], one["class"]) for one in items}
@@ -535,7 +535,7 @@ def test_wrong_answers_are_refused_and_not_kept(site, folder, value):
 
 def test_a_question_after_an_answer_parses_the_answer_only(site, folder, monkeypatch):
     file = folder / "weak" / FILE
-    append_answers(file, [Answer("nobody", str(number), True, "ann", now()) for number in range(200)])
+    AnswersFile(file).append([Answer("nobody", str(number), True, "ann", now()) for number in range(200)])
     items = site.ask("/api/questions?run=1&count=2").json()["items"]
     parsed = []
 

@@ -19,7 +19,7 @@ def find_samples(wanted: Sequence[str], spec: StoreSpec, index: Index | None) ->
 
 def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
     if index is not None:
-        rows = _rows_of(name, index)
+        rows = rows_named(name, index)
         if len(rows) > 1:
             names = ", ".join(index.name(row) for row in rows[:3])
             raise UserError(f"sample {name!r}: is in several shards: {names}. Give shard and key, or the id.")
@@ -38,7 +38,7 @@ def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
     return number
 
 
-def _rows_of(name: str, index: Index) -> list[int]:
+def rows_named(name: str, index: Index) -> list[int]:
     """Return the rows with this key, or the one with this shard and key."""
     rows = _rows_with_key(name, index)
     shard, _, key = name.rpartition("/")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -16,7 +15,7 @@ from bigscl.common.text import printable
 from bigscl.config import ConfigError, load_config
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.tools.shared.label_formats import check_folder
-from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, table_writer
+from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, objects, table_writer
 
 LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
 RULES = {
@@ -79,17 +78,10 @@ def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
     positives = [labels["class"][start:end].tolist() for start, end in zip(starts, ends, strict=True)]
     known = index.labels_of(ids, "given") == 0
     return {
-        "key": _objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
-        "positives": _objects(positives),
-        "negatives": _objects([np.flatnonzero(row).tolist() for row in known]),
+        "key": objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
+        "positives": objects(positives),
+        "negatives": objects([np.flatnonzero(row).tolist() for row in known]),
     }
-
-
-def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    """Return an array of objects, even of lists of equal length."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
 
 
 def _count(found: FoundLabels, labels: Batch) -> Counts:

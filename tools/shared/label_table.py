@@ -91,10 +91,10 @@ class FoundLabels:
         seen = self.store.scores_without_initial_value(rows, ids)
         columns = {
             "id": ids[places],
-            "shard": _texts([self.shard_names[shard]])[np.zeros(len(places), int)],
-            "key": _texts([self.data.index.key(sample) for sample in ids[places].tolist()]),
+            "shard": objects([self.shard_names[shard]])[np.zeros(len(places), int)],
+            "key": objects([self.data.index.key(sample) for sample in ids[places].tolist()]),
             "class": classes,
-            "name": _texts(self.data.index.class_names)[classes],
+            "name": objects(self.data.index.class_names)[classes],
             "score": seen[places, classes].astype(np.float64).round(4),
             "annotated": annotated,
             "expected": chosen,
@@ -166,8 +166,11 @@ def find_labels(store: HeatmapStore, data: Data, which: Which) -> FoundLabels:
     return FoundLabels(store=store, data=data, which=which, expected=expected, shard_names=names)
 
 
-def _texts(values: Sequence[str]) -> NDArray[Any]:
-    return np.array(values, dtype=object)
+def objects(values: Sequence[Any]) -> NDArray[Any]:
+    """Return an array of objects, even of lists of equal length."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 # Boxes

@@ -28,7 +28,7 @@ from bigscl.evaluation.review import (
 from bigscl.memory.score_history import read_score_log
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.shared.find_samples import answer_key, class_name, name_of, next_epoch
-from bigscl.tools.shared.label_table import strongest_boxes
+from bigscl.tools.shared.label_table import objects, strongest_boxes
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
 from bigscl.tools.shared.terminal import few_visits_note, plural, table
@@ -316,12 +316,12 @@ def _columns(
     chosen = history.take(rows)
     shards = chosen.ids // data.index.rows_per_shard
     columns: dict[str, NDArray[Any]] = {
-        "kind": _texts([kind] * len(rows)),
+        "kind": objects([kind] * len(rows)),
         "id": chosen.ids,
-        "shard": _texts([data.index.shard_names[shard] for shard in shards]),
-        "key": _texts([data.index.key(int(sample)) for sample in chosen.ids]),
+        "shard": objects([data.index.shard_names[shard] for shard in shards]),
+        "key": objects([data.index.key(int(sample)) for sample in chosen.ids]),
         "class": chosen.classes,
-        "name": _texts([data.index.class_names[number] for number in chosen.classes]),
+        "name": objects([data.index.class_names[number] for number in chosen.classes]),
         "suspicion": values[rows].round(4),
         **{name: getattr(chosen, name).round(4) for name in ("mean", "spread", "last")},
     }
@@ -342,10 +342,6 @@ def _where(store: HeatmapStore, ids: NDArray[np.int64], classes: NDArray[np.int6
     warm = ~np.isnan(where[:, 2])
     where[warm, 0], where[warm, 1] = (x[warm] + 0.5) / side, (y[warm] + 0.5) / side
     return where
-
-
-def _texts(values: Sequence[str]) -> NDArray[Any]:
-    return np.array(values, dtype=object)
 
 
 def _rows(columns: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:

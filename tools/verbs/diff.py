@@ -108,7 +108,7 @@ def _compare(one: HeatmapStore, other: HeatmapStore, expected: Both) -> list[Sha
 
 def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard: int) -> ShardChanges:
     ids = one.spec.sample_ids(shard)
-    mine, its = (_first_rows(store.load_shard(shard), len(ids)) for store in (one, other))
+    mine, its = (store.load_shard(shard).take(slice(0, len(ids))) for store in (one, other))
     change = np.abs(to_float32(mine.scores) - to_float32(its.scores))
     of_a, of_b = (
         each.expected(rows.ranked_by(), ids) for each, rows in zip(expected, (mine, its), strict=True)
@@ -122,10 +122,6 @@ def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard
         only_b=count_by_class(of_b & ~of_a),
         both=count_by_class(of_a & of_b),
     )
-
-
-def _first_rows(rows: Rows, count: int) -> Rows:
-    return Rows(**{name: values[:count] for name, values in rows.items()})
 
 
 def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:

@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, Answers, AnswersFile, now
-from bigscl.data.index import Index
 from bigscl.evaluation.review import Pairs, best_of_each_class, first_values, next_questions
 from bigscl.store import Array
-from bigscl.tools.shared.find_samples import answer_key
+from bigscl.tools.shared.find_samples import answer_key, rows_named
 from bigscl.tools.shared.questions import answers_files
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer.open_run import OpenRun
-from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows, rows_with
+from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
 
 SHORTLIST = 100_000
 """Pairs that can come up, at most: as many of each class."""
@@ -159,7 +158,7 @@ class QuestionQueue:
     def _row_of(self, name: str) -> int | None:
         """Return the row of a key, or of shard/key; None if there is none, or several."""
         if name not in self._rows:
-            rows = _rows_of(name, self._run.data.labelled)
+            rows = rows_named(name, self._run.data.labelled)
             self._rows[name] = rows[0] if len(rows) == 1 else None
         return self._rows[name]
 
@@ -173,15 +172,6 @@ def _find(index: ScoreIndex, said: dict[Pair, bool]) -> Array:
         if len(own):
             parts.append(own[find_rows(own, pairs[pairs[:, 1] == number, 0])[0]])
     return np.concatenate(parts)
-
-
-def _rows_of(name: str, index: Index) -> list[int]:
-    """Return the rows with this key, or the one with this shard and key."""
-    rows = [row for row in rows_with(name, index).tolist() if index.key(row) == name]
-    key = name.rpartition("/")[2]
-    if not rows and key != name:
-        rows = [row for row in rows_with(key, index).tolist() if index.name(row) == name]
-    return rows
 
 
 def _user() -> str:
