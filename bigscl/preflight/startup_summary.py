@@ -48,7 +48,7 @@ def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str
             f"{needs.shards_per_rank.most} each. {fit} or {fit + world_size} shards of equal size, or "
             f"several times as many, would divide evenly"
         )
-    return f"{line}: the last batch of each loader worker is not full. Fewer workers or more images lower it"
+    return f"{line}: the last batch of each rank is not full"
 
 
 def _describe(phase: MemoryPhase) -> str:
