@@ -279,11 +279,11 @@ class Trainer:
         )
 
     def _loader_workers(self) -> LoaderWorkers:
-        """Return the processes that load images for all epochs; a worker without a shard is not needed."""
+        """Return the processes that load images for all epochs; a worker without a batch is not needed."""
         data, index = self.config.data, self.data.train
         return LoaderWorkers(
             index,
-            min(data.workers, len(index.urls)),
+            min(data.workers, -(-index.num_samples // data.batch_size)),
             labels=data.labels,
             pin_memory=self.device.type == "cuda",
             decoder=data.decoder,

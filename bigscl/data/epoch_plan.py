@@ -1,8 +1,9 @@
 """The epoch plan: which worker of which rank reads which samples, in which order.
 
 It is a pure function of shard sizes, seed, epoch, world size and workers (and of the rows that an interrupted
-epoch has visited), so every process knows it. A shard goes whole to one rank, and whole to one of its
-streams; a stream is what one DataLoader worker reads. The loader takes one batch of each stream in turn.
+epoch has visited), so every process knows it. A shard goes whole to one rank. The batches of a rank are
+divided among its streams, each of which a DataLoader worker reads; the loader takes one batch of each stream
+in turn. So a rank has no more batches than its samples fill, and all its workers decode until the end.
 
 No batch has a single sample, which batch normalisation cannot train on, unless the batch size is 1, the
 dataset has one sample only, or an interrupted epoch has left one.
@@ -26,7 +27,7 @@ class Stream:
     """The shards that one worker reads, and the samples that it yields."""
 
     shards: Ids
-    """Shards in the order in which they are read, each from front to back."""
+    """Shards in the order in which they are read, each from front to back, some only in part."""
     ids: Ids
     """Samples in the order in which they are yielded."""
 
@@ -111,8 +112,9 @@ def training_plan(
     ranks = []
     divide = _divide if batch_size == 1 else _divide_without_singles
     for shards in divide(order, shard_sizes, world_size):
-        groups = divide(shards, shard_sizes, max(1, workers))
-        streams = [_shuffled(group, shard_sizes, rows_per_shard, shuffle_buffer, random) for group in groups]
+        ids = _ids(shards, shard_sizes, rows_per_shard)
+        runs = _runs(ids, rows_per_shard, batch_size, max(1, workers))
+        streams = [_shuffled(run, rows_per_shard, shuffle_buffer, random) for run in runs]
         ranks.append(streams if visited is None else _left(streams, visited, batch_size))
     return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)), workers=workers)
 
@@ -163,17 +165,39 @@ def _divide_without_singles(shards: Ids, sizes: Ids, num_groups: int) -> list[Id
     return groups
 
 
-def _shuffled(
-    shards: Ids, sizes: Ids, rows_per_shard: int, buffer: int, random: np.random.Generator
-) -> Stream:
-    """Return the stream of some shards, each sample delayed by a random part of the buffer.
+def _runs(ids: Ids, rows_per_shard: int, batch_size: int, workers: int) -> list[Ids]:
+    """Divide the samples of a rank into a run for each worker: the samples of every `workers`-th batch.
+
+    A shard on the border of two runs is read by both workers at the same time, so that it is not in RAM for
+    longer than others: every second worker reads its shards in reverse order.
+    """
+    lengths = batch_lengths(len(ids), batch_size)
+    counts = [sum(lengths[worker::workers]) for worker in range(workers)]
+    runs = np.split(ids, np.cumsum(counts)[:-1])
+    return [_reversed(run, rows_per_shard) if worker % 2 else run for worker, run in enumerate(runs)]
+
+
+def _reversed(run: Ids, rows_per_shard: int) -> Ids:
+    """Return the samples with the last shard first, each shard in its order."""
+    _, starts = _shards_of(run, rows_per_shard)
+    return np.concatenate([run[:0], *np.split(run, starts[1:])[::-1]])
+
+
+def _shards_of(run: Ids, rows_per_shard: int) -> tuple[Ids, Ids]:
+    """Return the shards of a run in order, and where the samples of each start."""
+    shards = run // rows_per_shard
+    starts = np.flatnonzero(np.diff(shards, prepend=-1))
+    return shards[starts], starts
+
+
+def _shuffled(run: Ids, rows_per_shard: int, buffer: int, random: np.random.Generator) -> Stream:
+    """Return the stream of some samples, each delayed by a random part of the buffer.
 
     A worker that reads the shards in order and yields in this order holds at most `buffer` samples at a time:
     what it holds at any moment was read within the last `buffer` places.
     """
-    ids = _ids(shards, sizes, rows_per_shard)
-    places = np.arange(len(ids)) + buffer * random.random(len(ids))
-    return Stream(shards=shards, ids=ids[np.argsort(places, kind="stable")])
+    places = np.arange(len(run)) + buffer * random.random(len(run))
+    return Stream(shards=_shards_of(run, rows_per_shard)[0], ids=run[np.argsort(places, kind="stable")])
 
 
 def _ids(shards: Ids, sizes: Ids, rows_per_shard: int) -> Ids:

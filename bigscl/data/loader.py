@@ -4,13 +4,10 @@
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import zip_longest
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,7 +28,16 @@ from bigscl.data.index import Index, Labels, check_shards
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import Encoded, encoded_images
 from bigscl.data.transforms import DecoderName, Transform, TransformedImage, transform_image
-from bigscl.data.workers import WAITS, on_start, start_method, without_main_module
+from bigscl.data.workers import (
+    WAITS,
+    SlotBatch,
+    SlotLayout,
+    SlotMemory,
+    Slots,
+    on_start,
+    start_method,
+    without_main_module,
+)
 
 logger = logging.getLogger(__name__)
 # Bad samples of an epoch that are named in the log, and in the error about too many of them.
@@ -222,7 +228,9 @@ class Work:
 class LoaderWorkers:
     """The loader processes of one rank; at the start of an epoch each gets its work through a pipe.
 
-    With `persistent` they live for all epochs, so that only the first one pays for starting them.
+    With `persistent` they live for all epochs, so that only the first one pays for starting them. The images
+    of a batch are in memory that is filled again when nothing refers to them any more. If more batches than
+    `held_batches` are kept, new ones get memory of their own, which takes longer to make.
     """
 
     def __init__(
@@ -232,23 +240,29 @@ class LoaderWorkers:
         *,
         labels: Labels = "given",
         prefetch_batches: int = 2,
+        held_batches: int = 8,
         pin_memory: bool = False,
         decoder: DecoderName = "torchvision",
         persistent: bool = True,
     ) -> None:
-        """With no workers, this process does the work of the only stream."""
+        """With no workers, this process does the work of the only stream.
+
+        `pin_memory`: batches are in page-locked memory. Copy them to the GPU in the stream that is current
+        where the next batch is taken: torch's default stream, unless you change it.
+        """
         check_shards(index)
         find_decoder(decoder)  # here, once: forked workers inherit the import
-        self._num_workers, self._persistent = num_workers, persistent
+        self._num_classes, self._num_workers = index.num_classes, num_workers
+        self._persistent, self._pin_memory = persistent, pin_memory
+        self._slots_per_worker = prefetch_batches + -(-held_batches // max(1, num_workers))
         self._batches = Batches(index, labels, decoder)
-        self._outboxes: list[Connection] = []
+        self._slots: Slots | None = None
         method = start_method(index.urls) if num_workers else None
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader: DataLoader[Batch | SlotBatch] = DataLoader(
             self._batches,
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=prefetch_batches if num_workers else None,
-            pin_memory=pin_memory,
             # The seed that DataLoader draws for its workers is not taken from the generator of training.
             generator=torch.Generator(),
             worker_init_fn=on_start(method),
@@ -260,25 +274,55 @@ class LoaderWorkers:
         """Return the batches of an epoch, one of each worker in turn; workers beyond its work have none."""
         if self._num_workers == 0:
             self._batches.work = work[0]
-            return iter(self._loader)
-        if not self._outboxes or not self._persistent:
-            pipes = [Pipe(duplex=False) for _ in range(self._num_workers)]
-            self._batches.inboxes = [inbox for inbox, _ in pipes]
-            self._outboxes = [outbox for _, outbox in pipes]
+            return map(self._opened, self._loader)
+        # A batch may have one sample more than the others, see `batch_lengths`.
+        rows, side = work[0].batch_size + 1, work[0].transform.size
+        layout, slots = SlotLayout(rows=rows, size=side, num_classes=self._num_classes), self._slots
+        if is_new := not self._persistent or slots is None or slots.memory.layout != layout:
+            self.close()
+            slots = Slots(layout, self._num_workers, self._slots_per_worker)
+        assert slots is not None
+        self._batches.slots, self._batches.inboxes = slots.memory, slots.inboxes
         with without_main_module():
-            batches: Iterator[Batch] = iter(self._loader)
-        for outbox, each in zip_longest(self._outboxes, work):
-            # The worker is waiting for it: a plan may be longer than what a pipe holds.
-            outbox.send(each)
-        return batches
+            batches = iter(self._loader)
+        if is_new and self._pin_memory:
+            # Not before: the workers are forks of a process whose memory is not locked.
+            slots.lock()
+        for worker in range(self._num_workers):
+            slots.begin(worker, work[worker] if worker < len(work) else None)
+        self._slots = slots
+        return self._received(batches, slots)
+
+    def _received(self, batches: Iterator[Batch | SlotBatch], slots: Slots) -> Iterator[Batch]:
+        while True:
+            slots.give_back()
+            if (found := next(batches, None)) is None:
+                break
+            yield self._opened(found, slots)
+        if not self._persistent:
+            self.close()
+
+    def _opened(self, found: Batch | SlotBatch, slots: Slots | None = None) -> Batch:
+        """Return the batch; if it came in a slot, only its images are there, and all else may be kept."""
+        if isinstance(found, Batch):
+            return found.pin_memory() if self._pin_memory else found
+        assert slots is not None
+        (images, labels), count = slots.lend(found.slot), len(found.rest["ids"])
+        rest = {**found.rest, "labels": labels[:count].numpy()}
+        own = {
+            name: torch.tensor(x, pin_memory=self._pin_memory) if isinstance(x, np.ndarray) else x
+            for name, x in rest.items()
+        }
+        return Batch(images=images[:count], **own)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; memory lasts as long as batches in it."""
         # DataLoader has no call for it: they end with the last reference to its iterator.
         self._loader._iterator = None
+        self._slots = self._batches.slots = None
 
 
-class Batches(IterableDataset[Batch]):
+class Batches(IterableDataset[Batch | SlotBatch]):
     """The batches of each worker's stream; DataLoader takes one batch of each worker in turn."""
 
     def __init__(self, index: Index, labels: Labels, decoder: DecoderName = "torchvision") -> None:
@@ -287,23 +331,52 @@ class Batches(IterableDataset[Batch]):
         self._secrets = environment()
         self.work: Work | None = None
         self.inboxes: list[Connection] = []
+        self.slots: SlotMemory | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | SlotBatch]:
         worker: Any = get_worker_info()
-        if worker is not None:
-            receive_secrets(self._secrets)
-        work = self.work if worker is None else self.inboxes[worker.id].recv()
-        if work is None:
+        if worker is None:
+            assert self.work is not None
+            yield from (self._batch(samples, self.work.transform) for samples in self._samples(self.work))
             return
-        stream, size = work.stream, work.batch_size
-        encoded = encoded_images(self._index, stream)
-        for length in batch_lengths(len(stream.ids), size):
-            yield self._batch([next(encoded) for _ in range(length)], work.transform)
+        receive_secrets(self._secrets)
+        inbox = self.inboxes[worker.id]
+        # Numbers of slots may come first, of an epoch that was not finished.
+        while isinstance(message := inbox.recv(), int):
+            pass
+        work, free = message
+        for samples in self._samples(work) if work else ():
+            while inbox.poll():
+                free.append(inbox.recv())
+            # Without a free one, DataLoader shares the memory of the batch.
+            in_slot = self._fill(free.pop(), samples, work.transform) if free else None
+            yield in_slot or self._batch(samples, work.transform)
 
-    def _batch(self, samples: list[tuple[int, Encoded]], transform: Transform) -> Batch:
+    def _samples(self, work: Work) -> Iterator[list[tuple[int, Encoded]]]:
+        """Yield the encoded samples of each batch."""
+        encoded = encoded_images(self._index, work.stream)
+        for length in batch_lengths(len(work.stream.ids), work.batch_size):
+            yield [next(encoded) for _ in range(length)]
+
+    def _fill(self, number: int, samples: list[tuple[int, Encoded]], transform: Transform) -> SlotBatch:
+        """Make a batch in a slot."""
+        assert self.slots is not None
+        images, labels = self.slots.layout.cut(self.slots.slot(number))
+        batch = self._batch(samples, transform, images)
+        labels[: len(batch)] = batch.labels
+        in_slot = {"images", "labels"}
+        rest = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name not in in_slot}
+        arrays = {name: x.numpy() if isinstance(x, Tensor) else x for name, x in rest.items()}
+        return SlotBatch(slot=number, rest=arrays)
+
+    def _batch(
+        self, samples: list[tuple[int, Encoded]], transform: Transform, images: Tensor | None = None
+    ) -> Batch:
+        """Make a batch, with its images in the given memory."""
         size = transform.size
-        # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
-        images = _empty((len(samples), size, size, 3)).permute(0, 3, 1, 2)
+        if images is None:
+            # Channels last, as images are decoded and as GPUs want them: the copy is ten times cheaper.
+            images = torch.empty((len(samples), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         transformed: dict[int, TransformedImage] = {}
         skipped: dict[int, str] = {}
         for sample_id, content in samples:
@@ -325,11 +398,3 @@ class Batches(IterableDataset[Batch]):
             skipped=torch.tensor(list(skipped), dtype=torch.int64),
             reasons=tuple(skipped.values()),
         )
-
-
-def _empty(shape: tuple[int, ...]) -> Tensor:
-    """Return uint8 without values; of a worker in shared memory, where DataLoader would copy it later."""
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

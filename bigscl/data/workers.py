@@ -1,8 +1,9 @@
-"""Loader workers: how they are started, the process that alone may end them, and waits that last too long."""
+"""Loader workers: their start, the process that alone may end them, shared memory, and long waits."""
 
 import atexit
 import fcntl
 import logging
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -11,12 +12,19 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver, util
+from multiprocessing import Pipe, forkserver, reduction, util
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from bigscl.store import SCHEMES
 
@@ -153,6 +161,150 @@ def _await_parent(forked_by: int) -> None:
             os._exit(1)
         if received is not None and received.si_pid == (parent.pid if parent else forked_by):
             os._exit(128 + signal.SIGTERM)
+
+
+# Memory of batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLayout:
+    """Images and labels of a batch, one after the other in a slot."""
+
+    rows: int
+    """Most samples of a batch."""
+    size: int
+    """S, side of the images."""
+    num_classes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a slot, whole pages."""
+        return -(-self.rows * (3 * self.size**2 + self.num_classes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def cut(self, slot: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images, uint8 [rows,3,S,S], channels last, and labels, int8 [rows,L], which keep `slot`."""
+        # Cut as a tensor: a part of an array keeps what the array is a part of, not the array.
+        parts = [self.rows * 3 * self.size**2, self.rows * self.num_classes]
+        images, labels = torch.from_numpy(slot)[: sum(parts)].split(parts)
+        images = images.view(self.rows, self.size, self.size, 3).permute(0, 3, 1, 2)
+        return images, labels.view(torch.int8).view(self.rows, self.num_classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlotBatch:
+    """A batch on its way from a worker: images and labels are in a slot, the rest is small."""
+
+    slot: int
+    rest: dict[str, Any]
+    """Its other fields, by name; arrays for tensors, which would be shared one by one."""
+
+
+class SlotMemory:
+    """Slots in memory that a process shares with its workers; it has no name and ends with them."""
+
+    def __init__(self, layout: SlotLayout, count: int, descriptor: int | None = None) -> None:
+        """Make memory, or map that of a descriptor, which is closed with this object."""
+        if descriptor is None:
+            descriptor = _anonymous_file()
+            os.ftruncate(descriptor, count * layout.num_bytes)
+        self.layout, self._descriptor = layout, descriptor
+        self.content = np.frombuffer(mmap.mmap(descriptor, count * layout.num_bytes), np.uint8)
+        weakref.finalize(self, os.close, descriptor)
+
+    def slot(self, number: int) -> NDArray[np.uint8]:
+        """Return the bytes of a slot; each call makes another array."""
+        return self.content[number * self.layout.num_bytes :][: self.layout.num_bytes]
+
+    def __reduce__(self) -> tuple[Callable[..., "SlotMemory"], tuple[Any, ...]]:
+        """Let a worker that is not a fork map it, too."""
+        count = len(self.content) // self.layout.num_bytes
+        return _map_shared, (self.layout, count, reduction.DupFd(self._descriptor))
+
+
+def _map_shared(layout: SlotLayout, count: int, duplicate: Any) -> SlotMemory:
+    return SlotMemory(layout, count, duplicate.detach())
+
+
+def _anonymous_file() -> int:
+    """Return the descriptor of a new file in memory: containers often allow little in /dev/shm."""
+    if sys.platform == "linux":
+        return os.memfd_create("bigscl-batches")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class Slots:
+    """Shared memory in equal parts: a worker fills one, and gets it back when nothing refers to it any more.
+
+    So memory is made, mapped and page-locked once, not for each batch. A pipe to each worker carries its work
+    of an epoch, with the slots that are free then, and the numbers of those that become free later.
+    """
+
+    # Invariant: a slot is known to its worker as free, or filled for a batch on its way here, or in `_lent`.
+    # `_unused` are those of `_lent` whose memory nothing refers to. That may end in any thread, in mid-call.
+
+    def __init__(self, layout: SlotLayout, num_workers: int, per_worker: int) -> None:
+        self.memory = SlotMemory(layout, num_workers * per_worker)
+        self.is_locked = False
+        pipes = [Pipe(duplex=False) for _ in range(num_workers)]
+        self.inboxes = [inbox for inbox, _ in pipes]
+        """The ends of the pipes for the workers."""
+        self._outboxes = [outbox for _, outbox in pipes]
+        self._per_worker = per_worker
+        self._lent: set[int] = set()
+        self._unused: deque[int] = deque()
+        self._copying: deque[tuple[int, Callable[[], bool]]] = deque()
+
+    def lend(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images and labels in a slot; it is in use as long as anything refers to either of them."""
+        slot = self.memory.slot(number)
+        self._lent.add(number)
+        weakref.finalize(slot, self._unused.append, number).atexit = False
+        return self.memory.layout.cut(slot)
+
+    def begin(self, worker: int, work: Any) -> None:
+        """Send a worker its work of an epoch, and the numbers of its slots that nothing refers to."""
+        first = worker * self._per_worker
+        free = sorted({*range(first, first + self._per_worker)} - self._lent)
+        # The worker is waiting for it: a plan may be longer than what a pipe holds.
+        self._outboxes[worker].send((work, free))
+
+    def give_back(self) -> None:
+        """Tell the workers which slots they can fill again.
+
+        From page-locked memory the GPU copies later than the call returns. Such a copy was asked for before
+        the last reference was gone, so it is over when an event is that is recorded now.
+        """
+        while self._unused:
+            self._copying.append((self._unused.popleft(), _copies_end() if self.is_locked else lambda: True))
+        while self._copying and self._copying[0][1]():
+            number, _ = self._copying.popleft()
+            self._lent.discard(number)
+            self._outboxes[number // self._per_worker].send(number)
+
+    def lock(self) -> None:
+        """Lock the memory in RAM, so that copies to a GPU are asynchronous, if CUDA can do that."""
+        memory, cudart = self.memory.content, torch.cuda.cudart()
+        address = memory.ctypes.data
+        error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+        self.is_locked = error == 0
+        if self.is_locked:
+            weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+            return
+        logger.warning(
+            "%d bytes for batches cannot be page-locked (CUDA error %d): steps wait for copies to the GPU",
+            *(memory.nbytes, error),
+        )
+        # The error would be raised again by the next kernel, whoever starts it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+
+
+def _copies_end() -> Callable[[], bool]:
+    """Return a call that says whether all copies that the current stream was asked for are over."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query
 
 
 # Waits that last too long

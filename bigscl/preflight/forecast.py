@@ -79,7 +79,7 @@ class Forecast:
     shards_per_rank: Share
     shards_per_worker: Share
     idle_workers: int
-    """Loader workers without a shard."""
+    """Loader workers without a batch."""
     imbalance: float
     """The fraction by which the busiest rank's samples exceed the mean: the other ranks wait for it."""
     busy_share: float
@@ -90,7 +90,8 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
     """Return what a run needs, from the rows of its store and the plan of its first epoch."""
     samples = [plan.whole.num_samples(rank) for rank in range(plan.whole.world_size)]
     workers = [len(stream.shards) for streams in plan.whole.streams for stream in streams]
-    ranks = [sum(len(stream.shards) for stream in streams) for streams in plan.whole.streams]
+    # Several workers may read parts of one shard.
+    ranks = [len({n for each in streams for n in each.shards.tolist()}) for streams in plan.whole.streams]
     return Forecast(
         phases=tuple(_phases(config, spec, plan.whole)),
         disk_bytes=disk_needed(config, spec, plan.whole.num_steps),
@@ -171,8 +172,8 @@ def warnings(config: Config, needs: Forecast, free_bytes: int | None, ram_bytes:
     """Yield what will fail or be slow, and what to do about it."""
     if needs.idle_workers:
         yield (
-            f"{needs.idle_workers} loader workers get no shard: write more, smaller shards, or lower "
-            f"data.workers"
+            f"{needs.idle_workers} loader workers get no batch: lower data.workers or data.batch_size, or "
+            f"start fewer processes"
         )
     if needs.imbalance > UNEVEN:
         yield (
@@ -346,7 +347,7 @@ def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str
             f"{needs.shards_per_rank.most} each. {fit} or {fit + world_size} shards of equal size, or "
             f"several times as many, would divide evenly"
         )
-    return f"{line}: the last batch of each loader worker is not full. Fewer workers or more images lower it"
+    return f"{line}: the last batch of each rank is not full"
 
 
 def _describe(phase: MemoryPhase) -> str:

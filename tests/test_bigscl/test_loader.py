@@ -1,12 +1,16 @@
+import gc
 import gzip
 import io
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import struct
 import tarfile
+import time
 import zlib
 from dataclasses import dataclass, replace
 
@@ -31,7 +35,6 @@ from bigscl.data.loader import (
     LoaderWorkers,
     TooManyBadSamples,
     Work,
-    _empty,
     normalize,
 )
 from bigscl.data.open_tar import Unreadable
@@ -630,10 +633,137 @@ def test_resize_leaves_an_image_of_that_size_alone():
     assert resize(image, 30, 40) is image
 
 
-def test_a_worker_fills_its_batch_in_shared_memory(monkeypatch):
-    assert not _empty((2, 4, 4, 3)).is_shared()
-    monkeypatch.setattr("bigscl.data.loader.get_worker_info", lambda: object())
-    images = _empty((2, 4, 4, 3))
-    assert images.is_shared()
-    assert (images.shape, images.dtype) == ((2, 4, 4, 3), torch.uint8)
-    assert images.is_contiguous()
+# Memory that workers share.
+
+
+def test_images_that_are_kept_are_not_overwritten_and_slots_are_used_again(index):
+    """Of three batches only an image is kept, so that there are too few slots for the others."""
+    plan = plan_for(index, workers=2, batch_size=2)
+    workers = LoaderWorkers(index, 2, prefetch_batches=1, held_batches=2)
+    expected = {n: (view, image) for n, view, image, _ in contents(list(Loader(index, plan, 0, TRANSFORM)))}
+    for kept_batches in (0, 1, 3, 100):
+        kept = {}
+        for number, batch in enumerate(Loader(index, plan, 0, TRANSFORM, workers=workers)):
+            assert batch.images.is_contiguous(memory_format=torch.channels_last)
+            if number < kept_batches:
+                kept |= {int(n): image for n, image in zip(batch.ids, batch.images, strict=True)}
+            for n, image in zip(batch.ids.tolist(), batch.images, strict=True):
+                assert image.contiguous().numpy().tobytes() == expected[n][1]
+        for n, image in kept.items():
+            assert image.contiguous().numpy().tobytes() == expected[n][1]
+    workers.close()
+
+
+def outside_slots(workers: LoaderWorkers, batches) -> int:
+    """Take the batches, and count those whose images are in memory of their own."""
+    memory = workers._slots.memory.content
+    first, last = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    return sum(not first <= batch.images.data_ptr() < last for batch in batches)
+
+
+def test_batches_that_are_not_kept_are_all_in_slots_also_after_epochs_that_were_not_finished(index):
+    plan = plan_for(index, workers=2, batch_size=2)
+    workers = LoaderWorkers(index, 2, prefetch_batches=1, held_batches=6)
+    for last in (None, 4, 1, 5, None, 3, None):
+        loader = Loader(index, plan, 0, TRANSFORM, workers=workers)
+        batches = iter(loader)
+        assert outside_slots(workers, itertools.islice(batches, last)) == 0
+    # As many as there are, with one in preparation and three in use for each worker.
+    assert len(workers._slots.memory.content) == 8 * workers._slots.memory.layout.num_bytes
+    workers.close()
+
+
+def test_labels_views_and_ids_may_be_kept_without_the_images(index):
+    plan = plan_for(index, workers=1, batch_size=2)
+    seen, kept = set(), []
+    for batch in Loader(index, plan, 0, TRANSFORM):
+        seen.add(batch.images.data_ptr())
+        kept.append((batch.ids, batch.labels, batch.views))
+    assert len(seen) < len(kept)
+    ids, labels, views = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    alone = list(Loader(index, plan_for(index, batch_size=2), 0, TRANSFORM))
+    assert torch.equal(ids, torch.cat([batch.ids for batch in alone]))
+    assert torch.equal(labels, torch.cat([batch.labels for batch in alone]))
+    assert torch.equal(views, torch.cat([batch.views for batch in alone]))
+
+
+def test_batches_of_another_size_get_other_slots_and_workers(index):
+    workers = LoaderWorkers(index, 2)
+    for size, batch_size in ((16, 4), (24, 4), (24, 9), (16, 2)):
+        transform = TrainingTransform(size=size, seed=1, epoch=2)
+        plan = plan_for(index, workers=2, batch_size=batch_size)
+        found = list(Loader(index, plan, 0, transform, workers=workers))
+        assert contents(found) == contents(list(Loader(index, plan_for(index), 0, transform)))
+        assert len(multiprocessing.active_children()) == 2
+    workers.close()
+
+
+def test_a_worker_that_dies_stops_the_epoch_with_an_error_within_seconds(index):
+    plan = plan_for(index, workers=2, batch_size=2)
+    workers = LoaderWorkers(index, 2, prefetch_batches=1)
+    batches = iter(Loader(index, plan, 0, TRANSFORM, workers=workers))
+    next(batches)
+    started = time.monotonic()
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker"):
+        list(batches)
+    assert time.monotonic() - started < 30
+    workers.close()
+
+
+class FakeCuda:
+    """CUDA's calls for page-locked memory; copies of the GPU are over when the test says so."""
+
+    def __init__(self, monkeypatch, error=0):
+        self.error, self.copies_are_over, self.locked = error, False, []
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: self)
+        plain = torch.tensor
+        monkeypatch.setattr(torch, "tensor", lambda *values, pin_memory=False, **kind: plain(*values, **kind))
+        monkeypatch.setattr(Batch, "pin_memory", lambda batch: batch)
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        self.locked += [(address, num_bytes)] if not self.error else []
+        return self.error
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.locked = [lock for lock in self.locked if lock[0] != address]
+
+    def record(self):
+        """An event."""
+
+    def query(self):
+        return self.copies_are_over
+
+
+def test_a_slot_is_not_filled_while_the_gpu_may_still_copy_from_it(index, monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    plan = plan_for(index, workers=1, batch_size=2)
+    workers = LoaderWorkers(index, 1, prefetch_batches=1, held_batches=2, pin_memory=True)
+    slots = None
+    for epoch in range(2):
+        cuda.copies_are_over = epoch == 1
+        batches = Loader(index, plan, 0, TRANSFORM, workers=workers)
+        found = [batch.images.data_ptr() for batch in batches]
+        (start, num_bytes), *others = cuda.locked
+        assert not others  # locked once
+        in_slots = [address for address in found if start <= address < start + num_bytes]
+        if epoch == 0:
+            assert len(set(in_slots)) == len(in_slots) == 3
+            slots = set(in_slots)
+        else:
+            # The first batches are made before this process has looked at the copies.
+            assert len(in_slots) > 3
+            assert set(in_slots) <= slots
+    workers.close()
+    del workers
+    gc.collect()
+    assert not cuda.locked
+
+
+def test_memory_that_cuda_cannot_lock_is_used_as_it_is(index, expected, monkeypatch, caplog):
+    cuda = FakeCuda(monkeypatch, error=801)
+    plan = plan_for(index, workers=1)
+    assert contents(list(Loader(index, plan, 0, TRANSFORM, pin_memory=True))) == expected
+    assert not cuda.locked
+    assert "cannot be page-locked (CUDA error 801)" in caplog.text

@@ -61,15 +61,53 @@ def test_counts_agree_with_what_the_ranks_yield(topology, epoch):
 
 @given(topologies())
 @settings(max_examples=50, deadline=None)
-def test_a_shard_goes_whole_to_one_stream(topology):
+def test_a_shard_goes_whole_to_one_rank(topology):
     plan = training_plan(**topology, seed=3, epoch=1)
     owners: dict[int, int] = {}
-    for number, stream in enumerate(stream for rank in plan.streams for stream in rank):
-        of_ids = set((stream.ids // topology["rows_per_shard"]).tolist())
-        assert of_ids == set(stream.shards.tolist())
-        assert not of_ids & owners.keys()
-        owners |= dict.fromkeys(of_ids, number)
+    for rank, streams in enumerate(plan.streams):
+        own = set()
+        for stream in streams:
+            of_ids = set((stream.ids // topology["rows_per_shard"]).tolist())
+            assert of_ids == set(stream.shards.tolist())
+            assert len(of_ids) == len(stream.shards)
+            own |= of_ids
+        assert not own & owners.keys()
+        owners |= dict.fromkeys(own, rank)
     assert len(owners) == len(topology["shard_sizes"])
+
+
+@given(topologies())
+@settings(max_examples=100, deadline=None)
+def test_a_rank_has_no_more_batches_than_its_samples_fill(topology):
+    plan = training_plan(**topology, seed=3, epoch=1)
+    for rank in range(plan.world_size):
+        filled = batch_lengths(plan.num_samples(rank), topology["batch_size"])
+        assert [len(ids) for ids in plan.batches(rank)] == filled
+        # All workers of a rank decode until its last batches.
+        streams = [len(batch_lengths(len(stream.ids), plan.batch_size)) for stream in plan.streams[rank]]
+        assert max(streams) - min(streams) <= 1
+
+
+def test_an_epoch_has_as_many_steps_as_full_global_batches_where_shards_divide_evenly():
+    plan = training_plan(
+        np.full(64, 1000), 1000, seed=1, epoch=1, batch_size=64, world_size=8, workers=8, shuffle_buffer=2000
+    )
+    assert plan.num_steps == -(-64_000 // (8 * 64))
+
+
+@given(topologies())
+@settings(max_examples=100, deadline=None)
+def test_a_shard_that_two_workers_read_is_read_by_both_at_the_same_time(topology):
+    """One of three workers reads nothing else, so that it has the shard open all the time."""
+    plan = training_plan(**topology, seed=3, epoch=1)
+    for streams in plan.streams:
+        shards = [stream.shards.tolist() for stream in streams if len(stream.ids)]
+        for shard in {shard for own in shards for shard in own}:
+            readers = [own for own in shards if shard in own]
+            if len(readers) == 2:
+                first = [own[0] == shard for own in readers]
+                last = [own[-1] == shard for own in readers]
+                assert all(first) or all(last)
 
 
 @given(topologies(), st.integers(1, 300))
@@ -79,10 +117,12 @@ def test_a_reader_holds_at_most_the_buffer(topology, buffer):
     topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 200)
     plan = training_plan(**topology, seed=3, epoch=1, shuffle_buffer=buffer)
     for stream in (stream for rank in plan.streams for stream in rank):
+        own = set(stream.ids.tolist())
         source = iter(
-            shard * topology["rows_per_shard"] + position
-            for shard in stream.shards
+            sample
+            for shard in stream.shards.tolist()
             for position in range(topology["shard_sizes"][shard])
+            if (sample := shard * topology["rows_per_shard"] + position) in own
         )
         held = set()
         for sample in stream.ids.tolist():

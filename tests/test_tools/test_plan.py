@@ -114,7 +114,7 @@ def test_overrides_are_those_of_training(write):
 @pytest.mark.parametrize(
     ("sections", "arguments", "warning"),
     [
-        ({}, ["--processes", 6], "2 loader workers get no shard"),
+        ({}, ["--processes", 6, "--data.batch_size", 300], "6 loader workers get no batch"),
         ({}, ["--processes", 3], "more samples than the mean"),
         ({"store": {"resident_gb": 0.0001}}, [], "read and written more than once per epoch"),
         ({}, MUCH, "consider store.top: 10"),
