@@ -285,6 +285,8 @@ class Trainer:
             index,
             min(data.workers, -(-index.num_samples // data.batch_size)),
             labels=data.labels,
+            # Read ahead for their rows, and two windows; one on its way to each, and one not yet given back.
+            held_batches=self.config.store.prefetch_batches + 2 * self.config.optimizer.accumulate + 3,
             pin_memory=self.device.type == "cuda",
             decoder=data.decoder,
         )

@@ -57,9 +57,14 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def make_deterministic() -> None:
-    """Let torch use only operations that give the same bits every time; it raises at one that cannot."""
-    # Of cuBLAS; read when a process first uses the GPU.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+def choose_algorithms(*, deterministic: bool) -> None:
+    """Let torch use the fastest operations, or only those that give the same bits every time.
+
+    Then it raises at an operation that cannot. The fastest convolutions are found by trials, whose winner may
+    be another one the next time.
+    """
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        # Of cuBLAS; read when a process first uses the GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -11,7 +11,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from bigscl.common.failures import SECONDS_FOR_THE_FIRST
 from bigscl.common.user_error import UserError
 from bigscl.config import Config
-from bigscl.distributed.hardware import keep_freed_memory, make_deterministic, usable_precision
+from bigscl.distributed.hardware import choose_algorithms, keep_freed_memory, usable_precision
 from bigscl.distributed.network import choose_interface
 
 TASKS = (
@@ -37,8 +37,7 @@ def start_accelerator(config: Config) -> Accelerator:
     if not cuda:
         keep_freed_memory()
     choose_interface(config.hardware.timeout_minutes)
-    if config.hardware.deterministic:
-        make_deterministic()
+    choose_algorithms(deterministic=config.hardware.deterministic)
     accelerator = Accelerator(
         mixed_precision="no" if precision == "fp32" else precision,
         log_with=list(config.log.trackers) or None,

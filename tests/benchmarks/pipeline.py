@@ -3,6 +3,7 @@
     pip install --no-deps --target peers -r tests/benchmarks/peers.txt
     PYTHONPATH=peers python -m tests.benchmarks.pipeline [--photos FOLDER] [--workers 0] [--rounds 5]
     python -m tests.benchmarks.pipeline --memory
+    python -m tests.benchmarks.pipeline --receiving --workers 2
 
 Every way reads the same files, crops at random as RandomResizedCrop does, mirrors half, and gives uint8
 batches of 64 x 3 x 224 x 224 with labels. Rounds alternate, and the CPU time of the whole process tree is
@@ -12,7 +13,8 @@ libturbojpeg.
 
 `--photos` takes JPEGs as they are, for example ImageNet's; without it, a few photographs are cut and encoded
 to ImageNet's usual size. `--memory` prints the private memory of each loader process, for a small set and one
-of four times its size.
+of four times its size. `--receiving` prints how long the thread that takes a batch and frees an older one
+computes, with Python's lock held.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import tarfile
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from itertools import islice
@@ -52,6 +55,8 @@ from tests.builders import WDS, encoded
 from tests.decoders import has_nvimgcodec
 
 SIZE, BATCH, SHARD = 224, 64, 100
+# Batches that a run has at a time: read ahead for their rows, in the step, and on their way.
+HELD = 6
 Way = Callable[[], Iterable[Tensor]]
 
 
@@ -343,6 +348,24 @@ def memory(options: argparse.Namespace) -> None:
             print(f"{decoder}: {count} images, at most {most / 1e6:.0f} MB of its own in each loader process")
 
 
+def receiving(options: argparse.Namespace) -> None:
+    """Print the CPU milliseconds of taking a batch and of freeing the one that was taken HELD batches before."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), options.photos, options.images // BATCH * BATCH)
+        batches, held, found = iter(with_bigscl(files, max(1, options.workers), "torchvision")), deque(), []
+        while True:
+            before = time.thread_time()
+            if len(held) == HELD:
+                held.popleft()
+            if (images := next(batches, None)) is None:
+                break
+            held.append(images)
+            found.append(1000 * (time.thread_time() - before))
+    # The first ones start the workers and free nothing.
+    mean, median = (compute(found[HELD:]) for compute in (statistics.mean, statistics.median))
+    print(f"taking and freeing a batch of {BATCH}: mean {mean:.2f} ms, median {median:.2f} ms of CPU time")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -352,10 +375,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--receiving", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    (memory if options.memory else compare)(options)
+    (memory if options.memory else receiving if options.receiving else compare)(options)
 
 
 if __name__ == "__main__":

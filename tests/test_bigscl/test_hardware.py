@@ -3,8 +3,14 @@
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import DistributedType
+
+from bigscl.config import make_config
+from bigscl.training import accelerator
 
 RESIDENT = """
 import sys
@@ -34,3 +40,24 @@ def given_back(mode):
 def test_freed_memory_stays_with_a_process_that_was_told_so():
     assert given_back("give") > 2**26
     assert given_back("keep") < 2**20
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_convolutions_are_chosen_by_trials_unless_the_run_is_deterministic(monkeypatch, deterministic):
+    made = SimpleNamespace(distributed_type=DistributedType.NO)
+    monkeypatch.setattr(accelerator, "Accelerator", lambda **_: made)
+    monkeypatch.setattr(accelerator, "keep_freed_memory", lambda: None)  # of the process of the tests
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    values = {
+        "run": "run",
+        "data": {"train": "shards"},
+        "selection": {"K": 2.0},
+        "model": {"backbone": "resnet18"},
+    }
+    try:
+        accelerator.start_accelerator(make_config(values | {"hardware": {"deterministic": deterministic}}))
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
