@@ -19,7 +19,15 @@ from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
 from bigscl.config.presets import find_config
-from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
+from bigscl.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    SelectionConfig,
+    StoreConfig,
+    Tracker,
+)
 from bigscl.data.transforms import shorter_side
 from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
 from bigscl.store import STORE_SCHEMES
@@ -272,6 +280,7 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.url", "has no effect with store.kind memory"
     yield from _idle_settings(objective)
     yield from _late_starts(config)
+    yield from _idle_optimizer(config.optimizer)
     if objective.needs_k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
     if objective.needs_whole_batch and config.optimizer.accumulate > 1:
@@ -327,6 +336,14 @@ def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
     for name in [field.name for field in fields(store) if field.name not in ("kind", "slots")]:
         if getattr(store, name) != getattr(StoreConfig(), name):
             yield f"store.{name}", "has no effect with store.kind none"
+
+
+def _idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of settings of the optimizer that would have no effect."""
+    if optimizer.fused and optimizer.name not in ("adam", "adamw"):
+        yield "optimizer.fused", f"has no effect with optimizer.name {optimizer.name}"
+    if not optimizer.decay_norms_and_biases and not optimizer.weight_decay:
+        yield "optimizer.decay_norms_and_biases", "false has no effect without optimizer.weight_decay"
 
 
 def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:

@@ -207,10 +207,16 @@ class StoreConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    name: Literal["adam", "adamw", "sgd"] = "adam"
+    name: Literal["adam", "adamw", "lamb", "sgd"] = "adam"
     """Algorithm."""
     weight_decay: NonNegative = 0.0
     """Weight decay, of all trained parameters."""
+    decay_norms_and_biases: bool = True
+    """Whether the weight decay is also that of normalisation layers and biases (all that has one dimension)."""
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Factor of the learning rate of each stage to that of the next; the linear head has the full rate."""
+    fused: bool = False
+    """Update all parameters of adam and adamw by one GPU operation."""
     momentum: Share = 0.9
     """Momentum of sgd."""
     clip: Positive | None = None
