@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import TracebackType
@@ -40,6 +40,7 @@ from bigscl.training.accelerator import start_accelerator
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, tracker_project
+from bigscl.training.mixed_batch import mix_batches
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import StopFile, TrainingOptions
 from bigscl.training.run_folder import Run, RunFolder, open_data
@@ -80,7 +81,8 @@ class Trainer:
         self.state = ModelState(config, self.data, self.accelerator, self.ranks)
         self.progress = EpochProgress(len(self.data.train.keys), self.ranks)
         self.metrics = MetricsLog(self.folder.path, self.accelerator)
-        side = 2 * map_side(self.state.network, config.data.size)
+        self.map_side = map_side(self.state.network, config.data.size)
+        side = 2 * self.map_side
         run = Run(config=config, folder=self.folder, data=self.data, ranks=self.ranks, heatmap_size=side)
         self.memory = resume(run, self.state, self.progress, self.metrics, choice=choice, command=command)
         self.score_log = make_score_log(run)
@@ -119,7 +121,7 @@ class Trainer:
         meter = Meter(self.ranks)
         self.state.model.train()
         self.step.epoch = epoch
-        stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._loader(plan, epoch))
+        stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._batches(plan, epoch))
         windows = batched(stored, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
@@ -263,6 +265,21 @@ class Trainer:
             epoch=epoch,
             world_size=self.ranks.world_size,
             visited=self.progress.visited,
+        )
+
+    def _batches(self, plan: EpochPlan, epoch: int) -> Iterable[Batch]:
+        """Return the batches of what is left of an epoch, mixed if the config says so."""
+        loader, data = self._loader(plan, epoch), self.config.data
+        if data.mix is None:
+            return loader
+        return mix_batches(
+            loader,
+            data.mix,
+            size=data.size,
+            map_side=self.map_side,
+            seed=self.config.seed,
+            epoch=epoch,
+            pin_memory=self.device.type == "cuda",
         )
 
     def _loader(self, plan: EpochPlan, epoch: int) -> Loader:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
+from bigscl.config.mixing import Mixing
 from bigscl.config.schedule import Schedule
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
@@ -80,6 +81,8 @@ class DataConfig:
     """RandAugment's colour operations in training."""
     erase: RandomErasing | None = None
     """Random erasing in training."""
+    mix: Mixing | None = None
+    """Mixup and CutMix in training."""
     interpolation: Interpolation = "bilinear"
     """How images are resized, in training and evaluation."""
     resize: Resize = "shorter"
@@ -212,7 +215,7 @@ class OptimizerConfig:
     weight_decay: NonNegative = 0.0
     """Weight decay, of all trained parameters."""
     decay_norms_and_biases: bool = True
-    """Whether the weight decay is also that of normalisation layers and biases (all that has one dimension)."""
+    """Whether normalisation layers and biases, all that has one dimension, have the weight decay too."""
     layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Factor of the learning rate of each stage to that of the next; the linear head has the full rate."""
     fused: bool = False
