@@ -34,6 +34,7 @@ Tracker = Literal[
 ]
 # A batch of one image of this side takes 0.8 GB; a larger one is a mistake.
 LARGEST_SIDE = 8192
+ProjectName = Annotated[str, Field(min_length=1, max_length=128)]
 Side = Annotated[int, Field(ge=16, le=LARGEST_SIDE)]
 
 
@@ -282,6 +283,10 @@ class LogConfig:
     """Log the losses every so many steps."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl; each must be installed."""
+    project: ProjectName = "bigscl"
+    """Project (MLflow: experiment) that trackers file the run under."""
+    name: ProjectName | None = None
+    """Name of the run in trackers. Default: that of its folder."""
     pictures_every: CountOrZero = 1
     """Plot tracked samples with their heatmaps every so many epochs; 0: never."""
     pictures: Count = 6
