@@ -211,7 +211,7 @@ def start_trackers(accelerator: Accelerator, config: Config, run_id: str, step: 
         # TensorBoard takes the project as a folder of the run, and shows settings as a run of their own.
         project = "tensorboard" if name == "tensorboard" else config.log.project
         settings = dict(_flat_texts(values)) if name in FLAT else values
-        accelerator.log_with = [tracker]
+        accelerator.log_with, accelerator.trackers = [tracker], []
         accelerator.init_trackers(
             project,
             config=None if name == "tensorboard" and step else settings,

@@ -88,7 +88,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient; return what the closure returns."""
         loss = None
         if closure is not None:

@@ -1,10 +1,20 @@
 """LAMB, groups of parameters, RandAugment, Mixup and CutMix in runs that are killed and resumed."""
 
+import json
+
 import pytest
+from safetensors.torch import load_file
 
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests.builders import write_config
-from tests.integration.runs import assert_same_runs, losses_of, memory_of, train
+from tests.integration.runs import (
+    assert_same_runs,
+    assert_same_weights,
+    losses_of,
+    memory_of,
+    train,
+    weights_of,
+)
 
 pytestmark = pytest.mark.timeout(360)
 MIX = {"mixup": 0.4, "cutmix": 1.0}
@@ -45,6 +55,17 @@ def test_a_recipe_that_is_killed_in_mid_epoch_resumes_bit_for_bit(
     assert not latest.progress.ends_epoch
     train(run, *options, processes=processes)
     assert_same_runs(tmp_path / "run", tmp_path / "twin", shards)
+
+
+def test_without_validation_the_weights_of_the_last_epoch_are_kept_as_the_best(tmp_path, shards):
+    config = config_of(tmp_path / "run.yaml", shards)
+    done = train(config)
+    best = tmp_path / "run" / "best"
+    assert_same_weights(load_file(best / "model.safetensors"), weights_of(tmp_path / "run"))
+    assert json.loads((best / "metrics.json").read_text())["epoch"] == 3
+    assert f"{best}: the weights of the last epoch, 3: without validation nothing says which" in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["epoch"] for line in lines} == {1, 2, 3}
 
 
 def test_images_with_mixup_train_and_leave_no_trace_in_the_memory(tmp_path, shards):

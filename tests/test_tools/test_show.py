@@ -25,7 +25,7 @@ def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):
     assert "30 samples in 4 shards of up to 8, 10 classes" in answer.out
     assert "heatmaps 12 x 12 of all classes, 3 slots, checksums" in answer.out
     assert "lease     free" in answer.out
-    assert "30 in epoch 2 (at snapshot 4)" in answer.out
+    assert "30 in epoch 3 (at snapshot 4)" in answer.out
     assert index.annotations().fingerprint[:12] in answer.out
 
 

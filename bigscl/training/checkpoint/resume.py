@@ -218,7 +218,7 @@ class CheckpointSearch:
 
     def read_best(self, candidates: Candidates) -> Saved | None:
         """Return the first of the checkpoints that every rank can read; None if there are none at all."""
-        reasons = []
+        reasons: list[str] = []
         for path in map(Path, candidates.paths):
             saved, reason = self._try(path, candidates)
             if saved is not None:

@@ -131,7 +131,7 @@ async function store(place, number) {
   ];
   const heads = ["snapshot", "epoch", "step", "time", "arrays", "notes"];
   const rows = found.snapshots.map((one) => [
-    one.id, one.epoch, plain(one.step), new Date(1000 * one.time).toLocaleString(), one.group,
+    one.id, one.epoch + 1, plain(one.step), new Date(1000 * one.time).toLocaleString(), one.group,
     [one.id === found.shown ? "shown" : "", one.selection ? "selection" : "", one.mid_epoch ? "mid-epoch" : "", ...one.checkpoints].filter(Boolean).join(", "),
   ]);
   place.replaceChildren(
