@@ -92,8 +92,8 @@ def expected_at(store: HeatmapStore) -> SnapshotThresholds:
         thresholds, recomputed = _select_again(store, thresholds), True
         note = (
             f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch + 1}: expected "
-            f"positives were selected from its scores, since the run's last thresholds are of the end of epoch "
-            f"{snapshot.epoch}"
+            f"positives were selected from its scores, since the run's last thresholds are of the end of "
+            f"epoch {snapshot.epoch}"
         )
     else:
         note = f"expected positives as selected at the end of epoch {snapshot.epoch + 1}"
