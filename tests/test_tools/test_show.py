@@ -102,7 +102,7 @@ def test_tracked_samples_show_how_they_moved(runs):
     assert {int(epoch) for epoch in sample["history"]} == {0, 1, 2}
     for epoch, rows in store.history(history_samples).items():
         assert sample["history"][str(epoch)][0] == float(rows.scores[0, first])
-    assert "e0" in bigscl("show", runs / "dense", "--sample", history_samples).out
+    assert "e3" in bigscl("show", runs / "dense", "--sample", history_samples).out
 
 
 def test_histograms_count_every_value_of_visited_samples(runs):
