@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import TracebackType
@@ -25,7 +25,7 @@ from bigscl.common.command_line import (
 from bigscl.common.failures import STOPPED
 from bigscl.common.files import append_lines
 from bigscl.common.user_error import UserError
-from bigscl.config import Config, doubtful_settings, to_yaml
+from bigscl.config import Config, doubtful_settings
 from bigscl.config.print_config import commented_yaml
 from bigscl.config.schedule import EpochPlan, plan_epoch
 from bigscl.data.loader import BadSamples, Batch, Loader, LoaderWorkers
@@ -35,11 +35,12 @@ from bigscl.distributed.signals import Interrupts
 from bigscl.evaluation.plots.run_plots import draw_epoch
 from bigscl.evaluation.validation import Validation, best_metric
 from bigscl.memory.lookup import MemoryBatch
-from bigscl.preflight.forecast import summary
+from bigscl.preflight.forecast import doubtful_validation, summary
 from bigscl.training.accelerator import start_accelerator
 from bigscl.training.checkpoint.resume import resume
 from bigscl.training.checkpoint.saver import Saver
-from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, tracker_project
+from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, start_trackers
+from bigscl.training.mixed_batch import mix_batches
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import StopFile, TrainingOptions
 from bigscl.training.run_folder import Run, RunFolder, open_data
@@ -80,7 +81,8 @@ class Trainer:
         self.state = ModelState(config, self.data, self.accelerator, self.ranks)
         self.progress = EpochProgress(len(self.data.train.keys), self.ranks)
         self.metrics = MetricsLog(self.folder.path, self.accelerator)
-        side = 2 * map_side(self.state.network, config.data.size)
+        self.map_side = map_side(self.state.network, config.data.size)
+        side = 2 * self.map_side
         run = Run(config=config, folder=self.folder, data=self.data, ranks=self.ranks, heatmap_size=side)
         self.memory = resume(run, self.state, self.progress, self.metrics, choice=choice, command=command)
         self.score_log = make_score_log(run)
@@ -93,10 +95,10 @@ class Trainer:
         self.stopping = False
         self.stop_file = StopFile(self.folder.path)
         self._clear_stop_file()
-        self.accelerator.init_trackers(tracker_project(config.log.trackers), {"config": to_yaml(config)})
+        start_trackers(self.accelerator, config, self.folder.id, self.progress.step)
         for line in summary(config, self.data, self.ranks.world_size, side, self.device):
             logger.info(line)
-        for doubt in doubtful_settings(config):
+        for doubt in (*doubtful_settings(config), *doubtful_validation(config, self.data.val)):
             logger.warning(doubt)
 
     @property
@@ -122,7 +124,7 @@ class Trainer:
         meter = Meter(self.ranks)
         self.state.model.train()
         self.step.epoch = epoch
-        stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._loader(plan, epoch))
+        stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._batches(plan, epoch))
         windows = batched(stored, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):
             following, counted = self._next_window(windows)
@@ -200,9 +202,9 @@ class Trainer:
         if step % self.config.log.every_steps == 0:
             means = meter.read(self.memory.waits)
             self.metrics.step(epoch, step, means | values)
-            if not math.isfinite(means["total"]):
+            if not math.isfinite(means["loss"]):
                 raise UserError(
-                    f"the loss is {means['total']} at step {step}. Resume from an earlier checkpoint with a "
+                    f"the loss is {means['loss']} at step {step}. Resume from an earlier checkpoint with a "
                     f"lower learning rate, or clip the gradient (optimizer.clip)."
                 )
 
@@ -214,10 +216,12 @@ class Trainer:
         self.state.share_loss_state(ends_epoch=True)
         self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
         skipped = len(self.progress.all_skipped())
-        self.metrics.write("epoch", self.progress.step, {"epoch": epoch, "skipped": skipped})
+        self.metrics.write("epoch", self.progress.step, {"epoch": epoch + 1, "skipped": skipped})
         self.progress.begin_epoch(epoch + 1)
         if self.validation is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
             self._validate(epoch, self.validation)
+        if epoch + 1 == self.schedule.epochs and self.progress.current.best is None:
+            self._keep_last(epoch)
         if (epoch + 1) % self.config.checkpoint.every_epochs == 0 or epoch + 1 == self.schedule.epochs:
             self.saver.save_checkpoint(ends_epoch=True)
         else:
@@ -232,7 +236,7 @@ class Trainer:
         """Log the metrics on the validation set, and keep the weights if they are the best so far."""
         self.state.share_buffers()
         found = validation.run(self.state.evaluated, self.metrics.working)
-        metrics = {"epoch": epoch, **found}
+        metrics = {"epoch": epoch + 1, **found}
         self.metrics.write("val", self.progress.step, metrics)
         values = ", ".join(f"{name} {x:.4f}" for name, x in found.items())
         logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, values)
@@ -241,13 +245,21 @@ class Trainer:
             self.progress.advance(best=value, best_epoch=epoch)
             self.saver.save_best(metrics)
 
+    def _keep_last(self, epoch: int) -> None:
+        """Keep the weights of the last epoch as the best: nothing was validated."""
+        self.saver.save_best({"epoch": epoch + 1})
+        logger.info(
+            "%s: the weights of the last epoch, %d: without validation nothing says which is the best",
+            *(self.folder.path / "best", epoch + 1),
+        )
+
     def _draw(self, epoch: int) -> None:
         """Draw the stored heatmaps of some tracked samples."""
         memory, log = self.memory, self.config.log
         if not isinstance(memory, RunMemory) or not memory.store.spec.history_samples:
             return
         if log.pictures_every and (epoch + 1) % log.pictures_every == 0:
-            path = self.folder.path / "pictures" / f"epoch-{epoch:03d}.png"
+            path = self.folder.path / "pictures" / f"epoch-{epoch + 1:03d}.png"
             draw_epoch(memory.store, self.data.train, memory.selection, path, log.pictures)
             self.metrics.log_image("heatmaps", path, self.progress.step)
 
@@ -263,6 +275,21 @@ class Trainer:
             epoch=epoch,
             world_size=self.ranks.world_size,
             visited=self.progress.visited,
+        )
+
+    def _batches(self, plan: EpochPlan, epoch: int) -> Iterable[Batch]:
+        """Return the batches of what is left of an epoch, mixed if the config says so."""
+        loader, data = self._loader(plan, epoch), self.config.data
+        if data.mix is None:
+            return loader
+        return mix_batches(
+            loader,
+            data.mix,
+            size=data.size,
+            map_side=self.map_side,
+            seed=self.config.seed,
+            epoch=epoch,
+            pin_memory=self.device.type == "cuda",
         )
 
     def _loader(self, plan: EpochPlan, epoch: int) -> Loader:

@@ -50,6 +50,8 @@ def storage_error(what: str, error: OSError) -> StorageFailed:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "Use another place, or ask for permission to write there."
         return StorageFailed(f"{what}: cannot be written to, or cannot be read ({reason}). {hint}")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+        return StorageFailed(f"{what}: {reason}. Check the path, then run the same command again.")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     hint = "Free some space" if full else "Fix the storage"
     return StorageFailed(f"{what}: {reason}. {hint}, then resume: the last commit is intact.")

@@ -18,8 +18,17 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
+from bigscl.config.mixing import Mixing
 from bigscl.config.presets import find_config
-from bigscl.config.schema import Config, DataConfig, LogConfig, SelectionConfig, StoreConfig, Tracker
+from bigscl.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    SelectionConfig,
+    StoreConfig,
+    Tracker,
+)
 from bigscl.data.transforms import shorter_side
 from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
 from bigscl.store import STORE_SCHEMES
@@ -41,6 +50,11 @@ SHOULD = "input should be "
 
 
 UNKNOWN = "no such setting"
+ABSENT = dict.fromkeys(
+    ("repeated_augmentation", "aug_repeats"),
+    "the memory updates each image once per epoch, by the scores of the epoch before. Train more epochs",
+)
+"""Settings of other trainers that cannot be here, each with the reason."""
 
 
 class ConfigError(UserError):
@@ -272,6 +286,8 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.url", "has no effect with store.kind memory"
     yield from _idle_settings(objective)
     yield from _late_starts(config)
+    yield from _idle_optimizer(config.optimizer)
+    yield from _mixing_problems(config)
     if objective.needs_k and config.selection.K == "auto" and config.data.val is None:
         yield "selection.K", "auto needs data.val, fully labelled; or give a number"
     if objective.needs_whole_batch and config.optimizer.accumulate > 1:
@@ -327,6 +343,36 @@ def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
     for name in [field.name for field in fields(store) if field.name not in ("kind", "slots")]:
         if getattr(store, name) != getattr(StoreConfig(), name):
             yield f"store.{name}", "has no effect with store.kind none"
+
+
+def _idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of settings of the optimizer that would have no effect."""
+    if optimizer.fused and optimizer.name not in ("adam", "adamw"):
+        yield "optimizer.fused", f"has no effect with optimizer.name {optimizer.name}"
+    if not optimizer.decay_norms_and_biases and not optimizer.weight_decay:
+        yield "optimizer.decay_norms_and_biases", "false has no effect without optimizer.weight_decay"
+
+
+def _mixing_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, problem) of Mixup and CutMix that cannot be, or would have no effect."""
+    data, mix, base = config.data, config.data.mix, config.objective.base
+    if mix is None:
+        return
+    if not (mix.mixup or mix.cutmix) or not mix.probability or data.batch_size < 2:
+        yield (
+            "data.mix",
+            "mixes no images: needs mixup or cutmix, a probability, and batches of 2 or more",
+        )
+    elif mix.cutmix_share != Mixing().cutmix_share and not (mix.mixup and mix.cutmix):
+        yield "data.mix.cutmix_share", "has no effect without both mixup and cutmix"
+    if not BASES[base].mixes:
+        able = ", ".join(name for name, term in BASES.items() if term.mixes)
+        yield (
+            "data.mix",
+            f"objective.base {base} has no loss of two images in one; choose {able}",
+        )
+    if data.erase is not None:
+        yield "data.mix", "the memory leaves out one box of a view; choose it or data.erase"
 
 
 def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
@@ -437,7 +483,8 @@ def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
     for error in errors:
         path, complaint = _dotted(error["loc"]), _complaint(error)
         if complaint == UNKNOWN:
-            complaint += _nearest(path)
+            reason = ABSENT.get(path.rpartition(".")[2])
+            complaint += _nearest(path) if reason is None else f": {reason}"
         start, should, expected = complaint.partition(SHOULD)
         if should and by_setting.get(path, "").startswith(start + should):
             complaint = f"{by_setting[path]} or {expected}"

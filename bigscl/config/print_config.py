@@ -59,27 +59,33 @@ class Setting:
 
 def all_settings() -> Iterator[Setting]:
     """Yield every setting of a run, each section before its settings."""
-    yield from _settings(Config, MISSING, "")
+    yield from _settings(Config, "")
 
 
-def _settings(kind: type[Any], value: Any, prefix: str) -> Iterator[Setting]:
-    """Yield the settings of a dataclass; `value` has their defaults, MISSING: those of the dataclass."""
+def _settings(kind: type[Any], prefix: str) -> Iterator[Setting]:
+    """Yield the settings of a dataclass with its own defaults: a section that is given gets them."""
     sentences, hints = _sentences(kind), typing.get_type_hints(kind)
     properties = TypeAdapter(kind).json_schema()["properties"]
     nested = []
     for field in fields(kind):
-        default = _default(field) if value is MISSING else getattr(value, field.name)
+        default = _default(field)
         path, text = f"{prefix}{field.name}", " ".join(sentences[field.name].split())
         inner = _section_in(hints[field.name])
         if inner is not None:
-            shown = None if default is MISSING else ("null" if default is None else "")
-            nested.append((inner, default, Setting(path=path, text=text, kind="", default=shown)))
+            shown = None if default is MISSING else ("null" if default is None else _where_left_out(default))
+            nested.append((inner, Setting(path=path, text=text, kind="", default=shown)))
         else:
             words = _words(properties[field.name])
             yield Setting(path=path, text=text, kind=words, default=_as_yaml(default))
-    for inner, default, section in nested:
+    for inner, section in nested:
         yield section
-        yield from _settings(inner, MISSING if default is None else default, f"{section.path}.")
+        yield from _settings(inner, f"{section.path}.")
+
+
+def _where_left_out(section: Any) -> str:
+    """Return the settings of a section that is left out, where one that is given needs them; else nothing."""
+    needed = [field.name for field in fields(section) if _default(field) is MISSING]
+    return ", ".join(f"{name}: {_as_yaml(getattr(section, name))}" for name in needed)
 
 
 def _sentences(kind: type[Any]) -> dict[str, str]:
@@ -149,6 +155,8 @@ def settings_page() -> str:
             left_out = (
                 " Default: none." if setting.default == "null" and "Default" not in setting.text else ""
             )
+            if setting.default not in (None, "null", ""):
+                left_out = f" A config without this section has `{setting.default}`."
             lines += ["", f"## {setting.path}", "", setting.text + left_out, ""]
             lines += ["| setting | default | values | |", "|---|---|---|---|"]
         else:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from bigscl.config import Config
 
 
+Decay = Literal["constant", "cosine"]
+
+
 def learning_rate(
     step: int, *, peak: float, total_steps: int, warmup_steps: int = 0, final: float = 0.0
 ) -> float:
@@ -41,7 +44,7 @@ class Phase:
     """Number of epochs; 0 leaves the phase out."""
     learning_rate: Positive
     """Peak of the learning rate."""
-    decay: Literal["constant", "cosine"] = "cosine"
+    decay: Decay = "cosine"
     """The curve after `warmup_steps`."""
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from 0 to its peak."""
@@ -60,10 +63,19 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warmup(Phase):
+    """The phase of the linear head; `epochs: 0` is enough to leave it out."""
+
+    epochs: CountOrZero = 5
+    learning_rate: Positive = 1e-4
+    decay: Decay = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Warm-up of the linear head over a frozen backbone, then the whole network."""
 
-    warmup: Phase = Phase(epochs=5, learning_rate=1e-4, decay="constant")
+    warmup: Warmup = Warmup()
     """Trains the linear head only; the backbone is frozen in eval mode."""
     main: Phase = Phase(epochs=25, learning_rate=1e-5)
     """Trains the whole network."""

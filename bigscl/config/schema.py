@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
+from bigscl.config.mixing import Mixing
 from bigscl.config.schedule import Schedule
 from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
@@ -33,6 +34,7 @@ Tracker = Literal[
 ]
 # A batch of one image of this side takes 0.8 GB; a larger one is a mistake.
 LARGEST_SIDE = 8192
+ProjectName = Annotated[str, Field(min_length=1, max_length=128)]
 Side = Annotated[int, Field(ge=16, le=LARGEST_SIDE)]
 
 
@@ -80,6 +82,8 @@ class DataConfig:
     """RandAugment's colour operations in training."""
     erase: RandomErasing | None = None
     """Random erasing in training."""
+    mix: Mixing | None = None
+    """Mixup and CutMix in training."""
     interpolation: Interpolation = "bilinear"
     """How images are resized, in training and evaluation."""
     resize: Resize = "shorter"
@@ -207,10 +211,16 @@ class StoreConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    name: Literal["adam", "adamw", "sgd"] = "adam"
+    name: Literal["adam", "adamw", "lamb", "sgd"] = "adam"
     """Algorithm."""
     weight_decay: NonNegative = 0.0
     """Weight decay, of all trained parameters."""
+    decay_norms_and_biases: bool = True
+    """Whether normalisation layers and biases, all that has one dimension, have the weight decay too."""
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Factor of the learning rate of each stage to that of the next; the linear head has the full rate."""
+    fused: bool = False
+    """Update all parameters of adam and adamw by one GPU operation."""
     momentum: Share = 0.9
     """Momentum of sgd."""
     clip: Positive | None = None
@@ -273,6 +283,10 @@ class LogConfig:
     """Log the losses every so many steps."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl; each must be installed."""
+    project: ProjectName = "bigscl"
+    """Project (MLflow: experiment) that trackers file the run under."""
+    name: ProjectName | None = None
+    """Name of the run in trackers. Default: that of its folder."""
     pictures_every: CountOrZero = 1
     """Plot tracked samples with their heatmaps every so many epochs; 0: never."""
     pictures: Count = 6

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from bigscl.common.bounds import Count, NonNegative
+from bigscl.common.bounds import Count, NonNegative, Share
+from bigscl.common.user_error import UserError
 from bigscl.data.crops import Purpose, uniforms
 
 if TYPE_CHECKING:
@@ -65,29 +66,48 @@ class RandomColors:
     """Operations per image."""
     magnitude: Annotated[int, Field(ge=0, lt=NUM_MAGNITUDES)] = 9
     """Strength of the operations, 0 to 30 as in torchvision."""
+    probability: Share = 1.0
+    """Probability with which each of the operations is applied: 1 in torchvision, 0.5 in timm."""
+    operations: tuple[str, ...] = ()
+    """Names of the operations to draw from. Default: all of identity, brightness, color, contrast, sharpness,
+    posterize, solarize, autocontrast, equalize."""
+
+    def __post_init__(self) -> None:
+        for name in self.operations:
+            if name in GEOMETRIC:
+                raise UserError(
+                    f"operations: {name} moves pixels, and the heatmaps of the memory follow crops and flips "
+                    f"only. Leave it out"
+                )
+            if name not in OPERATIONS:
+                raise UserError(f"operations: found {name!r}, expected some of {', '.join(OPERATIONS)}")
 
     def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
         """Return the image after some operations."""
-        random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 2 * self.num_operations)
+        count, names = self.num_operations, self.operations or tuple(OPERATIONS)
+        random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 3 * count)
         strength = self.magnitude / (NUM_MAGNITUDES - 1)
-        for number in range(self.num_operations):
-            operation = OPERATIONS[int(random[2 * number] * len(OPERATIONS))]
-            image = operation(image, strength if random[2 * number + 1] < 0.5 else -strength)
+        for number in range(count):
+            if random[2 * count + number] < self.probability:
+                operation = OPERATIONS[names[int(random[2 * number] * len(names))]]
+                image = operation(image, strength if random[2 * number + 1] < 0.5 else -strength)
         return image
 
 
 # Strength in -1..1; operations without a direction ignore its sign.
-OPERATIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
-    lambda image, strength: image,
-    lambda image, strength: _F().adjust_brightness(image, 1 + 0.9 * strength),
-    lambda image, strength: _F().adjust_saturation(image, 1 + 0.9 * strength),
-    lambda image, strength: _F().adjust_contrast(image, 1 + 0.9 * strength),
-    lambda image, strength: _F().adjust_sharpness(image, 1 + 0.9 * strength),
-    lambda image, strength: _F().posterize(image, 8 - round(4 * abs(strength))),
-    lambda image, strength: _F().solarize(image, 255 * (1 - abs(strength))),
-    lambda image, strength: _F().autocontrast(image),
-    lambda image, strength: _F().equalize(image),
-)
+OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "identity": lambda image, strength: image,
+    "brightness": lambda image, strength: _F().adjust_brightness(image, 1 + 0.9 * strength),
+    "color": lambda image, strength: _F().adjust_saturation(image, 1 + 0.9 * strength),
+    "contrast": lambda image, strength: _F().adjust_contrast(image, 1 + 0.9 * strength),
+    "sharpness": lambda image, strength: _F().adjust_sharpness(image, 1 + 0.9 * strength),
+    "posterize": lambda image, strength: _F().posterize(image, 8 - round(4 * abs(strength))),
+    "solarize": lambda image, strength: _F().solarize(image, 255 * (1 - abs(strength))),
+    "autocontrast": lambda image, strength: _F().autocontrast(image),
+    "equalize": lambda image, strength: _F().equalize(image),
+}
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+"""RandAugment's other operations, which are refused."""
 
 
 def _factor(random: float, strength: float) -> float:

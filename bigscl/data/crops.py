@@ -110,6 +110,7 @@ class Purpose(IntEnum):
     VIEW = 0
     COLOR = 1
     ERASE = 2
+    MIX = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,8 @@ class Batch:
     """float32 [B,5]: a `ViewRow` of each."""
     erased: Tensor | None = None
     """float32 [B,4]: the erased `Box` of each; None if no box can be erased."""
+    mix: Tensor | None = None
+    """float32 [B,5]: a `MixRow` of each, set by the trainer; None if no image can be mixed."""
     skipped: Tensor
     """int64: ids that the plan has for this batch but that could not be read."""
     reasons: tuple[str, ...] = ()

@@ -69,7 +69,23 @@ class LossInputs:
     """[L]: share of the images with each class as a given positive."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedInputs:
+    """Further values of a batch of mixed images."""
+
+    share: Tensor
+    """[B]: weight of the image's own labels, the rest is that of its neighbour's."""
+    neighbours: LossInputs
+    """The same prediction, with the labels and expected positives of the neighbours."""
+    visible: LossInputs
+    """For the consistency: the prediction and the target of the cells that show the image alone."""
+    is_visible: Tensor
+    """bool [B]: whether there are such cells."""
+
+
 FROM_MEMORY = frozenset({"scores", "target", "weight", "classes", "expected", "pseudo_positives"})
 """Fields that the memory has."""
 EXPECTED = frozenset({"expected", "pseudo_positives"})
 """Fields that the selection of expected positives gives."""
+PER_IMAGE = frozenset({"labels", *EXPECTED})
+"""Fields that say what an image shows: a mixed image has them of two."""

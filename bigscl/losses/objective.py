@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from bigscl.common.bounds import NonNegative
 from bigscl.losses import registry
 from bigscl.losses.consistency import Norm
-from bigscl.losses.inputs import LossInputs
+from bigscl.losses.inputs import LossInputs, MixedInputs
 from bigscl.losses.registry import LossTerm
 
 if TYPE_CHECKING:
@@ -103,6 +103,13 @@ class _Objective:
     def __call__(self, inputs: LossInputs, *, gamma: float = 1.0) -> Loss:
         """Return the loss of each sample; UserError if something that it needs is missing."""
         base, consistency = (term(inputs, self) for term in self.terms)
+        return Loss(base + gamma * consistency, base, consistency)
+
+    def of_mixed(self, inputs: LossInputs, mixed: MixedInputs, *, gamma: float = 1.0) -> Loss:
+        """Return the loss of each sample of a batch whose images show something of a second one."""
+        first, agreement = self.terms
+        base = mixed.share * first(inputs, self) + (1 - mixed.share) * first(mixed.neighbours, self)
+        consistency = mixed.is_visible * agreement(mixed.visible, self)
         return Loss(base + gamma * consistency, base, consistency)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from bigscl.common.user_error import UserError
-from bigscl.losses.inputs import EXPECTED, FROM_MEMORY, LossInputs
+from bigscl.losses.inputs import EXPECTED, FROM_MEMORY, PER_IMAGE, LossInputs
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,8 @@ class LossTerm:
     """Compares samples of the global batch, so a step cannot be divided into smaller ones."""
     state: Callable[[RunFacts], LossState] | None = None
     """Makes what the loss keeps from step to step."""
+    mixes: bool = False
+    """Whether a mixed image (Mixup, CutMix) has the loss of each of its images, weighted by their shares."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -125,13 +127,21 @@ def base_loss(
     setting: Setting | None = None,
     statistics: Statistics | None = None,
     state: Callable[[RunFacts], LossState] | None = None,
+    mixes: bool = False,
 ) -> None:
     """Add a loss of the pooled prediction with the labels, for `objective.base`."""
     assert name not in BASES, f"{name} is defined twice"
     parameters = inspect.signature(function).parameters
     BASES[name] = LossTerm(
-        function=function, parameters=parameters, setting=setting, statistics=statistics, state=state
+        function=function,
+        parameters=parameters,
+        setting=setting,
+        statistics=statistics,
+        state=state,
+        mixes=mixes,
     )
+    # A mixed image has two rows of these, and of nothing else.
+    assert not mixes or BASES[name].needs <= PER_IMAGE, name
 
 
 def consistency(name: str, function: Callable[..., Tensor]) -> None:

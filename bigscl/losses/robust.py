@@ -185,8 +185,8 @@ def _gce(logits: Tensor, q: float) -> Tensor:
     return -(q * log_f(logits)).expm1() / q
 
 
-base_loss("focal", focal, setting=section("focal", Focal))
-base_loss("asl", asl, setting=section("asl", Asl))
+base_loss("focal", focal, setting=section("focal", Focal), mixes=True)
+base_loss("asl", asl, setting=section("asl", Asl), mixes=True)
 base_loss("hill", hill, setting=section("hill", Hill))
 base_loss("splc", splc, setting=section("splc", Splc))
 base_loss("gr", gr, setting=section("gr", GeneralizedRobust))

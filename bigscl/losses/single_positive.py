@@ -57,14 +57,15 @@ def enp(logits: Tensor, labels: Tensor, expected: Tensor, pseudo_positives: Tens
     return positives(logits, positive) + negatives(logits, negative)
 
 
-base_loss("bce", bce)
-base_loss("an", an)
+base_loss("bce", bce, mixes=True)
+base_loss("an", an, mixes=True)
 base_loss(
     "an_ls",
     an_ls,
     setting=Setting(name="smoothing", type=Share, default=0.1, text="Label smoothing of an_ls."),
+    mixes=True,
 )
-base_loss("wan", wan)
-base_loss("en", en)
-base_loss("ep", ep)
-base_loss("enp", enp)
+base_loss("wan", wan, mixes=True)
+base_loss("en", en, mixes=True)
+base_loss("ep", ep, mixes=True)
+base_loss("enp", enp, mixes=True)

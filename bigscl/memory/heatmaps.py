@@ -72,9 +72,9 @@ def blend(
 
 
 @torch.no_grad()
-def covered(views: Tensor, size: int, erased: Tensor) -> Tensor:
-    """Return the cells [B,size,size] that `blend` updates with these views and erased boxes."""
-    return _within(_centres(size, views), views) & ~_hidden(views, erased, size)
+def outside(boxes: Tensor, size: int) -> Tensor:
+    """Return which cells of a view, bool [B,size,size], have their centre in no box [B,4] of the view."""
+    return ~_within(_centres(size, boxes), boxes)
 
 
 @torch.no_grad()

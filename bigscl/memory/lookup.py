@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
-from bigscl.data.crops import Box, ViewRow, check_rows
+from bigscl.data.crops import Box, ViewRow, box_extents, check_rows
 from bigscl.losses.inputs import LossInputs
 from bigscl.memory.heatmaps import (
     blend,
@@ -42,7 +42,10 @@ class SampleViews(NamedTuple):
     views: Boxes | None = None
     """[B,5]: a `ViewRow` of each, fractions of the image and 1 where mirrored. Default: all of it."""
     erased: Boxes | None = None
-    """[B,4]: left, top, width, height of an erased box in fractions of the view; all 0 for none."""
+    """[B,4]: left, top, width, height of an erased box in fractions of the view; all 0 for none.
+
+    A row keeps all its values, and counts no visit, where the box is the whole view.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,6 +282,21 @@ def updated_averages(
 
     `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
     """
+    updated = _updated(stored, logits, maps, settings)
+    if stored.erased is None:
+        return updated
+    is_hidden = (box_extents(stored.erased) >= 1).all(1)
+    return {name: _where(is_hidden, stored.arrays[name], value) for name, value in updated.items()}
+
+
+def _where(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return some rows of the first tensor, and the others of the second."""
+    return torch.where(rows.view(-1, *[1] * (first.ndim - 1)), first, second)
+
+
+def _updated(
+    stored: MemoryBatch, logits: Tensor, maps: Tensor | None, settings: StoreConfig
+) -> dict[str, Tensor]:
     debiased = settings.ema == "debiased"
     scores = updated_scores(stored, logits, settings)
     visits = stored.arrays["sample_visits"]

@@ -11,9 +11,10 @@ from bigscl.common.text import size
 from bigscl.config import Config
 from bigscl.config.schedule import EpochPlan, plan_epoch
 from bigscl.data.epoch_plan import Plan
+from bigscl.data.index import Index
 from bigscl.memory.open_memory import first_group
 from bigscl.memory.score_history import epoch_bytes
-from bigscl.selection.k import expectation
+from bigscl.selection.k import expectation, has_full_labels
 from bigscl.store import (
     GroupSpec,
     StoreSpec,
@@ -334,6 +335,16 @@ def summary(
     disk = size(needs.disk_bytes)
     lines.append(f"store: at most {disk} on {config.store.kind}, heatmaps {heatmap_size} x {heatmap_size}")
     return [*lines, *map(_describe, needs.phases)]
+
+
+def doubtful_validation(config: Config, val: Index | None) -> Iterator[str]:
+    """Yield a warning if the metric that chooses the best epoch does not suit the validation labels."""
+    if val is not None and config.validation.metric == "map" and not has_full_labels(val):
+        yield (
+            f"validation.metric: map, but none of the {val.num_samples:,} images of data.val has two labels: "
+            f"it counts every other class that an image shows as a mistake, and chooses the best epoch by "
+            f"that. Set validation.metric: top1, or give full labels (data.val_labels_file)"
+        )
 
 
 def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str:

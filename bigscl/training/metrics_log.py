@@ -13,16 +13,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from bigscl.common.files import append_lines, read_json_lines, write_text
+from bigscl.config import Config, to_yaml
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.objective import Loss
 
 logger = logging.getLogger(__name__)
+NAMES = tuple("loss" if name == "total" else name for name in Loss._fields)
+"""Names of the loss and its parts in metrics."""
 PACKAGES = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "numpy", "webdataset")
 
 
@@ -122,7 +126,7 @@ class MetricsLog:
     def step(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """Write a step's values to the metrics, and show them in the bar or as a log line."""
         assert self._pace is not None
-        self.write("train", step, {"epoch": epoch, **values})
+        self.write("train", step, {"epoch": epoch + 1, **values})
         if self._bar is not None:
             self._bar.show(values)
         elif self._writes:
@@ -181,7 +185,7 @@ class Meter:
         places[self._ranks.rank * len(shares) : (self._ranks.rank + 1) * len(shares)] = shares
         *totals, count = (gathered := self._ranks.sum([*sums, self._count, *places]))[: len(sums) + 1]
         of_ranks = gathered[len(sums) + 1 :]
-        means = {name: total / max(1, count) for name, total in zip(Loss._fields, totals, strict=True)}
+        means = {name: total / max(1, count) for name, total in zip(NAMES, totals, strict=True)}
         largest = {name: max(of_ranks[place :: len(shares)]) for place, name in enumerate(waits)}
         self._waits = waits
         self._reset(now)  # the sum above, and the wait in it, belong to the next reading
@@ -192,9 +196,59 @@ class Meter:
         return {**waits, "wait_ranks": self._ranks.wait_seconds} if self._ranks.world_size > 1 else {**waits}
 
 
-def tracker_project(trackers: tuple[str, ...]) -> str:
-    """Return the project that trackers file a run under; TensorBoard takes it as a folder of the run."""
-    return "tensorboard" if "tensorboard" in trackers else "bigscl"
+# Trackers
+
+FLAT = ("tensorboard", "mlflow")
+"""Trackers whose settings are single values; others show nested ones."""
+
+
+def start_trackers(accelerator: Accelerator, config: Config, run_id: str, step: int) -> None:
+    """Start the trackers of a run that is new, or resumed at a step: then those that can continue theirs."""
+    chosen, started = list(accelerator.log_with), []
+    values = yaml.safe_load(to_yaml(config))
+    for tracker in chosen:
+        name = str(getattr(tracker, "value", tracker))
+        # TensorBoard takes the project as a folder of the run, and shows settings as a run of their own.
+        project = "tensorboard" if name == "tensorboard" else config.log.project
+        settings = dict(_flat_texts(values)) if name in FLAT else values
+        accelerator.log_with, accelerator.trackers = [tracker], []
+        accelerator.init_trackers(
+            project,
+            config=None if name == "tensorboard" and step else settings,
+            init_kwargs={name: tracker_options(name, config, run_id, step)},
+        )
+        started += accelerator.trackers
+    accelerator.log_with, accelerator.trackers = chosen, started
+
+
+def tracker_options(tracker: str, config: Config, run_id: str, step: int) -> dict[str, Any]:
+    """Return the options with which a tracker names the run, and continues it after a resume at `step`."""
+    name = config.log.name or config.run.absolute().name
+    match tracker:
+        case "tensorboard":
+            # Of the events that an earlier start has written, those after the step are dropped.
+            return {"purge_step": step + 1} if step else {}
+        case "wandb":
+            return {"name": name, "id": run_id, "resume": "allow", "dir": str(config.run)}
+        case "trackio":
+            return {"name": name, "resume": "allow"}
+        case "mlflow":
+            return {"run_name": name}
+        case "clearml":
+            return {"task_name": name, "continue_last_task": bool(step)}
+        case "swanlab":
+            return {"experiment_name": name}
+        case _:
+            return {}
+
+
+def _flat_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every setting in nested sections; lists and None as texts."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat_texts(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 # Progress for people: a bar on a terminal, elsewhere lines with the same facts
@@ -250,7 +304,7 @@ class EpochBar:
     def show(self, values: Mapping[str, float]) -> None:
         """Show the time left of epoch and run, the loss, the speed and the largest waits."""
         epoch, run = self._pace.seconds_left()
-        state = f"left {clock(epoch)}/{clock(run)} loss {values['total']:.4f} "
+        state = f"left {clock(epoch)}/{clock(run)} loss {values['loss']:.4f} "
         state += f"{values['images_per_second']:.0f}/s {largest_waits(values)}"
         self.progress.update(self._task, state=state)
 
@@ -260,7 +314,7 @@ def describe(pace: EpochTimer, values: Mapping[str, float]) -> str:
     epoch, run = pace.seconds_left()
     waits = " ".join(f"{name} {share:.0%}" for name, share in waits_in(values).items())
     return (
-        f"{pace}: loss {values['total']:.4f}, {values['images_per_second']:.0f} images/s, "
+        f"{pace}: loss {values['loss']:.4f}, {values['images_per_second']:.0f} images/s, "
         f"epoch ends in {clock(epoch)}, run in {clock(run)}, waits: {waits}"
     )
 

@@ -1,7 +1,6 @@
 """The model of a run and all that trains with it: optimizer, phases, averaged weights, state of the loss."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from bigscl.training.checkpoint.checkpoint_folder import (
     write_state,
     write_tensors,
 )
+from bigscl.training.optimizers import make_optimizer, set_learning_rate
 from bigscl.training.run_folder import Data
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ModelState:
         self.network.freeze_statistics(self._config.model.freeze_statistics)
         self.network.freeze_backbone(warmup)
         parameters = [each for each in self.network.parameters() if each.requires_grad]
-        optimizer = make_optimizer(self._config, parameters)
+        optimizer = make_optimizer(self._config.optimizer, self.network)
         self.model, self.optimizer = self.accelerator.prepare(self.network, optimizer)
         self._phase_began = began
         if checkpoint is not None:
@@ -89,8 +89,7 @@ class ModelState:
 
     def begin_step(self, learning_rate: float) -> None:
         """Set the learning rate and clear the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer.param_groups, learning_rate)
         self.optimizer.zero_grad()
 
     def end_step(self) -> None:
@@ -195,19 +194,6 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
 def make_average(config: Config, network: SpatialClassifier) -> WeightAverage | None:
     """Return an average of the weights over the steps, or None if the config sets no `weight_ema`."""
     return None if config.weight_ema is None else WeightAverage(network, config.weight_ema)
-
-
-def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names; its learning rate is set before every step."""
-    settings = config.optimizer
-    decay = settings.weight_decay
-    match settings.name:
-        case "adam":
-            return torch.optim.Adam(parameters, weight_decay=decay)
-        case "adamw":
-            return torch.optim.AdamW(parameters, weight_decay=decay)
-        case "sgd":
-            return torch.optim.SGD(parameters, lr=1.0, momentum=settings.momentum, weight_decay=decay)
 
 
 def make_loss_state(

@@ -13,12 +13,14 @@ from bigscl.config import Config
 from bigscl.data.loader import Batch, normalize
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.cross_entropy import probabilities
-from bigscl.losses.inputs import LossInputs
+from bigscl.losses.inputs import LossInputs, MixedInputs
 from bigscl.losses.objective import Loss
 from bigscl.losses.registry import GlobalBatch
 from bigscl.losses.state import TrainedBatch
 from bigscl.memory.epoch_io import copy_to_host
 from bigscl.memory.lookup import MemoryBatch, updated_scores
+from bigscl.models.spatial import Prediction
+from bigscl.training.mixed_batch import Mix
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_folder import Data
 from bigscl.training.run_memory import AnyMemory
@@ -82,7 +84,8 @@ class Step:
         scale = self._ranks.world_size / count
         images = batch.images.to(device, non_blocking=True)
         labels = batch.labels.to(device, non_blocking=True)
-        prediction = state.model(self._normalized(images), maps=self._needs_maps)
+        mix = None if batch.mix is None else Mix(rows=batch.mix.to(device, non_blocking=True))
+        prediction = state.model(self._pixels(images, mix), maps=self._needs_maps)
         maps = None if prediction.logit_map is None else probabilities(prediction.logit_map)
         # What a loss keeps may be on the host: it takes the ids that are there.
         kept: Any = {} if state.loss_state is None else state.loss_state.inputs(batch.ids, self.epoch, device)
@@ -94,11 +97,24 @@ class Step:
             **kept,
         )
         inputs = replace(inputs, **self._statistics(inputs, count))
-        loss = self._objective(inputs, gamma=gamma)
+        logits = prediction.logits
+        if mix is None:
+            loss = self._objective(inputs, gamma=gamma)
+        else:
+            logits, mixed = self._mixed(mix, inputs, prediction)
+            loss = self._objective.of_mixed(inputs, mixed, gamma=gamma)
         self._accelerator.backward(loss.total.sum() * scale)
         if state.loss_state is not None:
             state.loss_state.update(self._trained(batch, stored, inputs, rate))
-        return loss, Predicted(logits=prediction.logits, maps=maps)
+        return loss, Predicted(logits=logits, maps=maps)
+
+    def _mixed(self, mix: Mix, inputs: LossInputs, prediction: Prediction) -> tuple[Tensor, MixedInputs]:
+        """Return the logits of what shows each image alone, for the memory; and what the losses are from."""
+        if prediction.logit_map is None:
+            # Nothing is remembered.
+            return prediction.logits, mix.inputs(inputs, prediction.logits, 1)
+        logits = mix.visible_logits(prediction.logits, prediction.logit_map)
+        return logits, mix.inputs(inputs, logits, prediction.logit_map.shape[-1])
 
     def _trained(
         self, batch: Batch, stored: MemoryBatch | None, inputs: LossInputs, rate: float
@@ -134,9 +150,11 @@ class Step:
         self._accelerator.backward(used.sum() * 0.0)
         self._state.model.train()
 
-    def _normalized(self, images: Tensor) -> Tensor:
+    def _pixels(self, images: Tensor, mix: Mix | None) -> Tensor:
         """Return the network's input, in the memory format of its weights."""
         pixels = normalize(images, self._config.data.mean, self._config.data.std)
+        if mix is not None:
+            pixels = mix.pixels(pixels).contiguous(memory_format=torch.channels_last)
         return pixels if self._config.hardware.channels_last else pixels.contiguous()
 
     def _inputs(
@@ -175,4 +193,6 @@ class Step:
 
     @property
     def _needs_maps(self) -> bool:
-        return self._memory.keeps_heatmaps or "maps" in self._objective.needs
+        # Of an image with CutMix the memory gets the scores of the cells that show it.
+        mixes = self._config.data.mix is not None and self._config.store.kind != "none"
+        return mixes or self._memory.keeps_heatmaps or "maps" in self._objective.needs

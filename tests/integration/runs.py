@@ -138,7 +138,7 @@ def steps_of(folder: Path) -> int:
 def losses_of(folder: Path) -> list[tuple[int, float]]:
     """(step, loss) of every line in a run's metrics."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["total"]) for line in lines if line["kind"] == "train"]
+    return [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

@@ -335,7 +335,7 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
         ("bigscl.training.metrics_log:append_lines before 3", ""),
         ("bigscl.training.checkpoint.checkpoint_folder:write_safetensors before 2", "model.safetensors"),
         ("torch:save before 3", "optimizer.pt"),
-        ("matplotlib.figure:Figure.savefig before 1", "epoch-001.png"),
+        ("matplotlib.figure:Figure.savefig before 1", "epoch-002.png"),
     ],
 )
 def test_full_disk_is_one_line_and_the_run_resumes(tmp_path, train, config, whole, shards, moment, name):

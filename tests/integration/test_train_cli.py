@@ -203,7 +203,7 @@ def test_a_run_lists_the_samples_of_its_store(base, ended, small):
 
 def test_pictures_and_trackers_are_written(base, ended):
     folder = base.parent / "pictures"
-    assert [path.name for path in (folder / "pictures").iterdir()] == ["epoch-001.png"]
+    assert [path.name for path in (folder / "pictures").iterdir()] == ["epoch-002.png"]
     assert list((folder / "tensorboard").rglob("events.*"))
 
 

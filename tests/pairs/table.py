@@ -90,6 +90,18 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "precision": choice("hardware.precision"),
     "norm": choice("objective.norm"),
     "optimizer": choice("optimizer.name"),
+    "fused": choice("optimizer.fused"),
+    "decayed": {
+        "all": {"optimizer.decay_norms_and_biases": True},
+        "no norms": {"optimizer.decay_norms_and_biases": False, "optimizer.weight_decay": 0.01},
+    },
+    "layer decay": {"no": {}, "yes": {"optimizer.layer_decay": 0.7}},
+    "mixing": {
+        "none": {},
+        "mixup": {"data.mix": {"mixup": 0.4}},
+        "cutmix": {"data.mix": {"cutmix": 1.0}},
+        "both": {"data.mix": {"mixup": 0.4, "cutmix": 1.0}},
+    },
     "compile": choice("hardware.compile"),
     "accumulation": {"1": {}, "2": {"optimizer.accumulate": 2}},
     "averaged weights": {"no": {}, "yes": {"weight_ema": 0.9}},
@@ -154,6 +166,16 @@ _whole_batch = {name for name, term in BASES.items() if term.statistics is not N
 
 REFUSALS = (
     Refusal(("precision",), lambda name: name == "fp16", r"hardware.precision: fp16 needs a GPU"),
+    Refusal(
+        ("fused",),
+        lambda fused: fused == "true",
+        r"optimizer.fused: (needs a GPU|has no effect with optimizer.name)",
+    ),
+    Refusal(
+        ("base", "mixing"),
+        lambda base, mixing: mixing != "none" and not BASES[base].mixes,
+        r"data.mix: objective.base \w+ has no loss of two images in one",
+    ),
     Refusal(
         ("store", "base"),
         lambda store, base: store == "none" and BASES[base].needs_memory,

@@ -105,6 +105,7 @@ KNOWN_AT_THE_START = [
     if refusal.dimensions
     in (
         ("precision",),
+        ("fused",),
         ("processes", "SyncBatchNorm"),
         ("launcher", "SyncBatchNorm"),
         ("K per class", "validation"),

@@ -7,7 +7,8 @@ import torch
 import torchvision.transforms as T
 import torchvision.transforms.v2.functional as V
 
-from bigscl.data.color import OPERATIONS, ColorJitter, RandomColors
+from bigscl.common.user_error import UserError
+from bigscl.data.color import GEOMETRIC, OPERATIONS, ColorJitter, RandomColors
 from bigscl.data.crops import Purpose, RandomErasing, uniforms
 from tests.builders import picture
 from tests.test_bigscl.test_views import largest_gap
@@ -93,8 +94,28 @@ def test_operations_have_the_magnitudes_of_torchvisions_randaugment(image, magni
         V.autocontrast(image),
         V.equalize(image),
     ]
-    for operation, expected in zip(OPERATIONS, by_hand, strict=True):
+    for operation, expected in zip(OPERATIONS.values(), by_hand, strict=True):
         assert (operation(image, strength).int() - expected.int()).abs().max() <= 1
+
+
+def test_operations_are_drawn_from_those_that_are_named(image):
+    colors = RandomColors(num_operations=1, magnitude=30, operations=("equalize", "identity"))
+    seen = {colors(image, **drawn(n)).numpy().tobytes() for n in range(20)}
+    assert seen == {image.numpy().tobytes(), V.equalize(image).numpy().tobytes()}
+
+
+def test_operations_are_left_out_with_the_given_probability(image):
+    colors = RandomColors(num_operations=1, operations=("equalize",), probability=0.3)
+    changed = [not torch.equal(colors(image, **drawn(n)), image) for n in range(400)]
+    assert abs(np.mean(changed) - 0.3) < 0.08
+
+
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_operations_that_move_pixels_are_refused_with_the_reason(name):
+    with pytest.raises(UserError, match=rf"operations: {name} moves pixels, and the heatmaps .* crops and f"):
+        RandomColors(operations=(name,))
+    with pytest.raises(UserError, match=r"operations: found 'invert', expected some of identity, brightness"):
+        RandomColors(operations=("invert",))
 
 
 def test_colours_depend_on_seed_epoch_and_sample_alone(image):

@@ -1,6 +1,7 @@
 """Configs: strict, complete, and every mistake reported at once."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,30 @@ def test_the_reference_page_is_that_of_today():
     assert (CONFIGS[0].parents[1] / "docs" / "settings.md").read_text() == settings_page()
 
 
+def test_the_reference_has_the_defaults_that_the_reader_gives_to_a_section_of_one_setting():
+    found = {one.path: one.default for one in all_settings()}
+    for phase in ("warmup", "main"):
+        needed = {"epochs": 3} if phase == "warmup" else {"epochs": 3, "learning_rate": 0.1}
+        read = asdict(make_config(values(schedule={phase: needed}))).get("schedule")[phase]
+        for name, value in read.items():
+            if name not in needed:
+                assert yaml.safe_load(found[f"schedule.{phase}.{name}"]) == value, name
+            assert (found[f"schedule.{phase}.{name}"] is None) == (phase == "main" and name in needed)
+
+
+def test_a_run_without_warmup_needs_no_learning_rate_of_it():
+    config = make_config(values(schedule={"warmup": {"epochs": 0}}))
+    assert (config.schedule.epochs, config.schedule.main.epochs) == (25, 25)
+
+
+def test_repeated_augmentation_is_refused_with_the_reason():
+    (found,) = complaints(data={"repeated_augmentation": 3})
+    assert found.startswith("data.repeated_augmentation: no such setting: the memory updates each image once")
+    (found,) = complaints(data={"rand_augment": {"operations": ["rotate"]}})
+    assert found.startswith("data.rand_augment: ")
+    assert "rotate moves pixels, and the heatmaps of the memory follow crops and flips only" in found
+
+
 def test_the_reference_has_every_setting_with_its_default():
     found = {one.path: one for one in all_settings()}
     optional = {"data.given", "data.color_jitter", "data.rand_augment", "data.erase"}
@@ -212,7 +237,8 @@ def test_the_reference_has_every_setting_with_its_default():
     for path in flattened(yaml.safe_load(to_yaml(make_config(everything)))):
         assert path in found
     assert (found["run"].default, found["store.slots"].default) == (None, "3")
-    assert (found["schedule.warmup.epochs"].default, found["schedule.main.epochs"].default) == ("5", "25")
+    assert (found["schedule.warmup.epochs"].default, found["schedule.main.epochs"].default) == ("5", None)
+    assert found["schedule.main"].default == "epochs: 25, learning_rate: 1.0e-05"
     assert found["selection.K"].kind == "number, at least 1 or `auto`"
     assert found["data.batch_size"].kind == "integer, at least 1"
     assert found["data.given.seed"].default is None

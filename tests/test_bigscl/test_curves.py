@@ -10,9 +10,11 @@ from bigscl.evaluation.plots.run_plots import draw_curves, mean_curve, read_curv
 
 def write_metrics(run, maps, broken=""):
     run.mkdir()
-    lines = [{"kind": "val", "step": n, "epoch": n, "map": value} for n, value in enumerate(maps)]
-    lines += [{"kind": "train", "step": n, "epoch": n // 2, "total": 1.0 + n} for n in range(2 * len(maps))]
-    lines.append({"kind": "val", "step": 9, "epoch": 9, "map": None})
+    lines = [{"kind": "val", "step": n, "epoch": n + 1, "map": value} for n, value in enumerate(maps)]
+    lines += [
+        {"kind": "train", "step": n, "epoch": n // 2 + 1, "loss": 1.0 + n} for n in range(2 * len(maps))
+    ]
+    lines.append({"kind": "val", "step": 9, "epoch": 10, "map": None})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + broken)
     return run
 
@@ -20,7 +22,7 @@ def write_metrics(run, maps, broken=""):
 def test_curves_count_epochs_from_one_and_average_the_steps_of_each(tmp_path):
     run = write_metrics(tmp_path / "run", [0.5, 0.75])
     assert read_curve(run, "val", "map", 100) == {1: 50.0, 2: 75.0}
-    assert read_curve(run, "train", "total") == {1: 1.5, 2: 3.5}
+    assert read_curve(run, "train", "loss") == {1: 1.5, 2: 3.5}
     assert read_curve(tmp_path / "nothing", "val", "map") == {}
 
 

@@ -1,10 +1,15 @@
 """Metrics over ranks, by ranks that share a process."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
+import accelerate.accelerator as accelerator_module
 import pytest
 import torch
+from accelerate import Accelerator, tracking
+from accelerate.tracking import GeneralTracker
 
+from bigscl.config import make_config
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import Loss
 from bigscl.training import metrics_log
@@ -50,7 +55,7 @@ def test_meter_reports_the_longest_wait_of_any_rank_in_one_sum(now):
     waits.append({"wait_data": 4.0, "wait_writeback": 1.0})
     *_, last = [meter.read(wait) for meter, wait in zip(meters, waits, strict=True)]
     assert len(said) == 3
-    assert last["total"] == 2.0
+    assert last["loss"] == 2.0
     assert last["images_per_second"] == 0.3
     assert {name: last[name] for name in last if "wait_" in name} == {
         "wait_data": 0.4,
@@ -83,7 +88,7 @@ def test_meter_of_a_single_process_waits_for_nobody_else_and_starts_over_when_re
     meter.add(loss_of(5.0))
     now[0] = 4.0
     seen = meter.read({"wait_data": 1.5})
-    assert (seen["total"], seen["images_per_second"], seen["wait_data"]) == (5.0, 0.5, 0.25)
+    assert (seen["loss"], seen["images_per_second"], seen["wait_data"]) == (5.0, 0.5, 0.25)
     assert "wait_ranks" not in seen
 
 
@@ -99,6 +104,105 @@ def test_the_work_after_an_epoch_is_measured_for_the_time_left(tmp_path, now, mo
     now[0] += 10
     metrics.advance()
     assert metrics._pace.seconds_left() == (10.0, 10.0 + 20.0 + 2 * 4.0)
+
+
+# Trackers
+
+
+class Injected(GeneralTracker):
+    """Notes how it is made and what it gets, in place of a tracker that is not installed."""
+
+    requires_logging_directory = False
+    made: ClassVar[list["Injected"]] = []
+
+    def __init__(self, project, **options):
+        super().__init__()
+        self.project, self.options, self.settings, self.logged = project, options, None, []
+        Injected.made.append(self)
+
+    @property
+    def tracker(self):
+        return self
+
+    def start(self):
+        pass
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
+
+
+class InjectedWandb(Injected):
+    name = "wandb"
+
+
+class InjectedMlflow(Injected):
+    name = "mlflow"
+
+
+def start(monkeypatch, folder, step, **log_settings):
+    """The trackers of a run whose W&B and MLflow are injected, on a new accelerator."""
+    Injected.made.clear()
+    known = {**tracking.LOGGER_TYPE_TO_CLASS, "wandb": InjectedWandb, "mlflow": InjectedMlflow}
+    monkeypatch.setattr(accelerator_module, "LOGGER_TYPE_TO_CLASS", known)
+    folder.mkdir(exist_ok=True)
+    config = make_config(
+        {
+            "run": str(folder),
+            "data": {"train": "shards"},
+            "model": {"backbone": "resnet18"},
+            "selection": {"K": 2.0},
+            "log": {"trackers": ["wandb", "tensorboard", "mlflow"], **log_settings},
+        }
+    )
+    made = Accelerator(project_dir=str(folder), cpu=True)
+    # The constructor leaves out what is not installed.
+    made.log_with = list(config.log.trackers)
+    log.start_trackers(made, config, "abc", step)
+    return made, *Injected.made
+
+
+def test_trackers_get_project_name_and_nested_settings(monkeypatch, tmp_path):
+    accelerator, wandb, mlflow = start(monkeypatch, tmp_path / "first", 0)
+    assert [tracker.name for tracker in accelerator.trackers] == ["wandb", "tensorboard", "mlflow"]
+    assert (wandb.project, wandb.options["name"]) == ("bigscl", "first")
+    assert (mlflow.project, mlflow.options) == ("bigscl", {"run_name": "first"})
+    assert wandb.settings["data"]["crop"]["scale"] == [0.08, 1.0]
+    assert mlflow.settings["data.crop.scale"] == "[0.08, 1.0]"
+    assert mlflow.settings["model.weights"] == "None"
+    assert mlflow.settings["data.batch_size"] == 64
+    _, wandb, mlflow = start(monkeypatch, tmp_path / "first", 0, project="birds", name="try 3")
+    assert (wandb.project, wandb.options["name"]) == ("birds", "try 3")
+    assert (mlflow.project, mlflow.options["run_name"]) == ("birds", "try 3")
+
+
+def test_a_resumed_run_continues_the_run_of_its_tracker(monkeypatch, tmp_path):
+    _, before, _ = start(monkeypatch, tmp_path / "run", 0)
+    _, after, _ = start(monkeypatch, tmp_path / "run", 40)
+    assert before.options == after.options
+    assert (after.options["id"], after.options["resume"]) == ("abc", "allow")
+
+
+def test_tensorboard_shows_a_resumed_run_as_one_without_the_steps_that_are_trained_again(
+    monkeypatch, tmp_path
+):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for step, logged in ((0, range(1, 9)), (5, range(6, 11))):
+        accelerator, *_ = start(monkeypatch, tmp_path / "run", step)
+        metrics = log.MetricsLog(tmp_path / "run", accelerator)
+        for number in logged:
+            metrics.write("train", number, {"loss": float(step), "epoch": 1})
+        accelerator.end_training()
+    folder = tmp_path / "run" / "tensorboard"
+    # The run, and the settings of its first start.
+    assert len({path.parent for path in folder.rglob("events.*")}) == 2
+    seen = event_accumulator.EventAccumulator(str(folder))
+    seen.Reload()
+    found = {event.step: event.value for event in seen.Scalars("train/loss")}
+    assert found == {step: 0.0 if step <= 5 else 5.0 for step in range(1, 11)}
+    assert len(seen.Scalars("train/loss")) == 10
 
 
 def test_a_machine_without_git_can_log_its_environment(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from bigscl.training import metrics_log
 from bigscl.training.metrics_log import EpochBar, EpochTimer, clock, describe, working
 
 VALUES = {
-    "total": 0.12345,
+    "loss": 0.12345,
     "images_per_second": 12345.6,
     "wait_data": 0.03,
     "wait_heatmaps": 0.114,

@@ -1,13 +1,14 @@
 """The start-up summary says how much of an epoch the ranks are idle, and what would change it."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bigscl.config import make_config
 from bigscl.config.schedule import plan_epoch
-from bigscl.preflight.forecast import _describe_division, forecast
+from bigscl.preflight.forecast import _describe_division, doubtful_validation, forecast
 from bigscl.store import spec_for
 from tests.test_store.conftest import make_annotations
 
@@ -46,3 +47,22 @@ def test_uneven_shards_are_named_and_an_even_number_is_better():
 def test_partial_batches_are_named():
     needs, _ = needs_of([1000] * 64, world_size=8, workers=8)
     assert "the last batch of each rank is not full" in _describe_division(needs, 64, 8)
+
+
+@pytest.mark.parametrize(("labels", "metric", "doubts"), [(1, "map", 1), (1, "top1", 0), (2, "map", 0)])
+def test_map_on_single_labels_is_warned_about(labels, metric, doubts):
+    given = SimpleNamespace(lengths=np.array([1, labels]))
+    val = SimpleNamespace(given=given, full=None, num_samples=2)
+    config = make_config(
+        {
+            "run": "run",
+            "data": {"train": "shards", "val": "val"},
+            "model": {"backbone": "resnet18"},
+            "selection": {"K": 2.0},
+            "validation": {"metric": metric},
+        }
+    )
+    found = list(doubtful_validation(config, val))
+    assert len(found) == doubts
+    assert all("none of the 2 images of data.val has two labels" in line for line in found)
+    assert not list(doubtful_validation(config, None))

@@ -157,22 +157,24 @@ def make_rows(layout):
     return Rows(**arrays)
 
 
-def make_batch():
+def make_batch(mix=None):
     return Batch(
         ids=torch.arange(BATCH),
         images=torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
         labels=torch.full((BATCH, NUM_CLASSES), -1, dtype=torch.int8),
         views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(BATCH, 1),
         skipped=torch.zeros(0, dtype=torch.int64),
+        mix=mix,
+        erased=None if mix is None else torch.zeros(BATCH, 4),
     )
 
 
-def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None):
+def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None, mix=None):
     """The copies of the second step of a run: what is made once is made by then."""
     config = make_config(
         {
             "run": "run",
-            "data": {"train": "shards", "size": SIZE},
+            "data": {"train": "shards", "size": SIZE} | ({} if mix is None else {"mix": {"mixup": 1.0}}),
             "model": {"backbone": "bigscl.models.smallnet:small_resnet"},
             "objective": {"base": base, "consistency": consistency},
             "selection": {"K": 2.0},
@@ -196,8 +198,8 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None)
         step.epoch = 1
         for _ in range(2):
             with Traffic() as traffic, accelerator.autocast():
-                batch = make_batch()
-                sample_views = CheckedViews(rows=np.arange(BATCH), views=batch.views, erased=None)
+                batch = make_batch(mix)
+                sample_views = CheckedViews(rows=np.arange(BATCH), views=batch.views, erased=batch.erased)
                 stored = to_device(
                     make_rows(layout), sample_views, selection, annotated, device=CUDA, momentum=0.8
                 )
@@ -220,6 +222,13 @@ def test_a_step_copies_its_batch_and_its_rows_and_waits_for_nothing(base, consis
 @pytest.mark.parametrize("layout", ["dense", "topk"])
 def test_a_corrected_target_needs_no_copies_of_its_own(layout):
     assert copies_of_a_step("en", "scl_corrected", layout) == copies_of_a_step("en", "scl", layout)
+
+
+@pytest.mark.parametrize("consistency", ["cl", "scl", "scl_corrected"])
+@pytest.mark.parametrize("layout", ["dense", "topk"])
+def test_mixed_images_need_a_copy_of_their_mix_and_one_of_the_boxes(consistency, layout):
+    mixed = copies_of_a_step("en", consistency, layout, mix=torch.zeros(BATCH, 5))
+    assert mixed == {"cpu to cuda": copies_of_a_step("en", consistency, layout)["cpu to cuda"] + 2}
 
 
 @pytest.mark.parametrize("base", ["epr", "ll_r", "ll_ct", "crisp"])

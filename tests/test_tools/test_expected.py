@@ -58,10 +58,10 @@ def test_a_snapshot_in_mid_epoch_exports_the_best_of_its_own_scores(request, ind
     at = save_in_mid_epoch(run, index)
     found, answer = exported(run, tmp_path, "--which", "expected")
     assert found == best(run, index)
-    assert f"snapshot {at} was saved in the middle of epoch 3" in answer.out
+    assert f"snapshot {at} was saved in the middle of epoch 4" in answer.out
     facts = exported(run, tmp_path, "--json")[1].json()
     assert facts["selection"]["recomputed"]
-    assert "middle of epoch 3" in facts["selection"]["note"]
+    assert "middle of epoch 4" in facts["selection"]["note"]
 
 
 def test_at_an_epochs_end_the_runs_own_cuts_count(run, index, tmp_path):
@@ -69,7 +69,7 @@ def test_at_an_epochs_end_the_runs_own_cuts_count(run, index, tmp_path):
     assert found == best(run, index)
     assert "middle" not in answer.out
     facts = exported(run, tmp_path, "--json")[1].json()
-    told = "expected positives as selected at the end of epoch 2"
+    told = "expected positives as selected at the end of epoch 3"
     assert facts["selection"] == {"recomputed": False, "note": told}
 
 
@@ -82,7 +82,7 @@ def test_show_and_diff_expect_what_export_expects(run, index):
         expected = {(sample, one["class"]) for one in shown["classes"] if one["expected"]}
         assert expected == {pair for pair in wanted if pair[0] == sample}
         assert facts["selection"]["recomputed"]
-    assert "middle of epoch 3" in bigscl("show", run, "--sample", 0).out
+    assert "middle of epoch 4" in bigscl("show", run, "--sample", 0).out
     assert "mid-epoch" in bigscl("show", run).out
     facts = bigscl("diff", f"{run}@{at - 1}", run, "--json").json()
     counts = facts["expected"]

@@ -110,14 +110,25 @@ def test_real_shards_are_indexed(tmp_path):
 
 
 def test_thousands_of_problems_are_cut_with_a_count_and_printed_without_control_characters(tmp_path):
-    members = [(f"k{n}\x1b[2J.jpg", jpeg(1)) for n in range(130)]
-    write_tar(tmp_path / "x.tar", [*members, *classed("a", 1, 0)])
+    wrong = [[(f"k{n}\x1b[2J.jpg", jpeg(1)), (f"k{n}\x1b[2J.cls", b"%d" % -n)] for n in range(1, 131)]
+    write_tar(tmp_path / "x.tar", [*(member for pair in wrong for member in pair), *classed("a", 1, 0)])
     result = run(str(tmp_path / "x.tar"))
     assert result.exit_code == 1
-    assert "... and 30 more problems; --json lists all of them" in result.output
+    assert "... and 30 more lines; --json lists all problems" in result.output
     assert "130 problems found" in result.output
     assert "k99\\x1b[2J" in result.output
     assert "\x1b" not in result.output
+
+
+def test_many_samples_without_a_label_are_one_line_with_their_number(tmp_path):
+    for name, count in (("x", 80), ("y", 20)):
+        unlabelled = [(f"{name}{n:03d}.jpg", jpeg(1)) for n in range(count)]
+        write_tar(tmp_path / f"{name}.tar", [*unlabelled, *classed("a", 1, 0)])
+    result = run(str(tmp_path / "x.tar"), str(tmp_path / "y.tar"), "--output", str(tmp_path / "xy.npz"))
+    (line,) = [line for line in result.output.splitlines() if "no label" in line]
+    assert line.startswith(f"{tmp_path / 'x.tar'}: x000: no label: expected `cls`")
+    assert line.endswith("(99 more of the same in 2 shards; --json lists them)")
+    assert "x001" not in result.output
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"a\na\n"])

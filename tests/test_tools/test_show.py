@@ -25,7 +25,7 @@ def test_what_a_store_is_can_be_seen_at_a_glance(runs, index):
     assert "30 samples in 4 shards of up to 8, 10 classes" in answer.out
     assert "heatmaps 12 x 12 of all classes, 3 slots, checksums" in answer.out
     assert "lease     free" in answer.out
-    assert "30 in epoch 2 (at snapshot 4)" in answer.out
+    assert "30 in epoch 3 (at snapshot 4)" in answer.out
     assert index.annotations().fingerprint[:12] in answer.out
 
 
@@ -102,7 +102,7 @@ def test_tracked_samples_show_how_they_moved(runs):
     assert {int(epoch) for epoch in sample["history"]} == {0, 1, 2}
     for epoch, rows in store.history(history_samples).items():
         assert sample["history"][str(epoch)][0] == float(rows.scores[0, first])
-    assert "e0" in bigscl("show", runs / "dense", "--sample", history_samples).out
+    assert "e3" in bigscl("show", runs / "dense", "--sample", history_samples).out
 
 
 def test_histograms_count_every_value_of_visited_samples(runs):

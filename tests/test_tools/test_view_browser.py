@@ -197,7 +197,7 @@ def test_epochs_of_a_tracked_sample_are_stepped_through(page, site):
     page.wait_for_selector("#epoch")
     now = painted(page)
     page.locator("#epoch").fill("0")
-    page.wait_for_selector("text=after epoch 0")
+    page.wait_for_selector("text=after epoch 1")
     place = past[0].kept_classes()[0].tolist().index(number)
     alpha = painted(page)[..., 3].astype(float) / 255
     np.testing.assert_allclose(alpha**2, past[0].heatmaps[0, place], atol=0.02)
@@ -206,7 +206,7 @@ def test_epochs_of_a_tracked_sample_are_stepped_through(page, site):
     assert float(told) == pytest.approx(float(past[0].scores[0, number]), abs=0.006)
     assert page.locator("svg.spark path").count() == 10
     page.keyboard.press(".")
-    page.wait_for_selector("text=after epoch 1")
+    page.wait_for_selector("text=after epoch 2")
 
 
 def test_two_runs_are_shown_side_by_side(page, site):

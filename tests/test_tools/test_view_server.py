@@ -46,7 +46,7 @@ def folder(tmp_path_factory, runs):
     folder = tmp_path_factory.mktemp("served")
     for name in ("dense", "weak", "topk"):
         shutil.copytree(runs / name, folder / name)
-    lines = [{"kind": "train", "step": step, "epoch": 0, "total": 1 / step} for step in (10, 20, 30)]
+    lines = [{"kind": "train", "step": step, "epoch": 1, "loss": 1 / step} for step in (10, 20, 30)]
     (folder / "dense" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
@@ -421,9 +421,9 @@ def test_curves_grow_with_the_file(site, folder):
     more = site.ask(f"/api/curves?after={first['next']}").json()
     assert more["lines"] == [{"kind": "val", "step": 40, "map": 0.5}]
     with file.open("a") as out:
-        out.write('ep": 50, "total": NaN}\n')
+        out.write('ep": 50, "loss": NaN}\n')
     last = site.ask(f"/api/curves?after={more['next']}").json()
-    assert last["lines"] == [{"kind": "train", "step": 50, "total": None}]
+    assert last["lines"] == [{"kind": "train", "step": 50, "loss": None}]
     file.write_text('{"kind": "train", "step": 1}\n')
     assert site.ask(f"/api/curves?after={last['next']}").json()["start"] == 0
 

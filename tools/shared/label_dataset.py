@@ -137,7 +137,7 @@ def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> li
     number = "" if total is None else f", {sum(total) / found.store.spec.num_samples:.3f} per image"
     return [
         f"By bigscl {version('bigscl')}, from the memory of {source}: snapshot {snapshot.id}, epoch "
-        f"{snapshot.epoch}, data {found.store.spec.fingerprint[:12]}.",
+        f"{snapshot.epoch + 1}, data {found.store.spec.fingerprint[:12]}.",
         f"Labels: {RULES[found.which]}. Classes known to be absent are never labels.",
         f"Expected: of each class a number of images, those of the highest rank in the memory, ties by the "
         f"lowest id{number} ({found.expected.note}).",

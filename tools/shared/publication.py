@@ -245,9 +245,9 @@ def find_results(run: Path, target: EvaluationTarget) -> dict[str, Any]:
             "F1 at 0.5": found["at_threshold"]["overall_f1"],
         }
     metrics = weights.parent / "metrics.json"
-    if metrics.is_file() and (found := read_json_object(metrics)) is not None:
+    if metrics.is_file() and "map" in (found := read_json_object(metrics) or {}):
         return {
-            "of": f"validation after epoch {found['epoch'] + 1}",
+            "of": f"validation after epoch {found['epoch']}",
             "mAP": found["map"],
             "top-1": found["top1"],
         }

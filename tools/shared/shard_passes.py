@@ -87,16 +87,16 @@ def expected_at(store: HeatmapStore) -> SnapshotThresholds:
     state = SnapshotState.of(snapshot, store.spec.num_classes)
     thresholds, recomputed = state.selection, False
     if not thresholds.any:
-        note = f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch}"
+        note = f"no expected positives were selected by snapshot {snapshot.id}, epoch {snapshot.epoch + 1}"
     elif state.within_epoch:
         thresholds, recomputed = _select_again(store, thresholds), True
         note = (
-            f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch}: expected positives "
-            f"were selected from its scores, since the run's last thresholds are of the end of epoch "
-            f"{snapshot.epoch - 1}"
+            f"snapshot {snapshot.id} was saved in the middle of epoch {snapshot.epoch + 1}: expected "
+            f"positives were selected from its scores, since the run's last thresholds are of the end of "
+            f"epoch {snapshot.epoch}"
         )
     else:
-        note = f"expected positives as selected at the end of epoch {snapshot.epoch}"
+        note = f"expected positives as selected at the end of epoch {snapshot.epoch + 1}"
     return SnapshotThresholds(
         score=thresholds.score, tie_id=thresholds.tie_id, recomputed=recomputed, note=note
     )

@@ -227,7 +227,7 @@ def _expected(results: list[ShardChanges], index: Any, count: int) -> dict[str, 
 def _text(facts: dict[str, Any]) -> str:
     lines = [
         f"{side.upper()}  {facts[side]['url']}: snapshot {facts[side]['snapshot']}, "
-        f"epoch {facts[side]['epoch']}, {facts[side]['layout']}"
+        f"epoch {facts[side]['epoch'] + 1}, {facts[side]['layout']}"
         for side in ("a", "b")
     ]
     arrays = ", ".join(f"{name} {rows:,}" for name, rows in facts["rows_differing_by_array"].items() if rows)

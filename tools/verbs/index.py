@@ -19,6 +19,8 @@ from bigscl.data.tar import expand
 from bigscl.tools.shared.terminal import progress
 
 MOST_PROBLEMS = 100
+FEW_PROBLEMS = 3
+"""Of one kind, that are named one by one."""
 
 
 def command(
@@ -127,10 +129,23 @@ def _print_problems(problems: list[Problem], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"problems": [_fields(problem) for problem in problems]}))
         return
-    for problem in problems[:MOST_PROBLEMS]:
-        print(problem)
-    if (more := len(problems) - MOST_PROBLEMS) > 0:
-        print(f"... and {more:,} more problems; --json lists all of them")
+    alike: dict[str, list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault(problem.what, []).append(problem)
+    lines = [line for group in alike.values() for line in _lines(group)]
+    for line in lines[:MOST_PROBLEMS]:
+        print(line)
+    if len(lines) > MOST_PROBLEMS:
+        print(f"... and {len(lines) - MOST_PROBLEMS:,} more lines; --json lists all problems")
+
+
+def _lines(alike: list[Problem]) -> list[str]:
+    """Return lines about problems of one kind: one with their number if they are many."""
+    if len(alike) <= FEW_PROBLEMS:
+        return [str(problem) for problem in alike]
+    shards = len({problem.shard for problem in alike})
+    more = f"{len(alike) - 1:,} more of the same in {shards:,} shard{'s' if shards > 1 else ''}"
+    return [f"{alike[0]} ({more}; --json lists them)"]
 
 
 def _fields(problem: Problem) -> dict[str, str]:

@@ -186,7 +186,7 @@ def _lease_text(lease: dict[str, Any] | None) -> str:
 
 
 def _visits_text(visits: dict[str, int]) -> str:
-    parts = [f"{visits[epoch]:,} in epoch {epoch}" for epoch in visits if epoch != "never"]
+    parts = [f"{visits[epoch]:,} in epoch {int(epoch) + 1}" for epoch in visits if epoch != "never"]
     return ", ".join([*reversed(parts), *([f"{visits['never']:,} never"] if "never" in visits else [])])
 
 
@@ -196,7 +196,14 @@ def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
     notes += ["mid-epoch"] if one["mid_epoch"] else []
     notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
     notes += [f"checkpoint {name}" for name in one["checkpoints"]]
-    head = [one["id"], one["epoch"], one["step"], utc_time(one["time"]), one["run"][:12] or "-", one["group"]]
+    head = [
+        one["id"],
+        one["epoch"] + 1,
+        one["step"],
+        utc_time(one["time"]),
+        one["run"][:12] or "-",
+        one["group"],
+    ]
     return [*head, one["shards_written"], size(one["bytes"]), size(one["bytes_only_here"]), ", ".join(notes)]
 
 
@@ -269,7 +276,7 @@ def _peak(rows: Rows, number: int) -> float | None:
 
 
 def _sample_text(facts: dict[str, Any]) -> str:
-    when = "never visited" if facts["visited"] < 0 else f"last visited in epoch {facts['visited']}"
+    when = "never visited" if facts["visited"] < 0 else f"last visited in epoch {facts['visited'] + 1}"
     epochs = list(facts["history"])[-MAX_EPOCHS_SHOWN:]
     rows = []
     for row, shown in enumerate(facts["classes"]):
@@ -278,7 +285,7 @@ def _sample_text(facts: dict[str, Any]) -> str:
         peak = "-" if shown["peak"] is None else f"{shown['peak']:.3f}"
         moved = [f"{facts['history'][epoch][row]:.2f}" for epoch in epochs]
         rows.append([shown["name"], f"{shown['score']:.3f}", peak, ", ".join(words), *moved])
-    heads = ["class", "score", "peak", "", *(f"e{epoch}" for epoch in epochs)]
+    heads = ["class", "score", "peak", "", *(f"e{int(epoch) + 1}" for epoch in epochs)]
     title = f"{facts['name']}: id {facts['id']}, {when} (snapshot {facts['snapshot']})"
     tail = "\n  on the right: scores after each epoch" if epochs else ""
     note = few_visits_note(facts["initial_share"])

@@ -150,7 +150,7 @@ def _kinds(
 
 Curve = dict[int, float]
 """A value by epoch, counted from 1."""
-CURVES = {"val": ("map", "validation mAP, %", 100.0), "train": ("total", "training loss", 1.0)}
+CURVES = {"val": ("map", "validation mAP, %", 100.0), "train": ("loss", "training loss", 1.0)}
 """The kinds of lines in metrics.jsonl, each with its field, its title and its scale."""
 
 
@@ -163,7 +163,7 @@ def read_curve(run: Path, kind: str, name: str, scale: float = 1.0) -> Curve:
         if line.get("kind") != kind or not isinstance(epoch, int) or not isinstance(value, int | float):
             continue
         if math.isfinite(value):
-            values.setdefault(epoch + 1, []).append(scale * value)
+            values.setdefault(epoch, []).append(scale * value)
     return {epoch: statistics.fmean(value) for epoch, value in sorted(values.items())}
 
 

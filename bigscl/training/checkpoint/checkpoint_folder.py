@@ -364,6 +364,10 @@ def misfit(saved: Any, own: Any, groups: Sequence[Mapping[str, Any]]) -> str | N
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(numbers) != len(parameters):
         return f"it has {len(numbers)} parameters, expected {len(parameters)}"
+    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in (saved, own)]
+    if sizes[0] != sizes[1]:
+        # Of norms and biases, or of layers: torch would say no more than that the groups differ.
+        return f"its {len(sizes[0])} groups of parameters have {sizes[0]} of them, expected {sizes[1]}"
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
@@ -377,5 +381,5 @@ def _same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two groups are of the same kind of optimizer, whose name torch does not save."""
     # AdamW; torch before 2.6 does not save it, and the checkpoint may be of another version.
     decoupled = {one["decoupled_weight_decay"] for one in (group, other) if "decoupled_weight_decay" in one}
-    same_names = all((name in group) == (name in other) for name in ("betas", "momentum"))
+    same_names = all((name in group) == (name in other) for name in ("betas", "momentum", "amsgrad"))
     return same_names and len(decoupled) < 2

@@ -218,24 +218,21 @@ class CheckpointSearch:
 
     def read_best(self, candidates: Candidates) -> Saved | None:
         """Return the first of the checkpoints that every rank can read; None if there are none at all."""
-        reasons = []
+        reasons: list[str] = []
         for path in map(Path, candidates.paths):
             saved, reason = self._try(path, candidates)
             if saved is not None:
+                if self._run.ranks.rank == 0:
+                    for unusable in reasons:
+                        logger.warning("cannot resume from %s", unusable)
                 logger.info("resuming from %s", path)
                 return saved
             if self._choice != "auto":
                 raise CheckpointError(f"--resume: {reason}")
             reasons.append(reason)
             self.unusable.append(path)
-            if self._run.ranks.rank == 0:
-                logger.warning("cannot resume from %s", reason)
         if reasons:
-            listed = "\n".join(f"  {reason}" for reason in reasons)
-            raise CheckpointError(
-                f"{self._run.folder.path}: has checkpoints, but none can be resumed from. Restore one of "
-                f"them or what it needs from a copy, or start again in another folder:\n{listed}"
-            )
+            raise CheckpointError(_none_usable(self._run.folder.path, self.unusable, reasons))
         return None
 
     def _try(self, path: Path, candidates: Candidates) -> tuple[Saved | None, str]:
@@ -296,6 +293,19 @@ class CheckpointSearch:
             raise CheckpointError(
                 f"{path}: needs snapshot {progress.snapshot} of its store: {error}"
             ) from None
+
+
+def _none_usable(folder: Path, paths: list[Path], reasons: list[str]) -> str:
+    """Return the message that no checkpoint can be resumed from; a cause that all share is named once."""
+    causes = {reason.replace(str(path), "") for path, reason in zip(paths, reasons, strict=True)}
+    if len(causes) == 1:
+        names = ", ".join(path.name for path in paths)
+        return f"{folder}: none can be resumed from of its checkpoints {names}, for one reason: {reasons[0]}"
+    listed = "\n".join(f"  {reason}" for reason in reasons)
+    return (
+        f"{folder}: has checkpoints, but none can be resumed from. Restore one of them or what it needs from "
+        f"a copy, or start again in another folder:\n{listed}"
+    )
 
 
 def list_candidates(folder: RunFolder, choice: Choice) -> list[Path]:

@@ -103,7 +103,7 @@ class Saver:
             self._thread.join(seconds)
 
     def save_best(self, metrics: dict[str, float]) -> None:
-        """Save the weights that were just validated in the folder `best`, with their metrics."""
+        """Save the weights that were just trained in the folder `best`, with their metrics."""
 
         def save() -> None:
             files = {WEIGHTS: write_tensors(self._state.evaluated.network.state_dict())}

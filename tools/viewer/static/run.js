@@ -6,7 +6,7 @@ export const KEYS = {};
 const SECONDS = 2;
 const SECONDS_STORE = 15;
 const PANELS = {
-  "losses": { kind: "train", fields: ["total", "base", "consistency"], low: 0 },
+  "losses": { kind: "train", fields: ["loss", "base", "consistency"], low: 0 },
   "validation": { kind: "val", fields: ["map", "map_with_map_pooling", "top1"] },
   "waits, share of the step": { kind: "train", fields: ["wait_data", "wait_heatmaps", "wait_writeback"], low: 0 },
   "images per second": { kind: "train", fields: ["images_per_second"], low: 0 },
@@ -131,7 +131,7 @@ async function store(place, number) {
   ];
   const heads = ["snapshot", "epoch", "step", "time", "arrays", "notes"];
   const rows = found.snapshots.map((one) => [
-    one.id, one.epoch, plain(one.step), new Date(1000 * one.time).toLocaleString(), one.group,
+    one.id, one.epoch + 1, plain(one.step), new Date(1000 * one.time).toLocaleString(), one.group,
     [one.id === found.shown ? "shown" : "", one.selection ? "selection" : "", one.mid_epoch ? "mid-epoch" : "", ...one.checkpoints].filter(Boolean).join(", "),
   ]);
   place.replaceChildren(

@@ -36,7 +36,7 @@ function title(side, values) {
   return el("div", { className: "title" },
     el("a", { href: address(back), onclick: (event) => { event.preventDefault(); go(back); } }, "‹ grid"),
     el("h1", {}, sample.key),
-    el("span", { className: "faint" }, `${sample.shard}, row ${sample.row}, ${sample.visited < 0 ? "never visited" : `last visited in epoch ${sample.visited}`}`),
+    el("span", { className: "faint" }, `${sample.shard}, row ${sample.row}, ${sample.visited < 0 ? "never visited" : `last visited in epoch ${sample.visited + 1}`}`),
     el("a", { href: url("image", { run: side.number, row: values.row, data: side.run.data }), target: "_blank", rel: "noopener" }, "original"));
 }
 
@@ -79,7 +79,7 @@ function draw(section = document.querySelector(".sample")) {
   const values = state();
   const epoch = epochs.includes(Number(values.epoch)) && values.epoch ? Number(values.epoch) : null;
   const shown = section.querySelector("#epoch-shown");
-  if (shown) shown.textContent = epoch === null ? "now" : epoch;
+  if (shown) shown.textContent = epoch === null ? "now" : epoch + 1;
   section.querySelectorAll(".side").forEach((article, place) => drawSide(article, sides[place], epoch, values));
 }
 
@@ -96,7 +96,7 @@ function drawSide(article, side, epoch, values) {
     drawOver(article.querySelector(".over"), sample, heat, run, values);
   }
   article.querySelector(".told").textContent =
-    `${run.classes[focus]}: ${heat ? `hottest ${(Math.max(...heat) / 255).toFixed(2)}` : "no heatmap is kept"}${epoch === null ? "" : `, after epoch ${epoch}`}`;
+    `${run.classes[focus]}: ${heat ? `hottest ${(Math.max(...heat) / 255).toFixed(2)}` : "no heatmap is kept"}${epoch === null ? "" : `, after epoch ${epoch + 1}`}`;
   article.querySelector(".bars").replaceChildren(...sample.classes.map((one) => bar(one, side, then)));
 }
 
@@ -123,7 +123,7 @@ function drawOver(over, sample, heat, run, values) {
   if (values.views === "yes") {
     sample.views.forEach(({ epoch, box, flip }, place) => {
       drawn.push(frame(...box, VIEW_COLORS[place], { class: "view", "stroke-dasharray": flip ? "6 4" : null }));
-      drawn.at(-1).append(el("title", {}, `epoch ${epoch}${flip ? ", mirrored" : ""}`));
+      drawn.at(-1).append(el("title", {}, `epoch ${epoch + 1}${flip ? ", mirrored" : ""}`));
     });
   }
   over.replaceChildren(...drawn);
@@ -149,7 +149,7 @@ function sparkline(past, number) {
   const path = points.map(([epoch, score], place) => `${place ? "L" : "M"}${(60 * (epoch - first)) / width},${15 - 14 * score}`).join("");
   return el("svg", { class: "spark", viewBox: "0 0 60 16", preserveAspectRatio: "none" },
     el("path", { d: path, fill: "none", stroke: "currentColor", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }),
-    el("title", {}, points.map(([epoch, score]) => `${epoch}: ${score.toFixed(2)}`).join("  ")));
+    el("title", {}, points.map(([epoch, score]) => `${epoch + 1}: ${score.toFixed(2)}`).join("  ")));
 }
 
 function look(number) {
