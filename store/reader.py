@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend
 from bigscl.store.commit.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.epoch.threads import Check
+from bigscl.store.epoch.threads import Check, in_order
 from bigscl.store.errors import BadFile, ChunkCorrupt, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
@@ -158,14 +158,19 @@ class StoreReader:
         return {name: array for name, array in initial.items() if names is None or name in names}
 
     def read(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
-        """The rows of these samples, in their order. For looking around: reads whole shards each time."""
+        """The rows of these samples, in their order. For looking around: threads read whole shards."""
         wanted = np.asarray(ids, dtype=np.int64)
         self.check_ids(wanted)
         gathered: dict[str, Array] = {}
-        for shard, positions, places in split_by_shard(wanted, self.spec.rows_per_shard):
-            for name, array in self._load(shard).items():
+
+        def load(shard: int, positions: Array, places: Array) -> tuple[Array, dict[str, Array]]:
+            return places, {name: array[positions] for name, array in self._load(shard).items()}
+
+        parts = split_by_shard(wanted, self.spec.rows_per_shard)
+        for places, rows in in_order(lambda part: load(*part), parts):
+            for name, array in rows.items():
                 out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
-                out[places] = array[positions]
+                out[places] = array
         self._check_still_retained()
         if not gathered:
             return self.load_shard(0).take(slice(0, 0))
