@@ -311,7 +311,7 @@ class LoaderWorkers:
         assert slots is not None
         (images, labels), count = slots.lend(found.slot), len(found.rest["ids"])
         rest = {**found.rest, "labels": labels[:count].numpy()}
-        own = {
+        own: dict[str, Any] = {
             name: torch.tensor(x, pin_memory=self._pin_memory) if isinstance(x, np.ndarray) else x
             for name, x in rest.items()
         }

@@ -184,9 +184,9 @@ class SlotLayout:
     def cut(self, slot: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return images, uint8 [rows,3,S,S], channels last, and labels, int8 [rows,L], which keep `slot`."""
         # Cut as a tensor: a part of an array keeps what the array is a part of, not the array.
-        parts = [self.rows * 3 * self.size**2, self.rows * self.num_classes]
-        images, labels = torch.from_numpy(slot)[: sum(parts)].split(parts)
-        images = images.view(self.rows, self.size, self.size, 3).permute(0, 3, 1, 2)
+        whole, end = torch.from_numpy(slot), self.rows * 3 * self.size**2
+        images = whole[:end].view(self.rows, self.size, self.size, 3).permute(0, 3, 1, 2)
+        labels = whole[end : end + self.rows * self.num_classes]
         return images, labels.view(torch.int8).view(self.rows, self.num_classes)
 
 
@@ -227,7 +227,7 @@ def _map_shared(layout: SlotLayout, count: int, duplicate: Any) -> SlotMemory:
 
 def _anonymous_file() -> int:
     """Return the descriptor of a new file in memory: containers often allow little in /dev/shm."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):
         return os.memfd_create("bigscl-batches")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
@@ -284,7 +284,7 @@ class Slots:
 
     def lock(self) -> None:
         """Lock the memory in RAM, so that copies to a GPU are asynchronous, if CUDA can do that."""
-        memory, cudart = self.memory.content, torch.cuda.cudart()
+        memory, cudart = self.memory.content, torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.ctypes.data
         error = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
         self.is_locked = error == 0

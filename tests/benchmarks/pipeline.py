@@ -349,7 +349,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def receiving(options: argparse.Namespace) -> None:
-    """Print the CPU milliseconds of taking a batch, and of freeing the one taken HELD batches before."""
+    """Print the CPU milliseconds of taking a batch and of freeing the one taken HELD batches before."""
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder), options.photos, options.images // BATCH * BATCH)
         batches, held, found = iter(with_bigscl(files, max(1, options.workers), "torchvision")), deque(), []

@@ -711,6 +711,20 @@ def test_a_worker_that_dies_stops_the_epoch_with_an_error_within_seconds(index):
     workers.close()
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_slots_are_shared_with_forks_and_with_workers_of_a_server_process(index, expected, remote):
+    """Workers that read remote tars are no forks of this process."""
+    with web_server(os.path.dirname(index.urls[0]), QuietHandler) as address:
+        urls = tuple(f"{address}/{name}" for name in index.shard_names) if remote else index.urls
+        workers = LoaderWorkers(replace(index, urls=urls), 2)
+        kept = []
+        for batch in Loader(index, plan_for(index, workers=2), 0, TRANSFORM, workers=workers):
+            kept.append(batch._map(torch.clone))
+            assert outside_slots(workers, [batch]) == 0
+        assert contents(kept) == expected
+        workers.close()
+
+
 class FakeCuda:
     """CUDA's calls for page-locked memory; copies of the GPU are over when the test says so."""
 
