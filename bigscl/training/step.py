@@ -91,6 +91,7 @@ class Step:
             positives_per_image=self._positives_per_image,
             epoch=self.epoch,
             progress=self.epoch / self._config.schedule.epochs,
+            logit_map=prediction.logit_map,
             **kept,
         )
         inputs = replace(inputs, **self._statistics(inputs, count))
@@ -175,4 +176,4 @@ class Step:
 
     @property
     def _needs_maps(self) -> bool:
-        return self._memory.keeps_heatmaps or "maps" in self._objective.needs
+        return self._memory.keeps_heatmaps or bool({"maps", "logit_map"} & self._objective.needs)

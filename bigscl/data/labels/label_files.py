@@ -1,9 +1,13 @@
-"""Labels from a file beside the shards: CSV, JSON lines, Parquet, or ReaL's list of lists.
+"""Labels from a file beside the shards: a table, ReaL's list of lists, or MultiLabel-ImageNet's lines.
 
-A table has a line for each image: `key`, `positives` and, optionally, `negatives`. Classes are names or
-numbers (a name comes first); in CSV and in text columns they are separated by `;`. `*` as the only negative
-says that all classes but the positives are absent. A key is that of the sample in its shard, or `shard/key`
-where several shards have the same key.
+A table (CSV, JSON lines, Parquet) has a line for each image: `key`, `positives` and maybe `negatives`.
+Classes are names or numbers (a name comes first); in CSV and in text columns they are separated by `;`. `*`
+as the only negative says that all classes but the positives are absent. A key is that of the sample in its
+shard, or `shard/key` where several shards have the same key.
+
+MultiLabel-ImageNet (.txt, .tsv) has a line for each image, with tabs between `wnid/file`, the given class,
+the positives and their scores; numbers are separated by commas. Classes that are not positives are absent.
+The image is the one with that path without its suffix as key, else with the name of the file.
 """
 
 import csv
@@ -92,9 +96,15 @@ def read_labels(path: Path, index: Index) -> FileLabels:
         return _read_real(path, index)
     if path.suffix not in READERS:
         raise UserError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
-    with parse_errors(path, "a table of labels", f"Expected the columns {', '.join(COLUMNS)}."):
+    with parse_errors(path, "a table of labels", _expected(path)):
         rows = list(READERS[path.suffix](path))
     return _matched(path, rows, index)
+
+
+def _expected(path: Path) -> str:
+    if path.suffix in BY_FILE_NAME:
+        return "Expected lines of wnid/file, given class, classes, scores with tabs between them."
+    return f"Expected the columns {', '.join(COLUMNS)}."
 
 
 def _read_real(path: Path, index: Index) -> FileLabels:
@@ -147,7 +157,33 @@ def _parquet(path: Path) -> Iterator[Row]:
     yield from rows
 
 
-READERS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
+def _image_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            fields = line.rstrip("\r\n").split("\t")
+            if len(fields) != IMAGE_FIELDS:
+                raise UserError(
+                    f"line {number} has {len(fields)} fields between tabs, expected {IMAGE_FIELDS}"
+                )
+            file_name, _, positives, scores = fields
+            classes = [int(each) for each in positives.split(",") if each]
+            if len(classes) != sum(1 for each in scores.split(",") if each):
+                raise UserError(f"line {number} has {len(classes)} classes and another number of scores")
+            folder, slash, name = file_name.rpartition("/")
+            # As in a tar: a key ends at the first dot of the file's name.
+            yield {
+                "key": folder + slash + name.partition(".")[0],
+                "positives": classes,
+                "negatives": ALL_OTHERS,
+            }
+
+
+READERS = {".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet, ".txt": _image_lines, ".tsv": _image_lines}
+BY_FILE_NAME = (".txt", ".tsv")
+"""Formats whose keys are paths of images: their last part may be the key."""
+IMAGE_FIELDS = 4
 
 
 def _check_columns(found: Iterable[str]) -> None:
@@ -168,6 +204,8 @@ def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
     for row in rows:
         key = str(row["key"])
         sample_id = ids.get(key)
+        if sample_id is None and path.suffix in BY_FILE_NAME:
+            sample_id = ids.get(key.rpartition("/")[2])
         if sample_id is None:
             unknown_keys.append(key)
             continue

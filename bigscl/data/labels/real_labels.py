@@ -1,10 +1,15 @@
-"""ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number."""
+"""ReaL and reviewed labels of ImageNet's validation images, matched to images by their number.
+
+ReaL (Beyer et al., 2020) has labels of all of them. Experts reviewed the predictions of many networks for
+20,000 (Shankar et al., 2020; tfds `imagenet2012_multilabel`): for each image classes are correct, unclear
+or wrong.
+"""
 
 import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +103,61 @@ def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[s
             f"class {place} is {wnids[place]}; ReaL counts classes by sorted wnid, where it is "
             f"{sorted(wnids)[place]}. Index the shards with the classes in that order."
         )
+
+
+# Reviewed labels
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewedImage:
+    """The classes of an image that experts agreed on, and those that they did not."""
+
+    correct: frozenset[int]
+    unclear: frozenset[int]
+
+
+def read_reviewed_labels(path: Path, class_names: Sequence[str]) -> dict[int, ReviewedImage]:
+    """Return the images that count, by their number: those with a correct class that are not problematic.
+
+    The file is that of the authors (`initial_annots`, `problematic_images`), or has the classes alone:
+    `{key: {"correct": [...], "unclear": [...], "wrong": [...]}}`. Classes are wnids or numbers.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file. It is human_accuracy_v3.0.0.json of tfds imagenet2012_multilabel."
+        )
+    with parse_errors(path, "reviewed labels in JSON", "Download it again."):
+        content = json.loads(path.read_text())
+        images = content.get("initial_annots", content)
+        problematic = {_number(key) for key in content.get("problematic_images", ())}
+        numbers = {name.split()[0]: number for number, name in enumerate(class_names) if WNID.match(name)}
+        found = {
+            number: ReviewedImage(
+                *(_reviewed_classes(classes.get(kind, ()), numbers, class_names) for kind in REVIEWED)
+            )
+            for key, classes in images.items()
+            if (number := _number(key)) is not None and number not in problematic
+        }
+    return {number: image for number, image in found.items() if image.correct}
+
+
+REVIEWED = ("correct", "unclear")
+
+
+def _number(key: str) -> int | None:
+    """Return the number of a validation image; None for an image of another set."""
+    match = NUMBER.search(key)
+    return None if match is None else int(match[1])
+
+
+def _reviewed_classes(
+    values: Sequence[object], numbers: Mapping[str, int], class_names: Sequence[str]
+) -> frozenset[int]:
+    classes = [numbers.get(value, -1) if isinstance(value, str) else value for value in values]
+    for value, number in zip(values, classes, strict=True):
+        if type(number) is not int or not 0 <= number < len(class_names):
+            raise UserError(
+                f"class {reprlib.repr(value)} is none of the {len(class_names)} classes, as "
+                f"{class_names[0]!r}; expected wnids that begin the names of classes, or numbers"
+            )
+    return frozenset(number for number in classes if type(number) is int)
