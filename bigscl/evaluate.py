@@ -24,7 +24,13 @@ from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import Index, load_index
-from bigscl.data.labels.label_files import match_real_labels, read_real_labels, with_evaluation_labels
+from bigscl.data.labels.label_files import with_evaluation_labels
+from bigscl.data.labels.real_labels import (
+    image_numbers,
+    match_real_labels,
+    read_real_labels,
+    read_reviewed_labels,
+)
 from bigscl.data.loader import BadSamples, Batch, Loader
 from bigscl.distributed.network import choose_interface
 from bigscl.distributed.ranks import process_group
@@ -69,13 +75,21 @@ def _evaluate(options: EvaluationOptions) -> None:
         match_real_labels(
             real_labels, [index.key(int(sample_id)) for sample_id in index.ids()], index.class_names
         )
+    reviewed = None
+    if options.reviewed is not None:
+        reviewed = read_reviewed_labels(options.reviewed, index.class_names)
+        image_numbers([index.key(int(sample_id)) for sample_id in index.ids()])
     folder = options.output or (target.config.run if target.config else Path()) / "evaluation"
     check_writable(folder)
     saved = Evaluation(target, index, options).predictions()
     if saved is None:
         return
     report = make_report(
-        saved, real_labels=real_labels, activation=options.activation, pooling=options.pooling
+        saved,
+        real_labels=real_labels,
+        reviewed_labels=reviewed,
+        activation=options.activation,
+        pooling=options.pooling,
     )
     saved.save(folder / FILE_NAME)
     write_report(report, folder)

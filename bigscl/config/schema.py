@@ -51,7 +51,8 @@ class DataConfig:
     val_index: Path | None = None
     """Index of the validation shards. Default: the one in their folder."""
     labels_file: Path | None = None
-    """Labels of training images in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json."""
+    """Labels of training images in place of those in the shards: .csv, .jsonl, .parquet, ReaL's .json, or
+    MultiLabel-ImageNet's .txt."""
     answers: Path | None = None
     """File of human answers (`bigscl review`); it may grow. yes = positive, no = negative."""
     val_labels_file: Path | None = None

@@ -103,7 +103,7 @@ class GlooRanks:
         outgoing, incoming = (torch.empty(sum(counts), dtype=torch.uint8) for counts in (sent, came))
         np.concatenate([np.frombuffer(payload, np.uint8) for payload in payloads], out=outgoing.numpy())
         dist.all_to_all_single(incoming, outgoing, came, sent, group=self._group)
-        return [part.numpy().tobytes() for part in incoming.split(came)]
+        return [part.tobytes() for part in np.split(incoming.numpy(), np.cumsum(came)[:-1])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks, on every rank."""

@@ -128,6 +128,14 @@ class EvaluationOptions:
         Path | None,
         typer.Option(help="real.json: score ImageNet-val by the ReaL labels.", rich_help_panel=_REPORT),
     ] = None
+    reviewed: Annotated[
+        Path | None,
+        typer.Option(
+            "--multilabel",
+            help="human_accuracy_v3.0.0.json: add multi-label accuracy on ImageNet-val by reviewed labels.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
     activation: Annotated[
         Literal["sigmoid", "softmax"],
         typer.Option(help="How logits become scores.", rich_help_panel=_REPORT),

@@ -6,14 +6,15 @@ It depends on saved predictions only, so that scoring them again gives the same 
 # Shapes: N images, L classes, R best classes of an image.
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
 
 from bigscl.common.user_error import UserError
-from bigscl.data.labels.label_files import match_real_labels
+from bigscl.data.labels.real_labels import ReviewedImage, image_numbers, match_real_labels
 from bigscl.evaluation.main_metrics import METRICS, ScoredImages
 from bigscl.evaluation.metrics import (
     ClassFigures,
@@ -46,6 +47,16 @@ class SingleLabel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReviewedAccuracy:
+    """Accuracy by reviewed labels: a first class that is correct or unclear is right."""
+
+    num_images: int
+    top1: float
+    class_top1: float
+    """Mean over the classes of the images' own labels, as published; NaN without such labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All figures, as fractions."""
 
@@ -71,6 +82,8 @@ class Report:
     """Images of the set without a prediction."""
     original: SingleLabel | None
     """Accuracies by ImageNet's own labels, if the figures are ReaL's."""
+    reviewed: ReviewedAccuracy | None
+    """Multi-label accuracy by the labels that experts reviewed, if they were given."""
     top1: float
     top5: float
     mean_ap: MeanAP
@@ -115,10 +128,11 @@ def make_report(
     saved: SavedPredictions,
     *,
     real_labels: Sequence[Sequence[int]] | None = None,
+    reviewed_labels: Mapping[int, ReviewedImage] | None = None,
     activation: Activation = "sigmoid",
     pooling: Pooling = "plain",
 ) -> Report:
-    """Return all figures of some predictions, by their own labels or ReaL's."""
+    """Return all figures of some predictions, by their own labels or ReaL's, and by reviewed ones."""
     pooled = saved.pooled(pooling)
     scored = score(pooled, real_labels=real_labels, activation=activation)
     figures = _figures(scored, saved.class_names, activation)
@@ -139,6 +153,7 @@ def make_report(
         num_expected=scored.num_expected,
         missing=scored.missing,
         original=None if real_labels is None else _single_label(pooled),
+        reviewed=None if reviewed_labels is None else reviewed_accuracy(pooled, reviewed_labels),
         localization=saved.about.get("localization"),
         pooling=pooling,
         poolings=poolings,
@@ -207,4 +222,30 @@ def _single_label(saved: SavedPredictions) -> SingleLabel | None:
         num_images=int((targets > 0).any(1).sum()),
         top1=top_k_accuracy(ranked, targets, 1),
         top5=top_k_accuracy(ranked, targets, min(5, ranked.shape[1])),
+    )
+
+
+def reviewed_accuracy(
+    saved: SavedPredictions, reviewed_labels: Mapping[int, ReviewedImage]
+) -> ReviewedAccuracy:
+    """Return the accuracy over the predicted images that were reviewed.
+
+    The reviewed images are as many of each class, those of them that count are not: so the published figure
+    is the mean over classes, by the label of the shards.
+    """
+    hits: list[bool] = []
+    by_class: dict[int, list[bool]] = {}
+    for row, number in enumerate(image_numbers(saved.keys)):
+        image = reviewed_labels.get(number)
+        if image is None:
+            continue
+        hits.append(int(saved.ranked[row, 0]) in image.correct | image.unclear)
+        own = [] if saved.labels is None else (saved.labels[row] > 0).nonzero()[0].tolist()
+        if len(own) == 1:
+            by_class.setdefault(own[0], []).append(hits[-1])
+    complete = sum(map(len, by_class.values())) == len(hits) > 0
+    return ReviewedAccuracy(
+        num_images=len(hits),
+        top1=fmean(hits) if hits else math.nan,
+        class_top1=fmean(map(fmean, by_class.values())) if complete else math.nan,
     )

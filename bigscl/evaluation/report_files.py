@@ -40,6 +40,7 @@ def to_markdown(report: Report) -> str:
         "## Accuracy and mean average precision",
         main_table([report]),
         pooling_table([report]),
+        _reviewed_line(report),
         "## Precision, recall and F1",
         _precision_table(report),
         *_localization(report),
@@ -54,7 +55,8 @@ def to_markdown(report: Report) -> str:
 
 def summary(report: Report) -> str:
     """Return the main figures for a terminal."""
-    parts = [report.headline, main_table([report]), pooling_table([report]), _precision_table(report)]
+    parts = [report.headline, main_table([report]), pooling_table([report])]
+    parts += [_reviewed_line(report), _precision_table(report)]
     return "\n\n".join(filter(None, [*parts, *_localization(report)]))
 
 
@@ -147,6 +149,16 @@ def _about(report: Report) -> str:
         rest = f" and {more:,} more (all in report.json)" if more > 0 else ""
         lines.append(f"Missing: {len(report.missing):,} images without a prediction: {named}{rest}.")
     return "\n".join(lines)
+
+
+def _reviewed_line(report: Report) -> str:
+    if (found := report.reviewed) is None:
+        return ""
+    return (
+        f"Multi-label accuracy by the labels that experts reviewed: {percent(found.class_top1)} (mean over "
+        f"classes; over images {percent(found.top1)}), of {found.num_images:,} images. A first class that is "
+        f"correct or unclear counts as right."
+    )
 
 
 def _subsets(report: Report) -> Iterable[Subset]:

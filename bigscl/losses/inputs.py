@@ -22,6 +22,9 @@ class LossInputs:
     maps: Tensor | None = None
     """Score maps [B,L,G,G] in the view frame: the sigmoid of the network's maps, in at least float32."""
 
+    logit_map: Tensor | None = None
+    """The network's maps [B,L,G,G] as they are, before the sigmoid; `logits` are their means."""
+
     # From the memory, see FROM_MEMORY
 
     scores: Tensor | None = None

@@ -41,7 +41,7 @@ def ll_r(
     logits: Tensor, labels: Tensor, epoch: int, threshold: Tensor | None = None, *, settings: LargeLoss
 ) -> Tensor:
     """As `an`, but unknown labels with a large loss have none."""
-    is_large = _large(logits, labels, None, settings.rate_at(epoch, lasting=False), threshold)
+    is_large = find_large_losses(logits, labels, None, settings.rate_at(epoch, lasting=False), threshold)
     return large_loss(logits, labels, is_large, None, "reject")
 
 
@@ -49,7 +49,7 @@ def ll_ct(
     logits: Tensor, labels: Tensor, epoch: int, threshold: Tensor | None = None, *, settings: LargeLoss
 ) -> Tensor:
     """As `an`, but unknown labels with a large loss count as positives."""
-    is_large = _large(logits, labels, None, settings.rate_at(epoch, lasting=False), threshold)
+    is_large = find_large_losses(logits, labels, None, settings.rate_at(epoch, lasting=False), threshold)
     return large_loss(logits, labels, is_large, None, "correct")
 
 
@@ -63,7 +63,9 @@ def ll_cp(
     settings: LargeLoss,
 ) -> Tensor:
     """As `ll_ct`, and labels that were corrected once stay positive."""
-    is_large = _large(logits, labels, corrections, settings.rate_at(epoch, lasting=True), threshold)
+    is_large = find_large_losses(
+        logits, labels, corrections, settings.rate_at(epoch, lasting=True), threshold
+    )
     return large_loss(logits, labels, is_large, corrections, "correct")
 
 
@@ -83,9 +85,10 @@ def large_loss(
     return weighted(logits, is_positive, ~is_positive & ~is_large)
 
 
-def _large(
+def find_large_losses(
     logits: Tensor, labels: Tensor, corrected: Tensor | None, rate: float, threshold: Tensor | None
 ) -> Tensor:
+    """Return which losses are among the largest of the global batch, at a share of its labels, bool [B,L]."""
     competing = competing_logits(logits, labels, corrected)
     return find_large(competing, num_large(competing.numel(), rate), threshold)
 
@@ -121,14 +124,14 @@ def num_large(num_labels: int, rate: float) -> int:
 
 
 def _threshold(inputs: LossInputs | None, batch: GlobalBatch, settings: LargeLoss) -> dict[str, Any]:
-    return _global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=False))
+    return global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=False))
 
 
 def _lasting_threshold(inputs: LossInputs | None, batch: GlobalBatch, settings: LargeLoss) -> dict[str, Any]:
-    return _global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=True))
+    return global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=True))
 
 
-def _global_threshold(inputs: LossInputs | None, batch: GlobalBatch, rate: float) -> dict[str, Any]:
+def global_threshold(inputs: LossInputs | None, batch: GlobalBatch, rate: float) -> dict[str, Any]:
     """Return the logit from which on losses are large in the global batch, if ranks must agree on it.
 
     Each rank sends its largest logits, at most as many as there can be large ones: at the rates in use
@@ -178,7 +181,7 @@ class LabelCorrections(SampleRows):
         given = trained.inputs
         assert given.epoch is not None
         rate = self._settings.rate_at(given.epoch, lasting=True)
-        is_large = _large(given.logits, given.labels, given.corrections, rate, given.threshold)
+        is_large = find_large_losses(given.logits, given.labels, given.corrections, rate, given.threshold)
         copies, ready = trained.copy_to_host({"bits": pack(is_large)})
         self.add(trained.ids, copies["bits"], ready)
 

@@ -94,6 +94,7 @@ class Step:
             positives_per_image=self._positives_per_image,
             epoch=self.epoch,
             progress=self.epoch / self._config.schedule.epochs,
+            logit_map=prediction.logit_map,
             **kept,
         )
         inputs = replace(inputs, **self._statistics(inputs, count))
@@ -195,4 +196,4 @@ class Step:
     def _needs_maps(self) -> bool:
         # Of an image with CutMix the memory gets the scores of the cells that show it.
         mixes = self._config.data.mix is not None and self._config.store.kind != "none"
-        return mixes or self._memory.keeps_heatmaps or "maps" in self._objective.needs
+        return mixes or self._memory.keeps_heatmaps or bool({"maps", "logit_map"} & self._objective.needs)

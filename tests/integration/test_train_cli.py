@@ -46,12 +46,13 @@ def dotted(**changes):
 
 # Every objective and option
 
-FIELD = ("focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "em_apl", "crisp")
+FIELD = ("focal", "asl", "hill", "splc", "gr", "ll_r", "ll_ct", "ll_cp", "boostlu", "em_apl", "crisp")
 SETTINGS_OF = {
     "em_apl": {"objective.em_apl.start_epoch": 1},
     "ll_r": {"objective.large_loss.rate": 0.1},
     "ll_ct": {"objective.large_loss.rate": 0.1},
     "ll_cp": {"objective.large_loss.rate": 0.1},
+    "boostlu": {"objective.boostlu.rate": 0.1},
 }
 """So that two epochs show what a loss does later on."""
 OBJECTIVES = {

@@ -70,7 +70,7 @@ def test_tensors_are_written_from_their_memory_in_one_call_each_so_that_other_th
     write_tensors({"a": torch.zeros(1000, 1000), "b": torch.ones(70, dtype=torch.bfloat16)})(Recorder())
     header, *values = written
     assert len(header) < 200
-    assert [(each.nbytes, each.flags.owndata) for each in values] == [(4_000_000, False), (140, False)]
+    assert [(type(each), each.nbytes) for each in values] == [(memoryview, 4_000_000), (memoryview, 140)]
 
 
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):

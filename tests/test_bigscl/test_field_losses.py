@@ -19,6 +19,7 @@ from bigscl.config import ConfigError, load_config, make_objective
 from bigscl.losses.inputs import LossInputs
 from bigscl.losses.large_loss import num_large
 from bigscl.losses.objective import BASES, Objective
+from bigscl.losses.registry import GlobalBatch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 B, L = 5, 6
@@ -356,3 +357,81 @@ def test_configs_of_the_losses_differ_from_each_other_in_the_objective_only(base
     assert config.objective == make_objective(base, "none")
     same = replace(config, run=baseline.run, objective=baseline.objective)
     assert same == baseline
+
+
+# BoostLU: logits of the map, not of the pooled prediction
+
+
+def boosted_inputs(seed, epoch, dtype=torch.float64):
+    """Random inputs whose logits are the means of a random map, [B,L,3,3]."""
+    generator = torch.Generator().manual_seed(seed)
+    maps = 2 * torch.randn(B, L, 3, 3, generator=generator, dtype=dtype)
+    maps.requires_grad_()
+    return replace(random_inputs(seed, epoch), logits=maps.mean((2, 3)), logit_map=maps, corrections=None)
+
+
+@pytest.mark.parametrize("scheme", ["reject", "correct"])
+@pytest.mark.parametrize("values", [{}, {"alpha": 2.5, "rate": 0.11}], ids=["defaults", "others"])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), epoch=st.integers(0, 5))
+def test_boostlu_is_the_large_loss_of_maps_with_boosted_positive_cells(scheme, values, seed, epoch):
+    inputs = boosted_inputs(seed, epoch)
+    objective = make_objective("boostlu", "none", boostlu={"scheme": scheme, **values})
+    alpha, rate = values.get("alpha", 5.0), values.get("rate", 0.005)
+    boosted = [
+        [sum(alpha * cell if cell > 0 else cell for row in grid for cell in row) / 9 for grid in image]
+        for image in inputs.logit_map.tolist()
+    ]
+    base = {"reject": "ll_r", "correct": "ll_ct"}[scheme]
+    plain = make_objective(base, "none", large_loss={"rate": rate}).large_loss
+    expected = reference(base, plain, inputs, boosted, boosted)
+    assert objective(inputs).base.mean().item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_boostlu_multiplies_the_gradient_of_positive_cells():
+    inputs = boosted_inputs(1, epoch=0)
+    objective = make_objective("boostlu", "none", boostlu={"alpha": 3.0})
+    (slope,) = torch.autograd.grad(objective(inputs).base.sum(), inputs.logit_map)
+    positive = inputs.logit_map > 0
+    for n in range(B):
+        for i in range(L):
+            cells = (slope[n, i] / torch.where(positive[n, i], 3.0, 1.0)).flatten()
+            torch.testing.assert_close(cells, cells[:1].expand(9), rtol=1e-10, atol=1e-14)
+            assert cells[0] != 0
+
+
+@pytest.mark.parametrize("parts", [(2, 3), (5, 0)])
+def test_boostlu_finds_large_losses_over_all_ranks(parts):
+    inputs = boosted_inputs(2, epoch=3, dtype=torch.float32)
+    objective = make_objective("boostlu", "none", boostlu={"rate": 0.1})
+    whole = objective(inputs).base
+    term, chosen = BASES["boostlu"], objective.boostlu
+    rows = [slice(0, parts[0]), slice(parts[0], B)]
+    ranks = [
+        replace(inputs, **{name: getattr(inputs, name)[own] for name in ("logits", "labels", "logit_map")})
+        for own in rows
+    ]
+    sent = []
+
+    def batch(gather):
+        return GlobalBatch(
+            num_samples=B,
+            num_classes=L,
+            most_per_rank=B,
+            world_size=2,
+            epoch=3,
+            device=torch.device("cpu"),
+            sum=lambda tensor: tensor,
+            gather=gather,
+        )
+
+    for own in [rank if len(rank.labels) else None for rank in ranks]:
+        term.statistics(own, batch(lambda tensor: sent.append(tensor) or tensor), chosen)
+    for own, rank in zip(rows, ranks, strict=True):
+        found = term.statistics(rank, batch(lambda tensor: torch.cat(sent)), chosen)
+        torch.testing.assert_close(objective(replace(rank, **found)).base, whole[own])
+
+
+def test_boostlu_without_maps_says_that_they_are_missing():
+    with pytest.raises(ValueError, match="logit_map: missing"):
+        make_objective("boostlu", "none")(random_inputs(0))

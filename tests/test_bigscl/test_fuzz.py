@@ -24,7 +24,7 @@ from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.decode import decode
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import default_path, load_index, stored_fingerprint
-from bigscl.data.labels.label_files import match_real_labels, read_real_labels
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.tar import members

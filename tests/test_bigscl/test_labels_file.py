@@ -173,9 +173,62 @@ def test_mistakes_in_json_lines_are_named(index, tmp_path, line, message):
 def test_other_files_are_refused(index, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file of labels"):
         with_training_labels(index, tmp_path / "none.csv")
-    (tmp_path / "labels.txt").write_text("b cat")
-    with pytest.raises(ValueError, match=r"read from \.csv, \.jsonl, \.parquet, \.json \(ReaL\)"):
-        with_training_labels(index, tmp_path / "labels.txt")
+    (tmp_path / "labels.doc").write_text("b cat")
+    with pytest.raises(
+        ValueError, match=r"read from \.csv, \.jsonl, \.parquet, \.txt, \.tsv, \.json \(ReaL\)"
+    ):
+        with_training_labels(index, tmp_path / "labels.doc")
+
+
+# MultiLabel-ImageNet
+
+
+@pytest.fixture
+def wnids(tmp_path):
+    """Shards whose keys are, as usual, a file's name, or a folder and a file's name."""
+    write_tar(tmp_path / "i-0.tar", [("n01440764_26.JPEG", jpeg(0)), ("n01443537_7.JPEG", jpeg(1))])
+    write_tar(tmp_path / "i-1.tar", [("n01440764/n01440764_9.JPEG", jpeg(2))])
+    return scan(str(tmp_path / "i-*.tar"), class_names=NAMES, unlabelled=True)[0]
+
+
+LINES = [
+    "n01440764/n01440764_26.JPEG\t0\t0,3\t0.2654,1.0000",
+    "n01440764/n01440764_9.JPEG\t0\t2\t0.9000",
+    "n01443537/n01443537_7.JPEG\t1\t\t",
+]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".tsv"])
+def test_lines_of_multilabel_imagenet_give_all_labels_of_each_image(wnids, tmp_path, suffix):
+    path = tmp_path / f"labels{suffix}"
+    path.write_text("\n".join(LINES) + "\n")
+    found = with_training_labels(wnids, path)
+    rows = {wnids.key(int(n)): found.labels_of(np.array([n]), "full")[0].tolist() for n in wnids.ids()}
+    assert rows == {
+        "n01440764_26": [1, 0, 0, 1],
+        "n01440764/n01440764_9": [0, 0, 1, 0],
+        "n01443537_7": [0, 0, 0, 0],
+    }
+    # In training with given labels, what is not named stays unknown.
+    assert set(found.labels_of(wnids.ids(), "given").ravel().tolist()) == {-1, 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("n01440764/n01440764_26.JPEG 0 0 1.0", "line 1 has 1 fields between tabs, expected 4"),
+        ("n01440764/n01440764_26.JPEG\t0\t0,3\t1.0", "line 1 has 2 classes and another number of scores"),
+        ("n01440764/n01440764_26.JPEG\t0\tcat\t1.0", "not a table of labels .*'cat'.*Expected lines of wnid"),
+        ("n01440764/n01440764_26.JPEG\t0\t9\t1.0", "unknown class 9"),
+        ("n01440764/n01440764_1.JPEG\t0\t0\t1.0", "1 of 1 keys are not in the shards: n01440764/n01440764_1"),
+        (f"{LINES[0]}\n{LINES[0]}", "occurs twice"),
+    ],
+)
+def test_mistakes_in_lines_of_multilabel_imagenet_are_named(wnids, tmp_path, line, message):
+    path = tmp_path / "labels.txt"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        with_training_labels(wnids, path)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="no real data beside the project")

@@ -305,6 +305,7 @@ def objective_inputs(seed=8):
         logits=logits,
         labels=labels,
         maps=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
+        logit_map=logits[..., None, None].expand(B, L, G, G),
         scores=torch.rand(B, L, generator=generator, dtype=torch.float64),
         target=torch.rand(B, L, G, G, generator=generator, dtype=torch.float64),
         weight=torch.rand(B, 1, G, G, generator=generator, dtype=torch.float64),

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from sklearn import metrics as sklearn
 
-from bigscl.data.labels.label_files import match_real_labels, read_real_labels
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels, read_reviewed_labels
 from bigscl.evaluation.metrics import best_classes
 from bigscl.evaluation.predictions import SavedPredictions
 from bigscl.evaluation.report import make_report
@@ -350,3 +350,62 @@ def pooled_twice(logits, other, labels, **about):
     """Predictions with two poolings."""
     plain, pooled = saved(logits, labels, **about), saved(other, labels)
     return replace(plain, map_logits=pooled.logits, map_ranked=pooled.ranked)
+
+
+# Reviewed labels
+
+WNIDS = ["n00000001 tench", "n00000002 goldfish", "n00000003 shark"]
+ANNOTATIONS = {
+    f"{image(1)}.JPEG": {"correct": ["n00000001"], "wrong": ["n00000002"]},
+    f"{image(2)}.JPEG": {"correct": ["n00000001"], "unclear": ["n00000003"]},
+    f"{image(3)}.JPEG": {"correct": ["n00000003", "n00000002"]},
+    f"{image(4)}.JPEG": {"wrong": ["n00000001"], "unclear": ["n00000002"]},
+    f"{image(5)}.JPEG": {"correct": ["n00000002"]},
+    "imagenet_v2_1.jpeg": {"correct": ["n00000001"]},
+}
+
+
+def reviewed_file(tmp_path, content):
+    path = tmp_path / "human_accuracy.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_reviewed_labels_leave_out_problematic_images_and_those_without_a_correct_class(tmp_path):
+    published = {"initial_annots": ANNOTATIONS, "problematic_images": {f"{image(5)}.JPEG": ["drawing"]}}
+    found = read_reviewed_labels(reviewed_file(tmp_path, published), WNIDS)
+    assert {number: (set(one.correct), set(one.unclear)) for number, one in found.items()} == {
+        1: ({0}, set()),
+        2: ({0}, {2}),
+        3: ({1, 2}, set()),
+    }
+    assert 5 in read_reviewed_labels(reviewed_file(tmp_path, ANNOTATIONS), WNIDS)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1]])
+def test_multi_label_accuracy_is_the_mean_over_classes_and_unclear_classes_are_right(tmp_path, order):
+    labels_of = read_reviewed_labels(reviewed_file(tmp_path, ANNOTATIONS), WNIDS)
+    best = np.array([1, 2, 1, 1, 1])  # wrong, unclear, correct, not evaluated, correct
+    own = np.array([0, 0, 2, 1, 0])
+    keys = [image(n + 1) for n in order]
+    predictions = saved(np.eye(3)[best[order]], np.eye(3)[own[order]], keys=keys)
+    found = make_report(predictions, reviewed_labels=labels_of).reviewed
+    # Class 0 has three images of which two are right, class 2 one that is right.
+    assert (found.num_images, found.top1) == (4, 0.75)
+    assert found.class_top1 == pytest.approx((2 / 3 + 1) / 2)
+    report = make_report(predictions, reviewed_labels=labels_of)
+    assert "reviewed: 83.33 (mean over classes; over images 75.00), of 4 images" in to_markdown(report)
+    assert make_report(predictions).reviewed is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({image(1): {"correct": ["n00000009"]}}, "class 'n00000009' is none of the 3 classes"),
+        ({image(1): {"correct": [3]}}, "class 3 is none of the 3 classes"),
+        ([1], "not reviewed labels in JSON"),
+    ],
+)
+def test_files_that_are_not_reviewed_labels_are_refused(tmp_path, content, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read_reviewed_labels(reviewed_file(tmp_path, content), WNIDS)

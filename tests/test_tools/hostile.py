@@ -47,6 +47,7 @@ KINDS = {
     "configs": "config",
     "predictions": "predictions",
     "real": "file",
+    "reviewed": "file",
     "keys": "file",
     "labels": "file",
     "ground_truth": "file",

@@ -65,6 +65,28 @@ def test_coco_holds_what_the_table_holds(runs, index, tmp_path, run, which):
         assert boxes == {label[0]: label[3] for label in wanted.get(image["id"], ()) if label[3] is not None}
 
 
+def test_lines_of_multilabel_imagenet_hold_what_the_table_holds_and_train_again(runs, index, tmp_path):
+    wanted = table(runs / "dense", tmp_path, "all")
+    output = tmp_path / "labels.txt"
+    words = ("export", runs / "dense", "labels", "--format", "multilabel-imagenet", "-o", output)
+    refused = bigscl(*words)
+    assert refused.code == 2
+    assert "--which all" in refused.err
+    answer = bigscl(*words, "--which", "all")
+    assert answer.code == 0, answer.err
+    lines = [line.split("\t") for line in output.read_text().splitlines()]
+    assert len(lines) == index.num_samples
+    for sample, (file, given, classes, scores) in zip(index.ids().tolist(), lines, strict=True):
+        labels = wanted[sample]
+        (own,) = [number for number, _, annotated, _ in labels if annotated]
+        assert (int(given), file) == (own, f"{index.class_names[own]}/{index.key(sample)}.png")
+        assert classes == ",".join(str(number) for number, *_ in labels)
+        assert scores == ",".join(f"{score:.4f}" for _, score, *_ in labels)
+    again = with_training_labels(index, output)
+    for sample in index.ids().tolist():
+        assert again.given[sample].tolist() == [number for number, *_ in wanted[sample]]
+
+
 def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
     wanted = table(runs / "topk", tmp_path, "mined")
     folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--images", "s3://mine/")

@@ -1,4 +1,5 @@
-"""Labels, boxes and questions in the formats of other tools: COCO, Label Studio, FiftyOne, CSV; answers back.
+"""Labels, boxes and questions in the formats of other tools: COCO, Label Studio, FiftyOne,
+MultiLabel-ImageNet, CSV; answers back.
 
 Questions as CSV have an empty column `yes`, to be filled with yes or no. Label Studio gets a task for each
 question, with the image and two choices; it exports the answers as JSON. In COCO's JSON each question is an
@@ -22,15 +23,17 @@ from bigscl.common.files import atomic_write, parse_errors
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, moment
+from bigscl.data.labels.real_labels import WNID
 from bigscl.tools.shared.questions import Question
 
-LabelFormat = Literal["coco", "label-studio", "fiftyone"]
+LabelFormat = Literal["coco", "label-studio", "fiftyone", "multilabel-imagenet"]
 FILES: dict[LabelFormat, tuple[str, ...]] = {
     "coco": (),
     "label-studio": ("tasks.json", "config.xml"),
     "fiftyone": ("labels.json", "boxes.json"),
+    "multilabel-imagenet": (),
 }
-"""Files of the folder that is written; COCO is a single file."""
+"""Files of the folder that is written; COCO and MultiLabel-ImageNet are a single file."""
 Box = tuple[float, float, float, float]
 DIGITS = 4
 """Of pixels and percents: enough to return to fractions of the image with as many digits."""
@@ -93,6 +96,12 @@ def label_writer(
         with atomic_write(output) as partial, partial.open("w") as file:
             with _coco(file, class_names, {"description": made_by, **(info or {})}, images) as write:
                 yield write
+        return
+    if form == "multilabel-imagenet":
+        if output.suffix not in (".txt", ".tsv"):
+            raise UserError(f"{output}: lines of MultiLabel-ImageNet are written as .txt or .tsv")
+        with atomic_write(output) as partial, partial.open("w", encoding="utf-8") as file:
+            yield _multilabel_imagenet(file, class_names)
         return
     check_folder(output, form, FILES[form])
     first, second = (atomic_write(output / name) for name in FILES[form])
@@ -282,6 +291,29 @@ def _fiftyone(labels: TextIO, boxes: TextIO, class_names: Sequence[str]) -> Iter
     yield write
     for file in (labels, boxes):
         file.write("\n}}\n")
+
+
+# MultiLabel-ImageNet
+
+
+def _multilabel_imagenet(file: TextIO, class_names: Sequence[str]) -> Write:
+    """Return `write(image)`, which writes a line as `bigscl.data.labels.label_files` reads it."""
+
+    def write(image: LabelledImage) -> None:
+        given = [label.number for label in image.labels if label.facts["annotated"]]
+        if len(given) != 1:
+            raise UserError(
+                f"{printable(image.file)}: has {len(given)} given labels, lines of MultiLabel-ImageNet have "
+                f"one. Choose another --format."
+            )
+        name = class_names[given[0]]
+        folder = printable(name.split()[0] if WNID.match(name) else name)
+        numbers = ",".join(str(label.number) for label in image.labels)
+        scores = ",".join(f"{label.score:.{DIGITS}f}" for label in image.labels)
+        path = f"{folder}/{printable(image.file.rpartition('/')[2])}"
+        file.write(f"{path}\t{given[0]}\t{numbers}\t{scores}\n")
+
+    return write
 
 
 # Questions, and their answers

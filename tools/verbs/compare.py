@@ -8,7 +8,7 @@ import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import write_text
-from bigscl.data.labels.label_files import read_real_labels
+from bigscl.data.labels.real_labels import read_real_labels
 from bigscl.tools.shared.terminal import print_result
 from bigscl.tools.verbs.report import Activation, Poolings
 

@@ -46,7 +46,7 @@ from bigscl.tools.shared.terminal import few_visits_note, print_result, size
 logger = logging.getLogger(__name__)
 
 What = Literal["labels", "scores", "heatmaps", "samples"]
-Form = Literal["table", "coco", "label-studio", "fiftyone", "dataset"]
+Form = Literal["table", "coco", "label-studio", "fiftyone", "multilabel-imagenet", "dataset"]
 # Side of a heatmap cell in an exported PNG.
 CELL_PIXELS = 16
 LABEL_COLUMNS = ("id", "class", "score", "annotated", "expected", "x0", "y0", "x1", "y1")
@@ -89,7 +89,8 @@ def command(
             "--format",
             help="Of labels. table: by the name of the output; coco: .json, with scores and boxes in pixels; "
             "label-studio: a folder with predictions and the labelling interface; fiftyone: a folder with "
-            "labels.json and boxes.json; dataset: a folder with labels and boxes as Parquet, and a card that "
+            "labels.json and boxes.json; multilabel-imagenet: .txt, a line for each image, with "
+            "--which all; dataset: a folder with labels and boxes as Parquet, and a card that "
             "says how they were made.",
         ),
     ] = "table",
@@ -123,6 +124,8 @@ def command(
         raise UserError(f"--box-share: has no effect on {what}, only on labels")
     if form != "table" and what != "labels":
         raise UserError(f"--format: has no effect on {what}, only on labels")
+    if form == "multilabel-imagenet" and which != "all":
+        raise UserError(f"--which {which}: format {form} has all labels of every image. Add --which all.")
     if images is not None and form not in ("coco", "label-studio"):
         raise UserError(f"--images: has no effect on format {form}, only on coco and label-studio")
     if output.exists() and not overwrite and not _is_empty_folder(output):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.data.labels.label_files import read_real_labels
+from bigscl.data.labels.real_labels import read_real_labels, read_reviewed_labels
 from bigscl.tools.shared.terminal import print_result
 
 Activation = Literal["sigmoid", "softmax"]
@@ -26,6 +26,13 @@ def command(
     ] = None,
     real: Annotated[
         Path | None, typer.Option(help="real.json: score ImageNet-val by the ReaL labels.")
+    ] = None,
+    reviewed: Annotated[
+        Path | None,
+        typer.Option(
+            "--multilabel",
+            help="human_accuracy_v3.0.0.json: add multi-label accuracy on ImageNet-val by reviewed labels.",
+        ),
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
     pooling: Annotated[
@@ -49,6 +56,7 @@ def command(
     report = make_report(
         saved,
         real_labels=None if real is None else read_real_labels(real),
+        reviewed_labels=None if reviewed is None else read_reviewed_labels(reviewed, saved.class_names),
         activation=activation,
         pooling=pooling,
     )

@@ -1,17 +1,17 @@
-"""Labels from a file beside the shards: CSV, JSON lines, Parquet, or ReaL's list of lists.
+"""Labels from a file beside the shards: a table, ReaL's list of lists, or MultiLabel-ImageNet's lines.
 
-A table has a line for each image: `key`, `positives` and, optionally, `negatives`. Classes are names or
-numbers (a name comes first); in CSV and in text columns they are separated by `;`. `*` as the only negative
-says that all classes but the positives are absent. A key is that of the sample in its shard, or `shard/key`
-where several shards have the same key.
+A table (CSV, JSON lines, Parquet) has a line for each image: `key`, `positives` and maybe `negatives`.
+Classes are names or numbers (a name comes first); in CSV and in text columns they are separated by `;`. `*`
+as the only negative says that all classes but the positives are absent. A key is that of the sample in its
+shard, or `shard/key` where several shards have the same key.
+
+MultiLabel-ImageNet (.txt, .tsv) has a line for each image, with tabs between `wnid/file`, the given class,
+the positives and their scores; numbers are separated by commas. Classes that are not positives are absent.
+The image is the one with that path without its suffix as key, else with the name of the file.
 """
 
-import json
 import logging
-import re
-import reprlib
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.files import BadFile, parse_errors
-from bigscl.common.tables import READERS, Row, read_table
+from bigscl.common.tables import Row, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
+from bigscl.data.labels.real_labels import match_real_labels, read_real_labels
 from bigscl.store import Ragged
 
 logger = logging.getLogger(__name__)
@@ -92,9 +93,13 @@ def read_labels(path: Path, index: Index) -> FileLabels:
         raise FileNotFoundError(f"{path}: no such file of labels")
     if path.suffix == ".json":
         return _read_real(path, index)
-    if path.suffix not in READERS:
-        raise UserError(f"{path}: labels are read from {', '.join([*READERS, '.json (ReaL)'])}")
-    rows = read_table(path, _check_columns, f"the columns {', '.join(COLUMNS)}")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: labels are read from {', '.join([*SUFFIXES, '.json (ReaL)'])}")
+    if path.suffix in IMAGE_LINES:
+        with parse_errors(path, "labels of images", EXPECTED_LINES):
+            rows = list(_image_lines(path))
+    else:
+        rows = read_table(path, _check_columns, f"the columns {', '.join(COLUMNS)}")
     return _matched(path, rows, index)
 
 
@@ -111,6 +116,36 @@ def _read_real(path: Path, index: Index) -> FileLabels:
 
 
 # Tables
+
+
+def _image_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            fields = line.rstrip("\r\n").split("\t")
+            if len(fields) != IMAGE_FIELDS:
+                raise UserError(
+                    f"line {number} has {len(fields)} fields between tabs, expected {IMAGE_FIELDS}"
+                )
+            file_name, _, positives, scores = fields
+            classes = [int(each) for each in positives.split(",") if each]
+            if len(classes) != sum(1 for each in scores.split(",") if each):
+                raise UserError(f"line {number} has {len(classes)} classes and another number of scores")
+            folder, slash, name = file_name.rpartition("/")
+            # As in a tar: a key ends at the first dot of the file's name.
+            yield {
+                "key": folder + slash + name.partition(".")[0],
+                "positives": classes,
+                "negatives": ALL_OTHERS,
+            }
+
+
+IMAGE_LINES = (".txt", ".tsv")
+"""Suffixes of MultiLabel-ImageNet's files. Their keys are paths of images: the last part may be the key."""
+SUFFIXES = (".csv", ".jsonl", ".parquet", *IMAGE_LINES)
+IMAGE_FIELDS = 4
+EXPECTED_LINES = "Expected lines of path, given class, positives and their scores, between tabs."
 
 
 def _check_columns(found: list[str]) -> None:
@@ -130,6 +165,8 @@ def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
     for row in rows:
         key = str(row["key"])
         sample_id = ids.get(key)
+        if sample_id is None and path.suffix in IMAGE_LINES:
+            sample_id = ids.get(key.rpartition("/")[2])
         if sample_id is None:
             unknown_keys.append(key)
             continue
@@ -242,91 +279,3 @@ def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
 
 def _rest(kept: int) -> str:
     return f"; {kept} keep the labels of the shards" if kept else ""
-
-
-# ReaL labels of ImageNet's validation images (Beyer et al., 2020), matched to images by their number
-
-NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
-WNID = re.compile(r"n\d{8}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RealLabels:
-    """The ReaL labels of some predicted images."""
-
-    labels: NDArray[np.int8]
-    """[n,L]; a row without a 1 is an image that ReaL does not evaluate."""
-    missing: tuple[str, ...]
-    """Validation images that were not predicted, evaluated by ReaL or not."""
-    num_images: int
-    """The size of the whole validation set."""
-
-
-def read_real_labels(path: Path) -> list[list[int]]:
-    """Return the classes of each validation image: item i is of ILSVRC2012_val_{i+1}, and may be empty."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file. It is real.json of google-research/reassessed-imagenet."
-        )
-    with parse_errors(path, "JSON", "Download it again."):
-        lists = json.loads(path.read_text())
-    if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
-        raise BadFile(f"{path}: expected a list with a list of classes for each validation image")
-    wrong = (label for own in lists for label in own if type(label) is not int or label < 0)
-    if (label := next(wrong, None)) is not None or any(None in own for own in lists):
-        raise BadFile(f"{path}: found the class {reprlib.repr(label)}, expected numbers from 0 on")
-    return lists
-
-
-def match_real_labels(
-    real_labels: Sequence[Sequence[int]], keys: Sequence[str], class_names: Sequence[str]
-) -> RealLabels:
-    """Return the labels of images by the ILSVRC2012_val number in their keys, never by order."""
-    _check_classes(real_labels, class_names)
-    numbers = image_numbers(keys)
-    if (largest := max(numbers, default=0)) > len(real_labels):
-        raise UserError(f"{image_name(largest)}: predicted, but ReaL has {len(real_labels)} images only")
-    labels = np.zeros((len(keys), len(class_names)), np.int8)
-    for row, number in zip(labels, numbers, strict=True):
-        row[list(real_labels[number - 1])] = 1
-    missing = sorted(set(range(1, len(real_labels) + 1)) - set(numbers))
-    return RealLabels(
-        labels=labels, missing=tuple(image_name(number) for number in missing), num_images=len(real_labels)
-    )
-
-
-def image_numbers(keys: Sequence[str]) -> list[int]:
-    """Return the number of each validation image from its key; each may occur once."""
-    matches = [NUMBER.search(key) for key in keys]
-    strange = [key for key, match in zip(keys, matches, strict=True) if match is None]
-    if strange:
-        raise UserError(
-            f"{len(strange)} of {len(keys)} keys name no ILSVRC2012_val image, as {strange[0]!r}; expected "
-            f"ILSVRC2012_val_ and eight digits somewhere in each: ReaL labels are matched by that number."
-        )
-    numbers = [int(match[1]) for match in matches if match is not None]
-    twice = [number for number, count in Counter(numbers).items() if count > 1]
-    if twice:
-        names = ", ".join(image_name(number) for number in twice[:3])
-        raise UserError(f"{len(twice)} images were predicted more than once: {names}. Give each image once.")
-    return numbers
-
-
-def image_name(number: int) -> str:
-    """Return the name of a validation image, without its extension."""
-    return f"ILSVRC2012_val_{number:08d}"
-
-
-def _check_classes(real_labels: Sequence[Sequence[int]], class_names: Sequence[str]) -> None:
-    largest = max((label for own in real_labels for label in own), default=-1)
-    if largest >= len(class_names):
-        raise UserError(f"ReaL has class {largest}, the predictions have only {len(class_names)} classes")
-    wnids = [name.split()[0] for name in class_names if WNID.match(name)]
-    if len(wnids) == len(class_names) and wnids != sorted(wnids):
-        position = next(
-            n for n, (name, other) in enumerate(zip(wnids, sorted(wnids), strict=True)) if name != other
-        )
-        raise UserError(
-            f"class {position} is {wnids[position]}; ReaL counts classes by sorted wnid, where it is "
-            f"{sorted(wnids)[position]}. Index the shards with the classes in that order."
-        )
