@@ -130,7 +130,7 @@ def write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     header += b" " * (-len(header) % HEADER_ALIGNMENT)
     file.write(len(header).to_bytes(8, "little") + header)
     for name in names:
-        file.write(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+        file.write(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
 
 
 def write_state(state: Any) -> Writer:
