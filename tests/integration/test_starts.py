@@ -309,6 +309,15 @@ def test_run_whose_checkpoints_are_all_damaged_is_not_started_over(train, config
     assert files_of(again) == before
 
 
+def test_another_backbone_is_told_once_however_many_checkpoints_there_are(train, config, again):
+    before = files_of(again)
+    done = train(config, "--run", again, "--model.backbone", "bigscl.models.smallnet:small_resnet")
+    assert_refused(done, "step-00000004, step-00000006, for one reason", "model.safetensors")
+    assert done[1].count("model.safetensors") == 1
+    assert "cannot resume from" not in done[1]
+    assert files_of(again) == before
+
+
 def test_store_that_a_checkpoint_needs_is_never_created(train, config, again):
     shutil.rmtree(again / "store")
     before = files_of(again)

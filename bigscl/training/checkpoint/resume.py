@@ -299,7 +299,7 @@ def _none_usable(folder: Path, paths: list[Path], reasons: list[str]) -> str:
     """Return the message that no checkpoint can be resumed from; a cause that all share is named once."""
     causes = {reason.replace(str(path), "") for path, reason in zip(paths, reasons, strict=True)}
     if len(causes) == 1:
-        names = ", ".join(path.name for path in paths)
+        names = ", ".join(sorted(path.name for path in paths))
         return f"{folder}: none can be resumed from of its checkpoints {names}, for one reason: {reasons[0]}"
     listed = "\n".join(f"  {reason}" for reason in reasons)
     return (
