@@ -27,10 +27,14 @@ from bigscl.datasets.writer import (
 )
 
 # Columns by the names that people give them; the first of a table counts.
-IMAGE_NAMES = ("image", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "url")
-IMAGE_NAMES += ("image_url", "img", "image_id")
-LABEL_NAMES = ("labels", "label", "classes", "class", "categories", "category", "positives", "tags", "target")
-LABEL_NAMES += ("fine_label",)
+IMAGE_NAMES = (
+    *("image", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path"),
+    *("url", "image_url", "img", "image_id"),
+)
+LABEL_NAMES = (
+    *("labels", "label", "classes", "class", "categories", "category", "positives", "tags", "target"),
+    "fine_label",
+)
 SPLIT_NAMES = ("split", "subset", "partition", "set", "fold")
 SPLITS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 EDGES = ("x0", "y0", "x1", "y1")
