@@ -57,6 +57,8 @@ class Index:
     """All positives; None unless every sample of the shards has its full labels."""
     unknown: NDArray[np.int64] | None = None
     """Samples without full labels: all their classes are unknown. Only with labels from a file."""
+    hidden: Ragged | None = None
+    """Given positives that training does not see (`data.canaries`); None if it sees all."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
     allow_pipe: bool = False

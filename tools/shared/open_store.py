@@ -14,6 +14,7 @@ from bigscl.common.digests import read_sealed
 from bigscl.common.files import BadFile
 from bigscl.common.user_error import UserError
 from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.selection.trust import Trust
 from bigscl.store import (
     Annotations,
     HeatmapStore,
@@ -60,9 +61,10 @@ class StorageFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Data:
-    """The samples that a store was created for, with the labels that training saw."""
+    """The samples that a store was created for, with their labels."""
 
     index: "Index"
+    """With all labels, also those that were hidden from training (`data.canaries`)."""
     labels: "Labels"
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
@@ -100,6 +102,7 @@ class DataFlags:
     def find(self, store: str, fingerprint: str) -> Data | None:
         """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
         from bigscl.data.index import load_index
+        from bigscl.data.labels.sampling import with_hidden
         from bigscl.data.labels.training_labels import training_labels
 
         settings = _data_settings(store, needed=self.shards is None)
@@ -114,7 +117,7 @@ class DataFlags:
             if annotations.fingerprint == fingerprint:
                 answers = None if settings is None else settings.answers
                 return Data(
-                    index=training_labels(labelled, labels, answers).index,
+                    index=with_hidden(training_labels(labelled, labels, answers).index),
                     labels=labels,
                     annotations=annotations,
                     labelled=labelled,
@@ -199,9 +202,9 @@ def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tupl
 
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
-        if settings.given is not None and index.full is not None:
-            drawn = with_given_labels(index, None, settings.given)
-            yield drawn, "given"
+        drawn = settings.given if index.full is not None else None
+        if drawn is not None or settings.canaries:
+            yield with_given_labels(index, None, drawn, settings.canaries), "given"
     yield index, "given"
     if index.full is not None:
         yield index, "full"
@@ -260,7 +263,13 @@ def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
         "selection": state.selection.any,
         "mid_epoch": state.within_epoch,
         "skipped": len(state.skipped),
+        "trust": None if state.trust is None else state.trust.to_json(),
     }
+
+
+def trust_at(store: HeatmapStore) -> Trust | None:
+    """Return how far to trust the mined labels of a store's snapshot; None without hidden labels."""
+    return SnapshotState.of(store.snapshot, store.spec.num_classes).trust
 
 
 def bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:

@@ -17,7 +17,13 @@ from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.store import Array, Rows, StoreError, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
-from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
+from bigscl.tools.shared.open_store import (
+    bytes_by_array,
+    checkpoints_by_snapshot,
+    is_alive,
+    snapshot_facts,
+    trust_at,
+)
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.curves import curves_of
@@ -274,7 +280,9 @@ class Api:
         }
         if run.index.full_labels:
             columns |= {name: getattr(counts, name).tolist() for name in ("right", "missing")}
-        return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": expected.note})
+        trust = trust_at(run.store)
+        lines = [expected.note] if trust is None else [expected.note, str(trust), *trust.of_groups()]
+        return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": "; ".join(lines)})
 
     def _class(self, parameters: Parameters) -> Reply:
         """Return the classes mined in images that name a class, and those named where it is mined."""

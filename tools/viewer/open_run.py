@@ -23,6 +23,7 @@ from bigscl.tools.shared.open_store import (
     locate,
     open_store,
     run_folder,
+    trust_at,
     with_snapshot,
 )
 from bigscl.tools.viewer.index_building import build_index
@@ -192,6 +193,7 @@ class OpenRun:
             "before": None if self.index is None else self.index.before,
             "progress": self.progress,
             "failure": printable(self.failure),
+            "trust": None if (trust := trust_at(self.store)) is None else str(trust),
         }
 
 

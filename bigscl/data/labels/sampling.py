@@ -10,6 +10,8 @@ from bigscl.data.index import Index, with_fingerprint
 from bigscl.store import Ragged
 
 BLOCK = 4096
+HIDING = 2
+"""Stream of random numbers of hidden labels; 0 and 1 are those of drawn ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,30 @@ def draw_given(
         kept, full = flip_positives(kept, full, noise, index.num_classes, wrong)
     absent = draw_negatives(full, index.ids(), negatives, index.num_classes, random)
     return with_fingerprint(replace(index, given=kept, negatives=absent))
+
+
+def hide_given(index: Index, share: float, seed: int = 0) -> Index:
+    """Return the same samples without one given label of a share of those that have any.
+
+    Exactly `round(share * samples)` of them, drawn uniformly; `hidden` of the index has these labels.
+    """
+    random = np.random.Generator(np.random.Philox(key=np.array([seed, HIDING], np.uint64)))
+    given = index.given
+    able = np.flatnonzero(given.lengths > 0)
+    rows = np.sort(random.permutation(able)[: round(share * len(able))])
+    places = given.offsets[rows] + random.integers(0, given.lengths[rows])
+    lengths = np.zeros(len(given), np.int64)
+    lengths[rows] = 1
+    kept = Ragged.from_lengths(given.lengths - lengths, np.delete(given.values, places))
+    hidden = Ragged.from_lengths(lengths, given.values[places])
+    return with_fingerprint(replace(index, given=kept, hidden=hidden))
+
+
+def with_hidden(index: Index) -> Index:
+    """Return the samples with all their given labels, also those that are hidden from training."""
+    if index.hidden is None:
+        return index
+    return replace(index, given=_joined(index.given, index.hidden), hidden=None)
 
 
 def draw_positives(

@@ -11,7 +11,7 @@ from bigscl.common.text import first_few, printable
 from bigscl.data.answers import Answers, AnswersFile, moment
 from bigscl.data.index import Index, Labels
 from bigscl.data.labels.label_files import SEVERAL, ids_by_key, replaced_rows, with_training_labels
-from bigscl.data.labels.sampling import GivenConfig, draw_given
+from bigscl.data.labels.sampling import GivenConfig, draw_given, hide_given
 from bigscl.store import Annotations, Answered, SingleProcess, Transport, label_counts, on_rank_zero
 
 
@@ -32,15 +32,22 @@ class TrainingLabels:
     """The annotated positives, answers among them."""
 
     def counts(self) -> NDArray[np.int64]:
-        """Return how many labels each class has, without what only answers named, [L]: K counts these."""
-        return label_counts(self.annotations, self.answered)
+        """Return how many labels each class has, without what only answers named, [L]: K counts these.
+
+        Labels that are hidden from training are among them.
+        """
+        return label_counts(self.annotations, self.answered) + hidden_counts(self.index)
 
 
-def with_given_labels(index: Index, labels_file: Path | None, drawn: GivenConfig | None) -> Index:
-    """Return the samples with the labels of a file, and given ones drawn from the full ones."""
+def with_given_labels(
+    index: Index, labels_file: Path | None, drawn: GivenConfig | None, canaries: float = 0.0
+) -> Index:
+    """Return the samples with the labels of a file, given ones drawn from the full ones, some hidden."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
-    return index if drawn is None else draw_given(index, **asdict(drawn))
+    if drawn is not None:
+        index = draw_given(index, **asdict(drawn))
+    return hide_given(index, canaries, 0 if drawn is None else drawn.seed) if canaries else index
 
 
 def training_labels(
@@ -66,6 +73,12 @@ def training_labels(
         answered=answered,
         annotations=index.annotations(labels),
     )
+
+
+def hidden_counts(index: Index) -> NDArray[np.int64]:
+    """Return how many labels of each class are hidden from training, [L]."""
+    hidden = () if index.hidden is None else index.hidden.values
+    return np.bincount(np.asarray(hidden, np.int64), minlength=index.num_classes)
 
 
 def match_answers(index: Index, answers: Answers, path: Path) -> Answered:
@@ -103,14 +116,19 @@ def with_answered(index: Index, answered: Answered) -> Index:
     """
     positives = {int(row): set(index.given[row].tolist()) for row in np.unique(answered.rows)}
     negatives = {row: set(index.negatives[row].tolist()) for row in positives}
+    hidden = {row: set() if index.hidden is None else set(index.hidden[row].tolist()) for row in positives}
     lists = (array.tolist() for array in (answered.rows, answered.classes, answered.says))
     for row, number, says in zip(*lists, strict=True):
         if says >= 0:
             to, of = (positives, negatives) if says else (negatives, positives)
             to[row].add(number)
             of[row].discard(number)
+            hidden[row].discard(number)
     return replace(
         index,
+        hidden=None
+        if index.hidden is None
+        else replaced_rows(index.hidden, {row: sorted(own) for row, own in hidden.items()}),
         given=replaced_rows(index.given, {row: sorted(own) for row, own in positives.items()}),
         negatives=replaced_rows(index.negatives, {row: sorted(own) for row, own in negatives.items()}),
     )
