@@ -87,7 +87,7 @@ def score_reached_by(store: HeatmapStore, num_pairs: int) -> float:
     score = np.uint16(np.flatnonzero(reached >= min(num_pairs, reached[0]))[-1]).view(np.float16)
     if not 0 < score < 1:
         raise UserError(
-            f"offset: {num_pairs:,} pairs of image and class reach a score of {float(score):g} in the memory, "
-            f"not one between 0 and 1. Train for more epochs."
+            f"offset: {num_pairs:,} pairs of image and class reach a score of {float(score):g} in the "
+            f"memory, expected one between 0 and 1. Train for more epochs."
         )
     return float(score)
