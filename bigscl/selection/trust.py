@@ -104,8 +104,8 @@ class Trust:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the mined labels can be used."""
-        return self.is_known and self.precision >= BOUND
+        """Whether the mined labels can be used: the estimate is rather too high, so its lower end counts."""
+        return self.is_known and self.low >= BOUND
 
     def __str__(self) -> str:
         told = f"{self.found} of {self.hidden} hidden labels found"

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from bigscl.store import Annotations, Ragged, SingleProcess, StoreError
 from tests.builders import make_once, write_config
 from tests.integration.runs import train
 from tests.test_tools.conftest import bigscl
+from tests.test_tools.view_site import serving
 
 # Which labels are hidden
 
@@ -303,3 +305,25 @@ def test_damaged_trust_is_refused(run, shards):
     snapshot.attributes["trust"].pop("groups")
     with pytest.raises(StoreError, match="its attributes cannot be read"):
         SnapshotState.of(snapshot, 10)
+
+
+def test_page_shows_predictions_without_initial_values_and_how_far_to_trust_labels(run, shards, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    with serving(copied, follow=False) as site:
+        site.runs[0].update(now=True)
+        (facts,) = site.ask("/api/runs").json()
+        classes = site.ask("/api/classes?run=0").json()
+        found = site.ask("/api/sample?row=3").json()["classes"]
+        listed = site.ask("/api/samples?order=row").json()["items"]
+        store, index = site.runs[0].store, site.runs[0].data.index
+        seen = store.scores_without_initial_value(store.read([3]), np.array([3]))[0]
+        stored = store.read([3]).scores[0]
+    assert "few visits: 51% of a stored score is still its initial value" in facts["note"]
+    assert "of 38 hidden labels found" in facts["note"]
+    assert "frequent (" in classes["note"]
+    assert {one["class"]: one["score"] for one in found} == pytest.approx(
+        {one["class"]: float(seen[one["class"]]) for one in found}
+    )
+    (label,) = index.given[3]
+    assert float(stored[label]) > float(seen[label]) + 0.1, "half of the stored score is its start at 1"
+    assert len(listed) > 0
