@@ -45,11 +45,13 @@ from bigscl.evaluation.localization import (
     read_objects,
     summarize,
 )
+from bigscl.evaluation.offset import memory_offset
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
 from bigscl.evaluation.target import EvaluationTarget, build_network, find_target, with_overrides
 from bigscl.models.spatial import SpatialClassifier
+from bigscl.store import StoreError
 from bigscl.training.metrics_log import start_logging
 from bigscl.training.run_folder import open_data, read_store
 
@@ -152,6 +154,8 @@ class Evaluation:
         )
         about["labels_file"] = None if file is None else str(file)
         about["preprocessing"] = self._target.describe_preprocessing()
+        if (offset := _offset_of(self._target.config)) is not None:
+            about["offset"] = offset
         if localization := self._localization(found):
             about["localization"] = {
                 source: {kind: asdict(figures) for kind, figures in kinds.items()}
@@ -204,6 +208,19 @@ def _open_index(target: EvaluationTarget, options: EvaluationOptions) -> Index:
 
 def _with_labels(index: Index, file: Path | None) -> Index:
     return index if file is None else with_evaluation_labels(index, file)
+
+
+def _offset_of(config: Config | None) -> float | None:
+    """Return the offset of the logits that the memory of a run suggests; None, with a line, without one."""
+    if config is None:
+        return None
+    try:
+        offset = memory_offset(config)
+    except (UserError, StoreError, OSError) as error:
+        logger.info("%s", error)
+        return None
+    logger.info("offset that the memory suggests: %s", offset)
+    return offset.value
 
 
 def _stored_pointing(config: Config) -> dict[str, Pointing]:

@@ -216,7 +216,11 @@ class Trainer:
         self.state.share_loss_state(ends_epoch=True)
         self.memory.end_epoch(step=self.progress.step, score_log=self.score_log)
         skipped = len(self.progress.all_skipped())
-        self.metrics.write("epoch", self.progress.step, {"epoch": epoch + 1, "skipped": skipped})
+        trust = self.memory.trust
+        facts = {"epoch": epoch + 1, "skipped": skipped} | ({} if trust is None else trust.metrics())
+        self.metrics.write("epoch", self.progress.step, facts)
+        if trust is not None:
+            logger.info("epoch %d/%d: %s", epoch + 1, self.schedule.epochs, trust)
         self.progress.begin_epoch(epoch + 1)
         if self.validation is not None and (epoch + 1) % self.config.validation.every_epochs == 0:
             self._validate(epoch, self.validation)

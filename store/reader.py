@@ -210,6 +210,15 @@ class StoreReader:
             ids = self.spec.sample_ids(shard)
             yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
 
+    def seen_scores_by_shard(
+        self, shards: Iterable[int]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """(ids, scores without initial values) of all real samples of each shard; reads nothing else."""
+        for shard in shards:
+            ids = self.spec.sample_ids(shard)
+            rows = Rows(**self._load(shard, ("scores", "sample_visits")))
+            yield ids, self.scores_without_initial_value(rows, ids)
+
     def ranked_by_shard(
         self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Array], None] | None = None
     ) -> Iterator[tuple[NDArray[np.int64], Array]]:

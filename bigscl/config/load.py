@@ -321,6 +321,10 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.val_labels_file", "has no effect without data.val"
     if config.data.labels == "full" and config.data.given is not None:
         yield "data.given", "has no effect with data.labels: full"
+    if config.data.canaries and config.data.labels == "full":
+        yield "data.canaries", "has no effect with data.labels: full"
+    elif config.data.canaries and "expected" not in needs:
+        yield "data.canaries", f"has no effect with base {objective.base}, which mines no labels"
     if config.data.labels == "full" and config.data.answers is not None:
         yield "data.answers", "has no effect with data.labels: full"
     try:

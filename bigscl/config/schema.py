@@ -61,6 +61,9 @@ class DataConfig:
     """Labels that training sees: the given ones, or the full ones (the oracle)."""
     given: GivenConfig | None = None
     """Draw the given labels from the full ones. Default: use those in the shards."""
+    canaries: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the images of which a given label is hidden from training, to estimate how many of the mined
+    labels are right (0.02, and at least 100 images)."""
     preprocessing: Literal["explicit", "weights"] = "explicit"
     """`weights`: settings of size, resizing, colours that are not given here are those of `model.weights`."""
     size: Side = 224

@@ -61,6 +61,8 @@ class Index:
     """UTF-8 path of each image in the dataset that the shards were made from; None if they do not say."""
     unknown: NDArray[np.int64] | None = None
     """Samples without full labels: all their classes are unknown. Only with labels from a file."""
+    hidden: Ragged | None = None
+    """Given positives that training does not see (`data.canaries`); None if it sees all."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
     allow_pipe: bool = False

@@ -97,6 +97,10 @@ class Report:
     """The score that as many classes reach, over all images, as there are labels."""
     at_count: PrecisionRecall
     """Of decisions at that score."""
+    offset: float | None
+    """What the memory of the run suggests to add to all logits (`bigscl publish` does); None if unknown."""
+    at_offset: PrecisionRecall | None
+    """Of decisions at 0.5 after that."""
     at_k: dict[str, PrecisionRecall]
     score_distribution: list[list[int]]
     """Images by their 1st, 2nd, 3rd and 4th highest score, in bins from 0 to 1."""
@@ -142,6 +146,8 @@ def make_report(
         if each != pooling:
             own = score(saved.pooled(each), real_labels=real_labels, activation=activation)
         poolings[each] = {name: metric.value(own) for name, metric in METRICS.items()}
+    offset = saved.about.get("offset") if activation == "sigmoid" else None
+    of_offset = scored.ranking, scored.targets
     return Report(
         model=saved.about["model"],
         shards=saved.about.get("shards", ""),
@@ -157,6 +163,8 @@ def make_report(
         localization=saved.about.get("localization"),
         pooling=pooling,
         poolings=poolings,
+        offset=offset,
+        at_offset=None if offset is None else precision_recall_at_threshold(*of_offset, -offset),
         **figures,
     )
 

@@ -179,6 +179,9 @@ def _precision_table(report: Report) -> str:
     decisions = {"score of 0.5 and more": report.at_threshold}
     if not math.isnan(report.count_threshold):
         decisions[f"as many as labels: score of {report.count_threshold:.2f} and more"] = report.at_count
+    if report.at_offset is not None:
+        name = f"as many as the memory expects: 0.5 with an offset of {report.offset:+.2f}"
+        decisions[name] = report.at_offset
     decisions |= {f"the {k} best" if k != "1" else "the best": found for k, found in report.at_k.items()}
     return markdown_table(header, [[name, *_six(found)] for name, found in decisions.items()])
 

@@ -39,6 +39,7 @@ from bigscl.memory.score_history import ScoreLog
 from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule, selection_rule
+from bigscl.selection.trust import Canaries
 from bigscl.store import (
     Annotations,
     Answered,
@@ -84,6 +85,8 @@ class Memory(AbstractContextManager["Memory"]):
     an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`, `load_state_dict`,
     `reset` and `drop_snapshots`.
     """
+
+    _canaries: Canaries | None = None
 
     def __init__(
         self,
@@ -184,6 +187,8 @@ class Memory(AbstractContextManager["Memory"]):
         """The expected positives of this epoch."""
         self.class_ratios = state.class_ratios
         """K of each class for the next selection; None without `k_per_class`, and before the first one."""
+        self.trust = state.trust
+        """How far to trust the last selection; None without hidden labels, and before the first one."""
         self._visits = EpochVisits(self.store, self.epoch, state.skipped, self._ranks)
         self._is_dirty = False
 
@@ -377,6 +382,7 @@ class Memory(AbstractContextManager["Memory"]):
             skipped=[] if next_epoch != self.epoch else self._visits.all_skipped(),
             momentum=self._settings.momentum,
             class_ratios=self.class_ratios,
+            trust=self.trust,
         )
         attributes = state.attributes() | self._answered.attribute()
         self.store.commit(epoch=self.epoch, step=step, attributes=attributes)
@@ -397,10 +403,14 @@ class Memory(AbstractContextManager["Memory"]):
                 for _ in chunks:
                     pass
                 return
+            if self._canaries is not None:
+                chunks = self._canaries.noted(chunks)
             selection, self.class_ratios = rule.select(
                 chunks, self._annotations, self._labels, self.class_ratios, self._ranks
             )
         self.selection = selection.to(self._device)
+        if self._canaries is not None:
+            self.trust = self._canaries.trust(selection, self.epoch + 1, self._ranks)
 
     @property
     def _labels(self) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.selection.thresholds import Thresholds
+from bigscl.selection.trust import Trust
 from bigscl.store import HeatmapStore, Snapshot, StoreError
 
 REQUIRED = ("selection", "next_epoch", "skipped")
@@ -30,6 +31,8 @@ class SnapshotState:
     """Momentum of the moving averages; None before the first commit."""
     class_ratios: NDArray[np.float64] | None = None
     """K of each class for the next selection; None: not estimated yet."""
+    trust: Trust | None = None
+    """How far to trust the selection; None without hidden labels."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, num_classes: int) -> "SnapshotState":
@@ -41,6 +44,7 @@ class SnapshotState:
             raise StoreError(f"snapshot {snapshot.id}: has no attribute {', '.join(missing)}")
         try:
             ratios, momentum = attributes.get("class_ratios"), attributes.get("momentum")
+            trust = attributes.get("trust")
             state = cls(
                 selection=Thresholds.from_json(attributes["selection"]),
                 epoch=snapshot.epoch,
@@ -48,6 +52,7 @@ class SnapshotState:
                 skipped=[int(sample) for sample in attributes["skipped"]],
                 momentum=None if momentum is None else float(momentum),
                 class_ratios=None if ratios is None else np.asarray(ratios, np.float64),
+                trust=None if trust is None else Trust.from_json(trust),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = str(error) if isinstance(error, UserError) else repr(error)
@@ -62,13 +67,17 @@ class SnapshotState:
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes to commit; epoch and answers are written by the store."""
-        ratios = {} if self.class_ratios is None else {"class_ratios": self.class_ratios.tolist()}
+        optional: dict[str, Any] = {}
+        if self.class_ratios is not None:
+            optional["class_ratios"] = self.class_ratios.tolist()
+        if self.trust is not None:
+            optional["trust"] = self.trust.to_json()
         return {
             "selection": self.selection.to_json(),
             "next_epoch": self.next_epoch,
             "skipped": self.skipped,
             "momentum": self.momentum,
-            **ratios,
+            **optional,
         }
 
     @property

@@ -82,7 +82,7 @@ def open_data(config: Config, ranks: Transport | None = None) -> Data:
 def open_labels(data: DataConfig, ranks: Transport | None = None) -> TrainingLabels:
     """Read the index of the training shards, with the labels that training may see: see `open_data`."""
     index = load_index(data.train, data.train_index, allow_pipe=data.allow_pipe)
-    index = with_given_labels(index, data.labels_file, data.given)
+    index = with_given_labels(index, data.labels_file, data.given, data.canaries)
     found = training_labels(index, data.labels, data.answers, ranks)
     if data.answers is not None:
         _log_answers(found.answers, data.answers)

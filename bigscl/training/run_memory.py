@@ -6,14 +6,18 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.data.labels.training_labels import hidden_counts
 from bigscl.memory.lookup import Ids, MemoryBatch
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
 from bigscl.memory.open_memory import checked_settings
 from bigscl.memory.score_history import ScoreLog
 from bigscl.selection.rule import selection_rule
+from bigscl.selection.trust import Canaries
 from bigscl.training.run_folder import Run
 
 Batch = TypeVar("Batch")
@@ -37,7 +41,8 @@ class RunMemory(Memory):
             k_per_class=run.data.k_per_class,
             pseudo_positive_share=share if "pseudo_positives" in config.objective.needs else None,
         )
-        self._shown_by = show_work
+        self._shown_by, self._hidden_labels = show_work, hidden_counts(run.data.train)
+        self._canaries = _canaries(run)
         start = MemoryStart(
             run=run.folder.id, snapshot=snapshot or 0, epoch=epoch, answered=run.data.answered
         )
@@ -51,6 +56,11 @@ class RunMemory(Memory):
             run.ranks,
             start,
         )
+
+    @property
+    def _labels(self) -> NDArray[np.int64]:
+        """The labels of each class, hidden ones among them: K counts these."""
+        return super()._labels + self._hidden_labels
 
     @property
     def layout(self) -> str:
@@ -76,10 +86,24 @@ class RunMemory(Memory):
         self.store.note_drop()
 
 
+def _canaries(run: Run) -> Canaries | None:
+    """Return the labels that are hidden from training; None if there are none."""
+    train, store = run.data.train, run.config.store
+    if train.hidden is None:
+        return None
+    return Canaries(
+        train.hidden,
+        train.negatives,
+        run.data.annotations,
+        momentum=store.momentum if store.ema == "plain" else None,
+    )
+
+
 class NoMemory:
     """The memory of a run whose objective needs none: it stores nothing, and takes no time."""
 
     snapshot = None
+    trust = None
     layout = "none"
     keeps_heatmaps = False
 

@@ -82,6 +82,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "drawn": {"data.given": {"seed": 3, "negatives": 1}},
         "full": {"data.labels": "full"},
     },
+    "hidden labels": {"none": {}, "some": {"data.canaries": 0.2}},
     "answers": {"none": {}, "before": {}, "later": {}},
     "validation": {"none": {}, "shards": {}, "file": {}},
     "K": {"2.5": {"selection.K": 2.5}, "auto": {"selection.K": "auto"}},
@@ -216,6 +217,16 @@ REFUSALS = (
         ("base", "K per class"),
         lambda base, how: how != "false" and base not in _expected,
         r"selection.per_class: has no effect with base",
+    ),
+    Refusal(
+        ("base", "hidden labels"),
+        lambda base, hidden: hidden != "none" and base not in _expected,
+        r"data.canaries: has no effect with",
+    ),
+    Refusal(
+        ("labels", "hidden labels"),
+        lambda labels, hidden: hidden != "none" and labels == "full",
+        r"data.canaries: has no effect with data.labels: full",
     ),
     Refusal(
         ("store", "K per class"),

@@ -65,6 +65,7 @@ KINDS = {
     "split": "text",
     "name": "text",
     "license": "text",
+    "offset": "text",
     "dataset": "text",
     "data_license": "text",
     "push_to_hub": "text",

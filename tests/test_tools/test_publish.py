@@ -4,16 +4,22 @@ import inspect
 import json
 import os
 import re
+import shutil
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from bigscl.config import make_config, to_yaml
+from bigscl.config import load_config, make_config, to_yaml
 from bigscl.data.build_index import scan
+from bigscl.data.index import load_index
+from bigscl.evaluation.offset import memory_offset, score_reached_by
+from bigscl.evaluation.predictions import load_predictions
 from bigscl.models.spatial import build_model
+from bigscl.store import GroupSpec, HeatmapStore, Rows, update
 from bigscl.tools.shared import publication
 from bigscl.tools.verbs import publish
 from tests.builders import labelled, write_tar
@@ -25,13 +31,13 @@ OWN = "bigscl.models.smallnet:small_resnet"
 SMALL_VIT = {"img_size": 48, "embed_dim": 24, "depth": 2, "num_heads": 2, "global_pool": "avg"}
 
 
-def make_run(folder, backbone=OWN, args=None):
+def make_run(folder, backbone=OWN, args=None, **sections):
     """A run as training leaves it: config, best weights with their metrics, and its shards."""
     write_tar(folder / "t-0.tar", [member for n in range(3) for member in labelled(f"k{n}", n, given=[n])])
     scan(str(folder / "t-0.tar"), class_names=NAMES)[0].save(folder / "bigscl-index-t.npz")
     model = {"backbone": backbone, "args": args or {}}
     data = {"train": str(folder / "t-0.tar"), "val": str(folder / "t-0.tar"), "size": 48, "shorter": 56}
-    config = make_config({"run": str(folder / "mine"), "data": data, "model": model})
+    config = make_config({"run": str(folder / "mine"), "data": data, "model": model, **sections})
     torch.manual_seed(0)
     state = build_model(backbone, len(NAMES), args=args).network.state_dict()
     (folder / "mine" / "best").mkdir(parents=True)
@@ -272,3 +278,106 @@ def test_class_names_come_from_a_file_where_the_shards_are_gone(tmp_path, capsys
     (tmp_path / "names.txt").write_text("a\nb\nc\n")
     assert run("publish", path, tmp_path / "out", "--no-onnx", "--classes", tmp_path / "names.txt") == 0
     assert (tmp_path / "out" / "classes.txt").read_text() == "a\nb\nc\n"
+
+
+# The offset of the logits
+
+
+PREDICTED = np.array([[0.4, 0.3, 0.2], [0.6, 0.1, 0.1], [0.3, 0.2, 0.05]])
+
+
+def fill_store(folder, index, predicted):
+    """A store after one epoch with these predictions: a label starts at 1, of which 0.8 is left."""
+    annotations = index.annotations()
+    HeatmapStore.create(str(folder), annotations, heatmap_size=12, group=GroupSpec(layout="scores"))
+    with HeatmapStore.open(str(folder), annotations=annotations, mode="w", run="r") as store:
+        scores = 0.8 * annotations.of_rows(index.ids()) + 0.2 * predicted
+        rows = Rows(scores=scores.astype(np.float16), sample_visits=np.ones(len(scores), np.uint8))
+        update(store, 0, index.ids(), rows)
+        store.commit(epoch=0, step=1, attributes={"momentum": 0.8})
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory):
+    """A run whose memory has been filled, published with the offset that it suggests."""
+    folder = tmp_path_factory.mktemp("offset")
+    path = make_run(folder, selection={"K": 2})
+    fill_store(path / "store", load_index(str(folder / "t-*.tar")), PREDICTED)
+    words = [] if "external_data" in inspect.signature(torch.onnx.export).parameters else ["--no-onnx"]
+    assert run("publish", path, folder / "out", *words) == 0
+    return folder
+
+
+def test_as_many_predictions_as_expected_reach_one_half_with_the_offset(shifted):
+    """Stored scores of labels are mostly their start at 1; only predictions count."""
+    found = memory_offset(load_config(shifted / "mine" / "config.yaml"))
+    assert (found.positives, found.num_samples) == (6, 3)
+    sixth = np.sort(PREDICTED.ravel())[-6]
+    assert found.threshold == pytest.approx(sixth, abs=0.005)
+    assert found.value == pytest.approx(np.log(1 / sixth - 1), abs=0.03)
+    assert "2.00 classes per training image" in str(found)
+    annotations = load_index(str(shifted / "t-*.tar")).annotations()
+    with HeatmapStore.open(str(shifted / "mine" / "store"), annotations=annotations) as store:
+        for count, score in enumerate(np.sort(PREDICTED.ravel())[::-1], start=1):
+            assert score_reached_by(store, count) == pytest.approx(score, abs=0.005)
+
+
+def test_published_network_has_the_logits_of_the_run_plus_the_offset(shifted):
+    offset = memory_offset(load_config(shifted / "mine" / "config.yaml")).value
+    assert abs(offset) > 0.1
+    images = torch.randn(2, 3, 48, 48)
+    wanted = logits_of_run(shifted / "mine", images) + offset
+    plain = build_model(OWN, len(NAMES), weights=str(shifted / "out" / "model.safetensors")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(images).logits, wanted, rtol=0, atol=1e-5)
+    text = (shifted / "out" / "README.md").read_text()
+    assert f"those of the run plus {offset:+.3f}, with which 0.5 is a usable threshold" in text
+    if (shifted / "out" / "model.onnx").exists():
+        import onnxruntime
+
+        path = str(shifted / "out" / "model.onnx")
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("word", "added"), [("none", 0.0), ("-1.5", -1.5)])
+def test_offset_is_the_one_that_is_given(shifted, tmp_path, word, added):
+    assert run("publish", shifted / "mine", tmp_path / "out", "--no-onnx", "--offset", word) == 0
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    trained = load_file(shifted / "mine" / "best" / "model.safetensors")
+    changed = {
+        name: ours[name] - trained[name] for name in ours if not torch.equal(ours[name], trained[name])
+    }
+    assert len(changed) == bool(added)
+    for difference in changed.values():
+        assert difference.shape == (len(NAMES),)
+        torch.testing.assert_close(difference, torch.full((len(NAMES),), added))
+
+
+def test_offset_without_a_memory_is_none_and_says_why(tmp_path, capsys):
+    path = make_run(tmp_path)
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    assert "no offset of the logits: " in capsys.readouterr().out
+    assert run("publish", path, tmp_path / "other", "--no-onnx", "--offset", "much") == 2
+    assert "--offset: found 'much', expected auto, none or a number" in capsys.readouterr().err
+
+
+def test_report_and_card_have_f1_with_the_offset(shifted, tmp_path):
+    path = shutil.copytree(shifted / "mine", tmp_path / "mine")
+    assert run("evaluate", path, "--workers", 0) == 0
+    report = json.loads((path / "evaluation" / "report.json").read_text())
+    offset = memory_offset(load_config(path / "config.yaml", ["--run", str(path)])).value
+    assert report["offset"] == pytest.approx(offset, abs=1e-5)
+    saved = load_predictions(path / "evaluation" / "predictions.zarr")
+    decided, present = saved.logits.astype(np.float32) + offset >= 0, saved.labels == 1
+    f1 = 2 * (decided & present).sum() / (decided.sum() + present.sum())
+    assert report["at_offset"]["overall_f1"] == pytest.approx(f1, abs=1e-5)
+    text = (path / "evaluation" / "report.md").read_text()
+    assert f"| as many as the memory expects: 0.5 with an offset of {offset:+.2f} |" in text
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
+    figures = {one["type"]: one["value"] for one in card["model-index"][0]["results"][0]["metrics"]}
+    assert figures["F1 at 0.5"] == pytest.approx(100 * f1, abs=0.01)
+    assert run("publish", path, tmp_path / "other", "--no-onnx", "--offset", "2") == 0
+    assert "F1 at 0.5" not in (tmp_path / "other" / "README.md").read_text()

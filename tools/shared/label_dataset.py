@@ -133,7 +133,8 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
 def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> list[str]:
     snapshot = found.store.snapshot
     source = "a store" if run is None else f"run `{printable(run.name)}`"
-    total = SnapshotState.of(snapshot, found.store.spec.num_classes).selection.num_expected
+    state = SnapshotState.of(snapshot, found.store.spec.num_classes)
+    total, trust = state.selection.num_expected, state.trust
     number = "" if total is None else f", {sum(total) / found.store.spec.num_samples:.3f} per image"
     return [
         f"By bigscl {version('bigscl')}, from the memory of {source}: snapshot {snapshot.id}, epoch "
@@ -143,6 +144,7 @@ def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> li
         f"lowest id{number} ({found.expected.note}).",
         f"The {fit}. A box is around the connected cells at the peak of the heatmap.",
         _precision(counts),
+        *(["Estimate from labels that were hidden from training: " + str(trust)] if trust else []),
     ]
 
 

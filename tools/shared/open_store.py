@@ -16,8 +16,9 @@ from bigscl.common.files import BadFile
 from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, DataConfig, StoreConfig, load_config, load_data_settings
 from bigscl.data.index import Index, Labels, load_index
-from bigscl.data.labels.training_labels import training_labels, with_given_labels
+from bigscl.data.labels.training_labels import training_labels, with_given_labels, with_hidden
 from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.selection.trust import Trust
 from bigscl.store import (
     Annotations,
     HeatmapStore,
@@ -58,9 +59,10 @@ class StorageFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Data:
-    """The samples that a store was created for, with the labels that training saw."""
+    """The samples that a store was created for, with their labels."""
 
     index: Index
+    """With all labels, also those that were hidden from training (`data.canaries`)."""
     labels: Labels
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
@@ -109,7 +111,7 @@ class DataFlags:
             if annotations.fingerprint == fingerprint:
                 answers = None if settings is None else settings.answers
                 return Data(
-                    index=training_labels(labelled, labels, answers).index,
+                    index=with_hidden(training_labels(labelled, labels, answers).index),
                     labels=labels,
                     annotations=annotations,
                     labelled=labelled,
@@ -190,9 +192,9 @@ def _labellings(index: Index, settings: DataConfig | None) -> Iterator[tuple[Ind
     """Yield every set of labels that a run may have taken from these shards, that of its config first."""
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
-        if settings.given is not None and index.full is not None:
-            drawn = with_given_labels(index, None, settings.given)
-            yield drawn, "given"
+        drawn = settings.given if index.full is not None else None
+        if drawn is not None or settings.canaries:
+            yield with_given_labels(index, None, drawn, settings.canaries), "given"
     yield index, "given"
     if index.full is not None:
         yield index, "full"
@@ -249,7 +251,13 @@ def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
         "selection": state.selection.any,
         "mid_epoch": state.within_epoch,
         "skipped": len(state.skipped),
+        "trust": None if state.trust is None else state.trust.to_json(),
     }
+
+
+def trust_at(store: HeatmapStore) -> Trust | None:
+    """Return how far to trust the mined labels of a store's snapshot; None without hidden labels."""
+    return SnapshotState.of(store.snapshot, store.spec.num_classes).trust
 
 
 def bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from bigscl.evaluation.report_files import markdown_table, percent
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.families import PublishedModel, create_network, family_of
 from bigscl.models.families.weights import read_state
+from bigscl.models.spatial import SpatialClassifier
 from bigscl.training.checkpoint.checkpoint_folder import write_tensors
 
 WEIGHTS, ONNX = "model.safetensors", "model.onnx"
@@ -30,12 +31,21 @@ BATCHES = (1, 3)
 
 
 def write_portable_files(
-    target: EvaluationTarget, class_names: Sequence[str], folder: Path, *, onnx: bool
+    target: EvaluationTarget, class_names: Sequence[str], folder: Path, *, onnx: bool, offset: float = 0.0
 ) -> dict[str, float]:
-    """Write weights, preprocessing, class names and an exported network; return each network's difference."""
+    """Write weights, preprocessing, class names and an exported network; return each network's difference.
+
+    `offset` is added to all logits, in the bias of the linear layer; differences are from the logits of the
+    run plus the offset.
+    """
     if onnx and "external_data" not in inspect.signature(torch.onnx.export).parameters:
         raise UserError(f"--onnx: needs torch 2.6 or newer, found {torch.__version__}. Add --no-onnx.")
     trained = build_network(target, len(class_names))
+    expected: Callable[[Tensor], Tensor] = lambda images: trained(images).logits  # noqa: E731
+    if offset:
+        unchanged = build_network(target, len(class_names))
+        expected = lambda images: unchanged(images).logits + offset  # noqa: E731
+        _add_offset(trained, offset)
     with (folder / WEIGHTS).open("wb") as file:
         write_tensors(trained.network.state_dict())(file)
     # The plain network, without the hooks of the score maps, from the file that others will load.
@@ -58,10 +68,20 @@ def write_portable_files(
     networks: dict[str, Callable[[Tensor], Tensor]] = {WEIGHTS: plain}
     if onnx:
         networks[ONNX] = _export_onnx(plain, target.transform.size, folder / ONNX)
-    expected: Callable[[Tensor], Tensor] = lambda images: trained(images).logits  # noqa: E731
     return {
         name: compare(expected, network, target.transform.size, name) for name, network in networks.items()
     }
+
+
+def _add_offset(trained: SpatialClassifier, offset: float) -> None:
+    linear = trained.head.linear(trained.network)
+    if linear.bias is None:
+        raise UserError(
+            f"--offset {offset:+g}: layer {trained.head.name} of the network has no bias to add it to. Use "
+            f"--offset none."
+        )
+    with torch.no_grad():
+        linear.bias.add_(offset)
 
 
 def preprocessing(target: EvaluationTarget) -> dict[str, Any]:
@@ -189,12 +209,13 @@ def model_card(
     *,
     files: Sequence[str],
     repository: str | None,
+    offset: float = 0.0,
 ) -> str:
     """Return the card: data, settings, results, use, licences. `files` are those of the network."""
     config = target.config
     assert config is not None
     settings = published_settings(config)
-    results = find_results(config.run, target)
+    results = find_results(config.run, target, offset)
     parts = [
         f"---\n{yaml.safe_dump(_front(target, licences, title, results), sort_keys=False)}---",
         f"# {title}",
@@ -205,7 +226,7 @@ def model_card(
         "## Results",
         _results(results),
         "## Use",
-        _use(target, len(class_names), files, repository),
+        _use(target, len(class_names), files, repository, offset),
         "## Settings",
         f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```",
         "## Licence",
@@ -230,8 +251,11 @@ def published_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-def find_results(run: Path, target: EvaluationTarget) -> dict[str, Any]:
-    """Return the figures of these weights in the run's evaluation, else in its validation, else none."""
+def find_results(run: Path, target: EvaluationTarget, offset: float = 0.0) -> dict[str, Any]:
+    """Return the figures of these weights in the run's evaluation, else in its validation, else none.
+
+    Those that an offset of the logits changes are left out, unless the evaluation has them for this offset.
+    """
     weights, report = Path(target.weights), run / "evaluation" / "report.json"
     # A report that is older than the weights is of earlier ones.
     fresh = report.is_file() and report.stat().st_mtime >= weights.stat().st_mtime
@@ -242,7 +266,7 @@ def find_results(run: Path, target: EvaluationTarget) -> dict[str, Any]:
             "mAP": found["mean_ap"]["present"],
             "AP per image": found.get("image_ap"),
             "top-1": found["top1"],
-            "F1 at 0.5": found["at_threshold"]["overall_f1"],
+            "F1 at 0.5": _f1(found, offset),
         }
     metrics = weights.parent / "metrics.json"
     if metrics.is_file() and "map" in (found := read_json_object(metrics) or {}):
@@ -252,6 +276,14 @@ def find_results(run: Path, target: EvaluationTarget) -> dict[str, Any]:
             "top-1": found["top1"],
         }
     return {}
+
+
+def _f1(report: dict[str, Any], offset: float) -> float | None:
+    if not offset:
+        return float(report["at_threshold"]["overall_f1"])
+    known = report.get("offset")
+    is_same = known is not None and abs(known - offset) < 1e-5
+    return float(report["at_offset"]["overall_f1"]) if is_same else None
 
 
 def _against(report: dict[str, Any]) -> str:
@@ -306,12 +338,16 @@ def _results(results: dict[str, Any]) -> str:
     )
 
 
-def _use(target: EvaluationTarget, num_classes: int, files: Sequence[str], repository: str | None) -> str:
+def _use(
+    target: EvaluationTarget, num_classes: int, files: Sequence[str], repository: str | None, offset: float
+) -> str:
     listed = ", ".join(f"`{name}`" for name in files)
     how, side = target.transform.interpolation, target.transform.size
+    added = "" if not offset else f" plus {offset:+.3f}, with which 0.5 is a usable threshold"
     lines = [
-        f"{listed}: the same network, whose logits agree with those of the run. `preprocessing.json` says "
-        f"how images are prepared ({side} x {side}, {how}, ...), `classes.txt` names the outputs in order.",
+        f"{listed}: the same network, whose logits agree with those of the run{added}. `preprocessing.json` "
+        f"says how images are prepared ({side} x {side}, {how}, ...), `classes.txt` names the outputs in "
+        f"order.",
         "",
         "```python",
     ]

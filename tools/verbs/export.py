@@ -39,6 +39,7 @@ from bigscl.tools.shared.open_store import (
     Store,
     open_store,
     run_folder,
+    trust_at,
 )
 from bigscl.tools.shared.shard_passes import scores_by_shard
 from bigscl.tools.shared.terminal import few_visits_note, print_result, size
@@ -158,6 +159,9 @@ def command(
         share = _initial_share(opened)
         facts["initial_share"] = round(share, 4)
         told = "\n".join([told, *few_visits_note(share)])
+        if (trust := trust_at(opened)) is not None:
+            facts["trust"] = trust.to_json()
+            told = "\n  ".join([told, str(trust), *trust.of_groups()])
         facts["region"] = asdict(fit)
         told += f"\n  {fit}"
     print_result(facts, told, as_json)

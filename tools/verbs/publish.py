@@ -1,6 +1,7 @@
 """Write a run's network for others: weights, card, ONNX."""
 
 import importlib
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from bigscl.data.index import load_index
 from bigscl.tools.shared.terminal import print_result
 
 if TYPE_CHECKING:
+    from bigscl.config import Config
     from bigscl.evaluation.target import EvaluationTarget
 
 PACKAGES = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "huggingface_hub": "hub"}
@@ -40,6 +42,14 @@ def command(
         str | None, typer.Option(help="Name of the training data. Default: the names of the shards.")
     ] = None,
     data_license: Annotated[str | None, typer.Option(help="Licence or terms of the training data.")] = None,
+    offset: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|NUMBER",
+            help="Added to all logits. auto: as the memory of the run suggests, so that as many classes "
+            "reach a score of 0.5 as K expects; none where there is no such memory.",
+        ),
+    ] = "auto",
     onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Write model.onnx.")] = True,
     push_to_hub: Annotated[
         str | None,
@@ -54,8 +64,9 @@ def command(
 
     bigscl publish runs/mine published/mine --license apache-2.0 --push-to-hub me/mine
 
-    All files are checked: the library's own network with the written weights and model.onnx must give the
-    logits of the run. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
+    The bias has an offset (--offset) that makes 0.5 a usable threshold and changes no ranking. All files are
+    checked: the library's own network with the written weights and model.onnx must give the logits of the
+    run, plus that offset. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
     the validation. Local paths are not published.
     """
     if private and push_to_hub is None:
@@ -68,9 +79,10 @@ def command(
 
     target = find_target(run, None, None)
     assert target.config is not None
+    added, why = _offset(offset, target.config)
     names = _class_names(target, classes)
     with atomic_folder(folder) as partial:
-        differences = write_portable_files(target, names, partial, onnx=onnx)
+        differences = write_portable_files(target, names, partial, onnx=onnx, offset=added)
         licences = Licences(weights=license, dataset=dataset, data=data_license)
         card = model_card(
             target,
@@ -79,6 +91,7 @@ def command(
             licences,
             files=sorted(differences),
             repository=push_to_hub,
+            offset=added,
         )
         (partial / "README.md").write_text(card)
     if push_to_hub is not None:
@@ -86,10 +99,33 @@ def command(
     facts = {
         "folder": str(folder),
         "weights": str(target.weights),
+        "offset": added,
         "differences": differences,
         "pushed_to": push_to_hub,
     }
-    print_result(facts, _text(folder, str(target.weights), differences, push_to_hub), as_json)
+    print_result(facts, _text(folder, f"{target.weights}\n{why}", differences, push_to_hub), as_json)
+
+
+def _offset(wanted: str, config: "Config") -> tuple[float, str]:
+    """Return what is added to all logits, and a line about it."""
+    from bigscl.evaluation.offset import memory_offset
+    from bigscl.store import StoreError
+
+    if wanted == "none":
+        return 0.0, "offset of the logits: none"
+    if wanted != "auto":
+        try:
+            value = float(wanted)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise UserError(f"--offset: found {wanted!r}, expected auto, none or a number")
+        return value, f"offset of the logits: {value:+g}"
+    try:
+        found = memory_offset(config)
+    except (UserError, StoreError, OSError) as error:
+        return 0.0, f"no offset of the logits: {' '.join(str(error).split()).removeprefix('offset: ')}"
+    return found.value, f"offset of the logits {found}"
 
 
 def _check_packages(needed: dict[str, bool]) -> None:

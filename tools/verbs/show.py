@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.evaluation.plots.sample_plots import heatmap_of
+from bigscl.selection.trust import Trust
 from bigscl.store import (
     FORMAT,
     Array,
@@ -32,6 +33,7 @@ from bigscl.tools.shared.open_store import (
     open_store,
     run_folder,
     snapshot_facts,
+    trust_at,
 )
 from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
 from bigscl.tools.shared.terminal import (
@@ -121,6 +123,7 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "lease": None if holder is None else {**asdict(holder), "alive": is_alive(holder)},
         "bytes": bytes_by_array(listing),
         "visited": _visits(store),
+        "trust": None if (trust := trust_at(store)) is None else trust.to_json(),
         "snapshots": [
             {
                 **snapshot_facts(snapshot, store.spec.num_classes),
@@ -151,6 +154,7 @@ def _text(facts: dict[str, Any]) -> str:
         f"  layout    {_layout_text(facts)}",
         f"  lease     {_lease_text(facts['lease'])}",
         f"  visited   {_visits_text(facts['visited'])} (at snapshot {facts['snapshot']})",
+        *([] if facts["trust"] is None else [f"  trust     {Trust.from_json(facts['trust'])}"]),
         f"  size      {size(sum(facts['bytes'].values()))}",
         *(f"    {size(count):>9}  {name}" for name, count in sorted(facts["bytes"].items())),
         "  snapshots",

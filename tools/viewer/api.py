@@ -16,9 +16,15 @@ from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.memory.score_history import read_score_log
-from bigscl.store import Array, Rows, StoreError, read_holder
+from bigscl.store import Array, HeatmapStore, Rows, StoreError, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
-from bigscl.tools.shared.open_store import bytes_by_array, checkpoints_by_snapshot, is_alive, snapshot_facts
+from bigscl.tools.shared.open_store import (
+    bytes_by_array,
+    checkpoints_by_snapshot,
+    is_alive,
+    snapshot_facts,
+    trust_at,
+)
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.open_run import OpenRun, curves_of
@@ -231,7 +237,7 @@ class Api:
             "epoch": store.snapshot.epoch,
             "snapshots": [snapshot.id for snapshot in store.snapshots()],
             "tracked": row in store.spec.history_samples,
-            "classes": _classes_of(run, rows, ids),
+            "classes": _classes_of(run, store, rows, ids),
             "maps": _maps(rows),
             "boxes": pictures.boxes_of(index, row),
             "views": [],
@@ -251,7 +257,10 @@ class Api:
         history_samples = run.read(lambda store: store.history(row))
         epochs = {
             epoch: {
-                "scores": {number: float(rows.scores[0, number]) for number in _shown(rows)},
+                "scores": {
+                    number: float(rows.scores[0, number])
+                    for number in _shown(rows, to_float32(rows.scores[0]))
+                },
                 "maps": _maps(rows),
             }
             for epoch, rows in history_samples.items()
@@ -283,7 +292,9 @@ class Api:
         }
         if run.index.full_labels:
             columns |= {name: getattr(counts, name).tolist() for name in ("right", "missing")}
-        return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": expected.note})
+        trust = trust_at(run.store)
+        lines = [expected.note] if trust is None else [expected.note, str(trust), *trust.of_groups()]
+        return as_json({"classes": {**columns, "cut": cuts.tolist()}, "note": "; ".join(lines)})
 
     def _class(self, parameters: Parameters) -> Reply:
         """Return the classes mined in images that name a class, and those named where it is mined."""
@@ -361,21 +372,22 @@ class Api:
         return self._sizes[run.name][1]
 
 
-def _shown(rows: Rows) -> list[int]:
-    """Return the classes of one sample that are listed, the highest score first."""
-    scores = to_float32(rows.scores[0])
+def _shown(rows: Rows, scores: NDArray[np.float32]) -> list[int]:
+    """Return the classes of one sample with these scores that are listed, the highest score first."""
     highest = np.argsort(-scores, kind="stable")[:MAX_CLASSES]
     kept = rows.kept_classes()[0].astype(np.int64)
     return sorted({*highest.tolist(), *kept.tolist()}, key=lambda number: (-scores[number], number))
 
 
-def _classes_of(run: OpenRun, rows: Rows, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+def _classes_of(
+    run: OpenRun, store: HeatmapStore, rows: Rows, ids: NDArray[np.int64]
+) -> list[dict[str, Any]]:
     annotated, present = run.data.annotated(ids)[0], run.data.present(ids)
     absent = run.data.index.labels_of(ids)[0] == 0
     expected = None if run.index is None else run.index.expected.expected(rows.ranked_by(), ids)[0]
-    numbers = {*_shown(rows), *np.flatnonzero(annotated).tolist()}
+    scores = store.scores_without_initial_value(rows, ids)[0]
+    numbers = {*_shown(rows, scores), *np.flatnonzero(annotated).tolist()}
     numbers |= set() if present is None else {*np.flatnonzero(present[0]).tolist()}
-    scores = to_float32(rows.scores[0])
     return [
         {
             "class": number,

@@ -138,17 +138,18 @@ class _Pass:
         rows = self._store.load_shard(shard).take(slice(0, len(ids)))
         flags = self._flags(ids, self._expected.expected(rows.ranked_by(), ids))
         change = self._change(shard, rows.scores)
+        seen = self._store.scores_without_initial_value(rows, ids).astype(np.float16)
         peaks, has_heat = self._peaks(rows, ids)
         values: dict[str, Array] = {
-            "score": score_bits(rows.scores),
+            "score": score_bits(seen),
             "change": score_bits(change),
             "peak": peaks,
             "flags": flags,
         }
-        kept = self._kept(rows.scores, flags)
+        kept = self._kept(seen, flags)
         places: dict[str, tuple[Array, Array]] = {}
         open_ = np.where(flags & (ANNOTATED | ABSENT), 0, values["score"])
-        apart = np.where(has_heat, np.abs(to_float32(rows.scores) - peaks / np.float32(255)), -1)
+        apart = np.where(has_heat, np.abs(to_float32(seen) - peaks / np.float32(255)), -1)
         for name, by in {"surprise": open_, "change": values["change"], "heat": apart}.items():
             places[name] = np.arange(len(ids)), by.argmax(axis=1)
         orders = {name: _pairs(ids, values, at) for name, at in places.items()}

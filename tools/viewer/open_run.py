@@ -17,7 +17,8 @@ from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, load_config
-from bigscl.store import HeatmapStore, SnapshotLog, StoreError
+from bigscl.store import MAX_COUNT, HeatmapStore, SnapshotLog, StoreError
+from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import (
     Data,
     DataFlags,
@@ -25,8 +26,10 @@ from bigscl.tools.shared.open_store import (
     locate,
     open_store,
     run_folder,
+    trust_at,
     with_snapshot,
 )
+from bigscl.tools.shared.terminal import few_visits_note
 from bigscl.tools.viewer.index_building import build_index
 from bigscl.tools.viewer.score_index import Against, ScoreIndex, disagreement, open_index
 
@@ -190,7 +193,16 @@ class OpenRun:
             "before": None if self.index is None else self.index.before,
             "progress": self.progress,
             "failure": printable(self.failure),
+            "note": "; ".join(self._notes()),
         }
+
+    def _notes(self) -> list[str]:
+        """Return how far to trust scores and mined labels, as far as it is known."""
+        start, trust = self.store.initial_values, trust_at(self.store)
+        visits = np.array([min(next_epoch(self.store), MAX_COUNT)])
+        share = 0.0 if start is None else float(start.remaining(visits)[0])
+        notes = [line.strip() for line in few_visits_note(share)]
+        return notes if trust is None else [*notes, str(trust)]
 
 
 def _config_of(folder: Path | None) -> Config | None:

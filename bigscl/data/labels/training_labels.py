@@ -15,6 +15,8 @@ from bigscl.data.labels.label_files import SEVERAL, ids_by_key, replaced_rows, w
 from bigscl.store import Annotations, Answered, Ragged, SingleProcess, Transport, label_counts, on_rank_zero
 
 BLOCK = 4096
+HIDING = 2
+"""Stream of random numbers of hidden labels; 0 and 1 are those of drawn ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +48,22 @@ class TrainingLabels:
     """The annotated positives, answers among them."""
 
     def counts(self) -> NDArray[np.int64]:
-        """Return how many labels each class has, without what only answers named, [L]: K counts these."""
-        return label_counts(self.annotations, self.answered)
+        """Return how many labels each class has, without what only answers named, [L]: K counts these.
+
+        Labels that are hidden from training are among them.
+        """
+        return label_counts(self.annotations, self.answered) + hidden_counts(self.index)
 
 
-def with_given_labels(index: Index, labels_file: Path | None, drawn: GivenConfig | None) -> Index:
-    """Return the samples with the labels of a file, and given ones drawn from the full ones."""
+def with_given_labels(
+    index: Index, labels_file: Path | None, drawn: GivenConfig | None, canaries: float = 0.0
+) -> Index:
+    """Return the samples with the labels of a file, given ones drawn from the full ones, some hidden."""
     if labels_file is not None:
         index = with_training_labels(index, labels_file)
-    return index if drawn is None else draw_given(index, **asdict(drawn))
+    if drawn is not None:
+        index = draw_given(index, **asdict(drawn))
+    return hide_given(index, canaries, 0 if drawn is None else drawn.seed) if canaries else index
 
 
 def training_labels(
@@ -80,6 +89,12 @@ def training_labels(
         answered=answered,
         annotations=index.annotations(labels),
     )
+
+
+def hidden_counts(index: Index) -> NDArray[np.int64]:
+    """Return how many labels of each class are hidden from training, [L]."""
+    hidden = () if index.hidden is None else index.hidden.values
+    return np.bincount(np.asarray(hidden, np.int64), minlength=index.num_classes)
 
 
 def match_answers(index: Index, answers: Answers, path: Path) -> Answered:
@@ -117,14 +132,19 @@ def with_answered(index: Index, answered: Answered) -> Index:
     """
     positives = {int(row): set(index.given[row].tolist()) for row in np.unique(answered.rows)}
     negatives = {row: set(index.negatives[row].tolist()) for row in positives}
+    hidden = {row: set() if index.hidden is None else set(index.hidden[row].tolist()) for row in positives}
     lists = (array.tolist() for array in (answered.rows, answered.classes, answered.says))
     for row, number, says in zip(*lists, strict=True):
         if says >= 0:
             to, of = (positives, negatives) if says else (negatives, positives)
             to[row].add(number)
             of[row].discard(number)
+            hidden[row].discard(number)
     return replace(
         index,
+        hidden=None
+        if index.hidden is None
+        else replaced_rows(index.hidden, {row: sorted(own) for row, own in hidden.items()}),
         given=replaced_rows(index.given, {row: sorted(own) for row, own in positives.items()}),
         negatives=replaced_rows(index.negatives, {row: sorted(own) for row, own in negatives.items()}),
     )
@@ -143,6 +163,38 @@ def draw_given(index: Index, seed: int, positives: int = 1, negatives: int = 0) 
     kept = draw_positives(full, positives, random)
     absent = draw_negatives(full, index.ids(), negatives, index.num_classes, random)
     return with_fingerprint(replace(index, given=kept, negatives=absent))
+
+
+def hide_given(index: Index, share: float, seed: int = 0) -> Index:
+    """Return the same samples without one given label of a share of those that have any.
+
+    Exactly `round(share * samples)` of them, drawn uniformly; `hidden` of the index has these labels.
+    """
+    random = np.random.Generator(np.random.Philox(key=np.array([seed, HIDING], np.uint64)))
+    given = index.given
+    able = np.flatnonzero(given.lengths > 0)
+    rows = np.sort(random.permutation(able)[: round(share * len(able))])
+    places = given.offsets[rows] + random.integers(0, given.lengths[rows])
+    lengths = np.zeros(len(given), np.int64)
+    lengths[rows] = 1
+    kept = Ragged.from_lengths(given.lengths - lengths, np.delete(given.values, places))
+    hidden = Ragged.from_lengths(lengths, given.values[places])
+    return with_fingerprint(replace(index, given=kept, hidden=hidden))
+
+
+def with_hidden(index: Index) -> Index:
+    """Return the samples with all their given labels, also those that are hidden from training."""
+    if index.hidden is None:
+        return index
+    return replace(index, given=_joined(index.given, index.hidden), hidden=None)
+
+
+def _joined(rows: Ragged, other: Ragged) -> Ragged:
+    """Return the values of both in each row, ascending."""
+    owners = np.concatenate([np.repeat(np.arange(len(part)), part.lengths) for part in (rows, other)])
+    values = np.concatenate([rows.values, other.values])
+    order = np.lexsort((values, owners))
+    return Ragged.from_lengths(rows.lengths + other.lengths, values[order])
 
 
 def draw_positives(full: Ragged, count: int, random: np.random.Generator) -> Ragged:

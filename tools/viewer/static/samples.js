@@ -34,6 +34,7 @@ export async function show({ state: values, run, number }) {
   return el("section", { className: "samples" },
     filters(values, run),
     el("p", { className: "summary" }, summary(run), legend(run)),
+    run.note ? el("p", { className: "faint" }, run.note) : null,
     el("div", { className: `grid ${values.heat === "no" ? "cold" : ""}`, id: "grid" }, tiles),
     found.items.length ? null : el("p", { className: "empty" }, empty(found, run)),
     pages(offset));
