@@ -95,7 +95,9 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
 
 def _score_log_bytes(config: Config, spec: StoreSpec) -> int:
     kept = config.log.score_classes if config.store.kind == "disk" else 0
-    return config.schedule.epochs * epoch_bytes(spec.num_samples, spec.num_classes, kept)
+    return config.schedule.epochs * epoch_bytes(
+        spec.num_samples, spec.num_classes, min(kept, spec.top_scores or kept)
+    )
 
 
 def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase]:

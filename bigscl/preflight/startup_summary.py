@@ -15,7 +15,10 @@ def summary(
     config: Config, data: Data, world_size: int, heatmap_size: int, device: torch.device
 ) -> list[str]:
     """Return lines for people about what the run will do and what it needs."""
-    index, spec = data.train, spec_for(data.annotations, heatmap_size, 0)
+    index, spec = (
+        data.train,
+        spec_for(data.annotations, heatmap_size, 0, config.store.kept_scores(data.annotations.num_classes)),
+    )
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=world_size)
     needs = forecast(config, spec, plan)
     lines = [

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from bigscl.common.user_error import UserError
 from bigscl.selection.class_ratios import count_positives
 from bigscl.selection.thresholds import ONE, Thresholds
-from bigscl.store import Annotations, Transport
+from bigscl.store import Annotations, KeptScores, Ranked, Transport
 
 SCORE_BITS = 14
 NOTHING = np.uint64(2**64 - 1)
 """A floor that no key exceeds: the floor of a class that expects no positives."""
 
 
-Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
-"""Ids [n], and what they are ranked by for each class [n,L]."""
+Chunk = tuple[NDArray[np.int64], Ranked]
+"""Ids [n], and what they are ranked by for each class [n,L], or for the classes that are kept."""
 
 
 Item = TypeVar("Item")
@@ -44,6 +44,10 @@ def counted(chunks: Iterable[Item], show: Callable[[int], None]) -> Iterator[Ite
 def given_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
     """Yield the chunks with the value 1 for given positives, so that they are always expected."""
     for ids, values in chunks:
+        if isinstance(values, KeptScores):
+            given = annotations.is_given(np.broadcast_to(ids[:, None], values.classes.shape), values.classes)
+            yield ids, replace(values, values=np.where(given, np.float16(1), values.values))
+            continue
         values = values.copy()
         values[annotations.given.entries(ids)] = 1
         yield ids, values
@@ -142,9 +146,12 @@ class _Contenders:
         self.pending: list[NDArray[np.uint64]] = []
         self.num_pending = 0
 
-    def add(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> None:
+    def add(self, ids: NDArray[np.int64], scores: Ranked) -> None:
         """Add samples to the ranking of every class."""
-        bits = self._checked(ids, scores)
+        if isinstance(scores, KeptScores):
+            self._add_kept(ids, scores)
+            return
+        bits = self._checked(ids, scores, len(self.num_expected))
         # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
         rows = max(1, 2**18 // max(1, bits.shape[1]))
         for start in range(0, len(ids), rows):
@@ -195,6 +202,17 @@ class _Contenders:
         self.pending.append(keys)
         self.num_pending += len(keys)
 
+    def _add_kept(self, ids: NDArray[np.int64], kept: KeptScores) -> None:
+        """Add samples by the scores that are kept: only these are keys."""
+        bits = self._checked(ids, kept.values, kept.classes.shape[1])
+        classes = kept.classes.astype(np.int64)
+        keys = self._pack(classes, bits, ids[:, None])
+        keys = keys[keys > self.floor[classes]]
+        self.pending.append(keys)
+        self.num_pending += len(keys)
+        if self.num_pending > max(2**20, len(self.best)):
+            self.compact()
+
     def _pack(
         self, classes: NDArray[np.int64], bits: NDArray[np.uint16], ids: NDArray[np.int64]
     ) -> NDArray[np.uint64]:
@@ -207,9 +225,9 @@ class _Contenders:
         ids = self.max_id - (keys & np.uint64(self.max_id)).astype(np.int64)
         return bits.astype(np.uint16), ids
 
-    def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
+    def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16], width: int) -> NDArray[np.uint16]:
         """Return the bits of the scores; raise UserError if they cannot be ranked."""
-        expected = (len(ids), len(self.num_expected))
+        expected = (len(ids), width)
         if scores.dtype != np.float16 or scores.shape != expected:
             raise UserError(
                 f"scores: found {scores.dtype} {list(scores.shape)}, expected float16 {list(expected)}"

@@ -125,7 +125,7 @@ def _compare_shard(one: HeatmapStore, other: HeatmapStore, expected: Both, shard
 
 
 def _first_rows(rows: Rows, count: int) -> Rows:
-    return Rows(**{name: values[:count] for name, values in rows.items()})
+    return Rows(rows.num_classes, **{name: values[:count] for name, values in rows.items()})
 
 
 def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
