@@ -74,7 +74,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "workers": {"0": {"data.workers": 0}, "1": {"data.workers": 1}, "2": {"data.workers": 2}},
     "processes": {"1": {}, "2": {}, "3": {}},
     "launcher": {"python": {}, "accelerate": {}, "torchrun": {}},
-    "scores kept": {"all": {}, "few": {"store.top_scores": 5}},
+    "scores kept": {"all": {}, "few": {"store.top_scores": 6}},
     "codec": choice("store.codec"),
     "decoder": choice("data.decoder"),
     "labels": {
@@ -193,6 +193,11 @@ REFUSALS = (
         ("layout", "scores kept"),
         lambda layout, kept: kept == "few" and not layout.startswith("scores"),
         r"store.top_scores: needs store.warmup_heatmaps: scores",
+    ),
+    Refusal(
+        ("consistency", "scores kept"),
+        lambda name, kept: kept == "few" and name in _corrected,
+        r"store.top_scores: needs store.warmup_heatmaps: scores|scl_corrected needs dense",
     ),
     Refusal(
         ("layout", "rank by"),

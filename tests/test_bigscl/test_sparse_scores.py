@@ -106,10 +106,8 @@ def test_selection_equals_that_of_all_scores_wherever_the_floor_is_below_the_cut
     num_expected = rng.integers(0, len(scores) + 2, scores.shape[1])
     rows, floors = sparse(scores, named, kept), FloorCounts()
     floors.note(ids, rows.ranked())
-    chunks = [
-        (ids[start : start + 7], rows.take(slice(start, start + 7)).ranked())
-        for start in range(0, len(ids), 7)
-    ]
+    parts = [slice(start, start + 7) for start in range(0, len(ids), 7)]
+    chunks = [(ids[part], rows.take(part).ranked()) for part in parts]
     found = floors.marked(select(chunks, num_expected, SingleProcess()), SingleProcess())
     whole = select(in_chunks(ids, scores, 7), num_expected, SingleProcess())
     exact = found.approximate == 0
