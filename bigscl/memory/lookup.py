@@ -63,7 +63,7 @@ class GivenClasses:
         """`started` are those whose heatmaps started at 1, if these are others."""
         self._started = None if started is None else GivenClasses(started, device)
         self.num_classes = annotations.num_classes
-        self._offsets = torch.from_numpy(annotations.given.offsets).to(device)
+        self._offsets = torch.tensor(annotations.given.offsets).to(device)  # a copy: indexes are read-only
         # One entry more, which rows past the last positive may read.
         classes = torch.from_numpy(annotations.given.values).to(torch.int32)
         self._classes = torch.cat([classes, classes.new_zeros(1)]).to(device)
