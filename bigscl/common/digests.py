@@ -161,7 +161,7 @@ class ArrayFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         found = np.load(file, allow_pickle=False)
-        if not isinstance(found, np.lib.npyio.NpzFile):
+        if not isinstance(found, np.lib.npyio.NpzFile) or found.zip is None:
             raise UserError("it is a single array")
         self._found, self._zip = found, found.zip
         self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

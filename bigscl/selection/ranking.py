@@ -23,6 +23,8 @@ from bigscl.selection.thresholds import ONE, Thresholds
 from bigscl.store import Annotations, KeptScores, Ranked, Transport
 
 SCORE_BITS = 14
+MANY_KEYS = 2**23
+"""Keys of sparse chunks that are sorted at once: with many classes few of them are ruled out earlier."""
 NOTHING = np.uint64(2**64 - 1)
 """A floor that no key exceeds: the floor of a class that expects no positives."""
 
@@ -210,7 +212,7 @@ class _Contenders:
         keys = keys[keys > self.floor[classes]]
         self.pending.append(keys)
         self.num_pending += len(keys)
-        if self.num_pending > max(2**20, len(self.best)):
+        if self.num_pending > max(MANY_KEYS, len(self.best)):
             self.compact()
 
     def _pack(
