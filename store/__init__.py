@@ -30,6 +30,7 @@ from bigscl.store.epoch.writeback import Writeback
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.format.annotations import Annotations, Ragged
 from bigscl.store.format.answered import Answered, answered_shard, label_counts, with_answers
+from bigscl.store.format.array_types import class_dtype
 from bigscl.store.format.fields import SEAL, seal, seal_fault
 from bigscl.store.format.history import history_bytes, history_faults
 from bigscl.store.format.layout import (
@@ -41,7 +42,18 @@ from bigscl.store.format.layout import (
     stored_bytes,
     stored_plans,
 )
-from bigscl.store.format.spec import FORMAT, MAX_COUNT, Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.spec import (
+    FORMAT,
+    MAX_COUNT,
+    NOT_KEPT,
+    Array,
+    Codec,
+    GroupSpec,
+    KeptScores,
+    Ranked,
+    Rows,
+    StoreSpec,
+)
 from bigscl.store.heatmap_store import HeatmapStore
 from bigscl.store.reader import InitialValues, Problem, verify
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
@@ -50,6 +62,7 @@ __all__ = [
     "FORMAT",
     "LEASE_PATIENCE_SECONDS",
     "MAX_COUNT",
+    "NOT_KEPT",
     "PACKED_NAME",
     "PASS_THREADS",
     "SCHEMES",
@@ -67,12 +80,14 @@ __all__ = [
     "Holder",
     "IndexMismatch",
     "InitialValues",
+    "KeptScores",
     "LocalBackend",
     "NotAStore",
     "ObjectReader",
     "Prefetcher",
     "Problem",
     "Ragged",
+    "Ranked",
     "Rows",
     "ShardCache",
     "SingleProcess",
@@ -90,6 +105,7 @@ __all__ = [
     "by_version",
     "check_creates_once",
     "choose_classes",
+    "class_dtype",
     "history_bytes",
     "history_faults",
     "in_order",

@@ -23,6 +23,7 @@ from bigscl.store.commit.create import (
     prepare_writing,
     present,
     read_spec,
+    spec_for,
     write_metadata,
 )
 from bigscl.store.commit.lease import Lease
@@ -101,10 +102,15 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         heatmap_size: int,
         group: GroupSpec = FIRST_GROUP,
         history_samples: int | Collection[int] = 64,
+        top_scores: int | None = None,
         options: StorageOptions | None = None,
     ) -> None:
-        """Create an empty store: every row has its initial value. An interrupted creation is repeated."""
-        create_store(open_backend(url, options), annotations, heatmap_size, group, history_samples)
+        """Create an empty store: every row has its initial value. An interrupted creation is repeated.
+
+        With `top_scores` a row keeps the scores of that many classes, the highest, and a floor for the rest.
+        """
+        spec = spec_for(annotations, heatmap_size, history_samples, top_scores)
+        create_store(open_backend(url, options), annotations, spec, group)
 
     @classmethod
     def open(
@@ -408,6 +414,8 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         self._check_writable()
         assert self.annotations is not None
         check_top(self.annotations, top)
+        if self.spec.top_scores is not None and top > self.spec.top_scores:
+            raise UserError(f"top: {top}, but rows keep the scores of {self.spec.top_scores} classes only")
         group = compacted_group(self._arrays.spec, self._snapshot.generation, top, slots, codec)
         return self._rewrite(group, self._compacted, self._snapshot.attributes, progress)
 
@@ -430,7 +438,8 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
 
         def rewrite(shard: int) -> tuple[int, Written]:
             digests = self._snapshot.digests_of(shard)
-            rows = Rows(**self._arrays.read(shard, self._snapshot.slots[shard], digests=digests))
+            arrays = self._arrays.read(shard, self._snapshot.slots[shard], digests=digests)
+            rows = Rows(self.spec.num_classes, **arrays)
             return shard, Written(slot, new.write(shard, slot, change(new.spec, shard, rows)))
 
         try:
@@ -484,6 +493,8 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         annotations = with_answers(self._given, answered)
         if self.group.top is not None:
             check_top(annotations, self.group.top)
+        if self.spec.top_scores is not None:
+            check_top(annotations, self.spec.top_scores, "top_scores")
         shards = answered.rows // self.spec.rows_per_shard
         stored = np.asarray(self._snapshot.slots)[shards] >= 0
         answered, changes = answered.since(known, stored=stored, heatmaps=self.group.layout != "scores")

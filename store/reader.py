@@ -20,8 +20,11 @@ from bigscl.store.format.annotations import Annotations
 from bigscl.store.format.answered import ATTRIBUTE, Answered, with_answers
 from bigscl.store.format.array_types import ARRAYS, Domain
 from bigscl.store.format.layout import initial_shard, split_by_shard
-from bigscl.store.format.spec import Array, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.spec import Array, GroupSpec, Ranked, Rows, StoreSpec
 from bigscl.store.format.zarr_group import ArrayGroup
+
+SCORES = ("scores", "score_classes", "score_floor")
+"""The arrays that have the scores; the first alone where all classes are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,7 @@ class StoreReader:
 
         If a cache still shows an older version, this waits; `check` raises to end that.
         """
-        return Rows(**self._load(shard, check=check))
+        return Rows(self.spec.num_classes, **self._load(shard, check=check))
 
     def _load(
         self, shard: int, names: tuple[str, ...] | None = None, check: Check | None = None
@@ -174,7 +177,7 @@ class StoreReader:
         self._check_still_retained()
         if not gathered:
             return self.load_shard(0).take(slice(0, 0))
-        return Rows(**gathered)
+        return Rows(self.spec.num_classes, **gathered)
 
     def peek(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
         """As `read_without_initial_value`, in milliseconds, for screens: reads only these rows if possible.
@@ -197,7 +200,7 @@ class StoreReader:
             for name, array in rows.items():
                 out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
                 out[mask] = array
-        found, start = Rows(**gathered), self.initial_values
+        found, start = Rows(self.spec.num_classes, **gathered), self.initial_values
         return found if start is None else start.without_initial_value(found, wanted)
 
     def _initial(self, ids: NDArray[np.int64]) -> dict[str, Array]:
@@ -208,7 +211,7 @@ class StoreReader:
         """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
         for shard in shards:
             ids = self.spec.sample_ids(shard)
-            yield ids, self._load(shard, ("scores",))["scores"][: len(ids)]
+            yield ids, self._score_rows(shard, SCORES).scores
 
     def seen_scores_by_shard(
         self, shards: Iterable[int]
@@ -220,19 +223,25 @@ class StoreReader:
             yield ids, self.scores_without_initial_value(rows, ids)
 
     def ranked_by_shard(
-        self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Array], None] | None = None
-    ) -> Iterator[tuple[NDArray[np.int64], Array]]:
+        self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Ranked], None] | None = None
+    ) -> Iterator[tuple[NDArray[np.int64], Ranked]]:
         """(ids, what expected positives are ranked by) of all real samples of each shard: see `Rows`.
 
         `note` is called with the ids and scores of each shard before that.
         """
-        names = ("scores", "spatial_score", "classes") if self.group.spatial_score else ("scores",)
+        names = (*SCORES, "spatial_score", "classes") if self.group.spatial_score else SCORES
         for shard in shards:
-            ids = self.spec.sample_ids(shard)
-            found = self._load(shard, names)
+            ids, rows = self.spec.sample_ids(shard), self._score_rows(shard, names)
             if note is not None:
-                note(ids, found["scores"][: len(ids)])
-            yield ids, Rows(**found).ranked_by()[: len(ids)]
+                kept = rows.kept_scores
+                note(ids, rows.scores if kept is None else kept)
+            yield ids, rows.ranked()
+
+    def _score_rows(self, shard: int, names: tuple[str, ...]) -> Rows:
+        """Return these arrays of the real samples of a shard."""
+        size = self.spec.shard_sizes[shard]
+        found = {name: array[:size] for name, array in self._load(shard, names).items()}
+        return Rows(self.spec.num_classes, **found)
 
     def last_epochs(self) -> NDArray[np.int32]:
         """For every row the last epoch that updated it, -1 for none."""

@@ -6,6 +6,9 @@ All are CRC-32, of the bytes as they are written: 0.3 s per GB. Small JSON files
 
 import io
 import json
+import mmap
+import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.files import BadFile, atomic_write, parse_errors, read_json_object, write_text
+from bigscl.common.user_error import UserError
 from bigscl.store import SEAL, seal, seal_fault
 
 PROGRESS, METRICS = "progress.json", "metrics.json"
@@ -128,3 +132,63 @@ def read_array(path: Path, what: str, remedy: str) -> NDArray[Any]:
         if file.read() != crc.to_bytes(CRC_BYTES, "big"):
             raise BadFile(f"{path}: damaged: its last bytes are not the digest of the others. {remedy}")
     return array
+
+
+# Arrays in one file
+
+ALIGNMENT = 64
+LOCAL_HEADER = 30
+"""Bytes before the name of a file in a zip archive."""
+ZIP64_BYTES = 20
+"""Bytes with which zipfile describes sizes above 4 GB."""
+PADDING = 0x6270
+"""The kind of an extra field that no program looks at."""
+
+
+def write_arrays(file: IO[bytes], arrays: Mapping[str, NDArray[Any]], *, mapped: bool) -> None:
+    """Write arrays as an .npz: compressed, or to be mapped, each at a multiple of 64 bytes."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            entry.compress_type = zipfile.ZIP_STORED if mapped else zipfile.ZIP_DEFLATED
+            start = file.tell() + LOCAL_HEADER + len(entry.filename) + ZIP64_BYTES + 4
+            fill = -start % ALIGNMENT
+            entry.extra = struct.pack("<HH", PADDING, fill) + bytes(fill)
+            with archive.open(entry, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+
+
+class ArrayFile:
+    """The arrays of an .npz, by name. Those written for it are mapped: processes share one copy in RAM."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        found = np.load(file, allow_pickle=False)
+        if not isinstance(found, np.lib.npyio.NpzFile) or found.zip is None:
+            raise UserError("it is a single array")
+        self._found, self._zip = found, found.zip
+        self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return an array, after its checksum was compared."""
+        entry = self._zip.getinfo(f"{name}.npy")
+        (name_bytes, extra_bytes) = struct.unpack_from("<HH", self._bytes, entry.header_offset + 26)
+        start = entry.header_offset + LOCAL_HEADER + name_bytes + extra_bytes
+        if entry.compress_type != zipfile.ZIP_STORED or start % ALIGNMENT:
+            found: NDArray[Any] = self._found[name]
+            return found
+        with memoryview(self._bytes)[start : start + entry.file_size] as data:
+            if zlib.crc32(data) != entry.CRC:
+                raise zipfile.BadZipFile(f"{name} has another checksum")
+            head = io.BytesIO(data[: 2**16])
+        if np.lib.format.read_magic(head) != (1, 0):
+            raise zipfile.BadZipFile(f"{name} is of another version of .npy")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(head)
+        count = int(np.prod(shape, dtype=np.int64))
+        if is_fortran or dtype.hasobject or head.tell() + count * dtype.itemsize != entry.file_size:
+            raise zipfile.BadZipFile(f"{name} has other values than its header says")
+        if not count:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self._bytes, dtype, count, start + head.tell()).reshape(shape)

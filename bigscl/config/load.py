@@ -296,6 +296,11 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "store.compact_after", "has no effect without store.top"
     if store.top is not None and not (store.compact_after or config.schedule.warmup.epochs):
         yield "store.compact_after", "needed: without warm-up nothing says when to choose the top classes"
+    if store.top_scores is not None and store.warmup_heatmaps == "dense":
+        problem = "heatmaps of all classes weigh far more than all scores"
+        yield "store.top_scores", f"needs store.warmup_heatmaps: scores; {problem}"
+    if store.top_scores is not None and (store.top or 0) > store.top_scores:
+        yield "store.top", f"{store.top}, expected at most store.top_scores, {store.top_scores}"
     if store.top is None and store.warmup_heatmaps == "scores" and "maps" in needs:
         problem = f"scores without store.top keeps no heatmaps, and {objective.consistency} needs them"
         yield "store.warmup_heatmaps", problem

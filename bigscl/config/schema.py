@@ -35,6 +35,10 @@ Tracker = Literal[
 # A batch of one image of this side takes 0.8 GB; a larger one is a mistake.
 LARGEST_SIDE = 8192
 ProjectName = Annotated[str, Field(min_length=1, max_length=128)]
+MANY_CLASSES = 4000
+"""With more of them an image takes more bytes for scores than for ten heatmaps."""
+FEW_SCORES = 64
+"""Scores that are kept of each image then."""
 Side = Annotated[int, Field(ge=16, le=LARGEST_SIDE)]
 
 
@@ -183,6 +187,9 @@ class StoreConfig:
     """Epochs before the heatmaps are reduced to `top` classes. Default: those of the warm-up."""
     warmup_heatmaps: Literal["dense", "scores"] = "dense"
     """Kept before that: heatmaps of all classes, or scores only. Without `top`: in all epochs."""
+    top_scores: Count | None = None
+    """Classes per image whose scores are kept, the highest; the others share a floor. Needs `warmup_heatmaps:
+    scores`. Default: all of up to 4,000 classes, or beside heatmaps of all; 64 of more."""
     slots: Annotated[int, Field(ge=2)] = 3
     """Versions of each shard on disk; the run can resume from one less."""
     codec: Codec = "none"
@@ -205,6 +212,13 @@ class StoreConfig:
     """Region of the bucket."""
     anonymous: bool = False
     """Access a public bucket without credentials."""
+
+    def kept_scores(self, num_classes: int) -> int | None:
+        """Return how many scores of an image are kept; None for all."""
+        kept = self.top_scores
+        if kept is None and num_classes > MANY_CLASSES and self.warmup_heatmaps == "scores":
+            kept = FEW_SCORES
+        return None if kept is None or kept >= num_classes else kept
 
     def options(self) -> StorageOptions:
         """Return how to reach an object store."""
@@ -296,7 +310,8 @@ class LogConfig:
     pictures: Count = 6
     """Samples per plot."""
     score_classes: CountOrZero = 10
-    """Classes per image whose scores of each epoch are kept for `review list`, 4 bytes each; 0: none."""
+    """Classes per image whose scores of each epoch are kept for `review list`, 4 bytes each; 0: none. At
+    most `store.top_scores`."""
     ids: bool = False
     """Write the id of every trained sample to `ids-<rank>.txt`, for debugging."""
 

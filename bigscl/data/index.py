@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.digests import ArrayFile, write_arrays
 from bigscl.common.files import BadFile, atomic_write, parse_errors
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
@@ -22,7 +23,10 @@ from bigscl.data import tar as tars
 from bigscl.data.open_tar import scheme
 from bigscl.store import Annotations, Ragged
 
-VERSION = 2
+VERSION = 3
+MAPPED_ROWS = 4_000_000
+"""Indexes of that many rows are not compressed, so that all processes of a machine share their RAM: 64 bytes
+a row. That of ImageNet-1k is compressed, and takes every process 0.1 GB."""
 UNKNOWN_BYTES = -1
 ROWS = ("keys", "given", "negatives", "full")
 """Fields with a row for each sample; the fingerprint is computed from them."""
@@ -152,14 +156,13 @@ class Index:
         head |= {"shard_names": self.shard_names, "class_names": self.class_names}
         arrays: dict[str, NDArray[Any]] = {"head": np.frombuffer(json.dumps(head).encode(), np.uint8)}
         arrays |= {name: getattr(self, name) for name in ("shard_bytes", "shard_sizes")}
-        # Differences from one row to the next are small numbers, which compress well.
-        arrays["image_offsets"] = np.diff(self.image_offsets, prepend=0)
-        arrays["image_bytes"] = self.image_bytes.astype(np.uint32)
+        # As they are used, so that the processes of a machine can map them and share the RAM.
+        arrays |= {name: getattr(self, name) for name in ("image_offsets", "image_bytes")}
         for name in STORED_ROWS:
             if (rows := getattr(self, name)) is not None:
-                arrays |= {f"{name}.lengths": rows.lengths.astype(np.uint32), f"{name}.values": rows.values}
+                arrays |= {f"{name}.offsets": rows.offsets, f"{name}.values": rows.values}
         with atomic_write(path, suffix=str(os.getpid())) as partial, partial.open("wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
+            write_arrays(file, arrays, mapped=len(self.keys) >= MAPPED_ROWS)
 
 
 def _entries(
@@ -183,9 +186,10 @@ def load_index(shards: str | Sequence[str], path: Path | None = None, *, allow_p
     with _opened(path) as (head, file):
         _check_names(path, head["shard_names"], short_names(urls))
         with parse_errors(path, WHAT, REMEDY):
-            arrays: dict[str, Any] = {name: _numbers(file, name).astype(np.int64) for name in ARRAYS}
+            arrays: dict[str, Any] = {
+                name: _numbers(file, name).astype(np.int64, copy=False) for name in ARRAYS
+            }
             rows: dict[str, Any] = {name: _read_rows(file, name) for name in STORED_ROWS}
-        arrays["image_offsets"] = np.cumsum(arrays["image_offsets"])
     index = Index(
         urls=tuple(urls),
         class_names=tuple(head["class_names"]),
@@ -234,13 +238,13 @@ def stored_fingerprint(path: Path) -> str | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], ArrayFile]]:
     """Yield (head, arrays) of an index file."""
     with ExitStack() as stack:
         with parse_errors(path, WHAT, REMEDY):
             # Opened here: numpy does not close a file that is not an archive.
             content = stack.enter_context(path.open("rb"))
-            file = stack.enter_context(np.load(content, allow_pickle=False))
+            file = ArrayFile(content)
             head = json.loads(file["head"].tobytes())
             _check_head(head)
         if head["version"] != VERSION:
@@ -257,22 +261,22 @@ def _check_head(head: Any) -> None:
         raise UserError("version or fingerprint is of another type")
 
 
-def _numbers(file: Any, name: str) -> NDArray[Any]:
-    values: NDArray[Any] = file[name]
+def _numbers(file: ArrayFile, name: str) -> NDArray[Any]:
+    values = file[name]
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise UserError(f"{name} is {values.dtype} {list(values.shape)}, expected a list of numbers")
     return values
 
 
-def _read_rows(file: Any, name: str) -> Ragged | None:
-    if f"{name}.lengths" not in file:
+def _read_rows(file: ArrayFile, name: str) -> Ragged | None:
+    if f"{name}.offsets" not in file:
         return None
-    lengths, values = _numbers(file, f"{name}.lengths"), _numbers(file, f"{name}.values")
-    # Each is bounded first: a sum of lengths beyond 64 bits wraps around.
-    bounded = not len(lengths) or (lengths.min() >= 0 and lengths.max() <= len(values))
-    if len(lengths) and not (bounded and int(lengths.sum(dtype=np.int64)) == len(values)):
-        raise UserError(f"{name} has {len(values)} values, not as many as its lengths say")
-    return Ragged.from_lengths(lengths, values.astype(np.uint8 if name in TEXTS else np.uint32, copy=False))
+    offsets = _numbers(file, f"{name}.offsets").astype(np.int64, copy=False)
+    values = _numbers(file, f"{name}.values")
+    rises = len(offsets) > 0 and offsets[0] == 0 and bool((offsets[1:] >= offsets[:-1]).all())
+    if not rises or offsets[-1] != len(values):
+        raise UserError(f"{name} has {len(values)} values, not as many as its offsets say")
+    return Ragged(offsets, values.astype(np.uint8 if name in TEXTS else np.uint32, copy=False))
 
 
 def check_shards(index: Index) -> None:

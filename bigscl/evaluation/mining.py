@@ -12,7 +12,7 @@ from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.k import estimate_k
 from bigscl.selection.ranking import select
 from bigscl.selection.thresholds import expected_counts
-from bigscl.store import Answered, HeatmapStore, SingleProcess, label_counts
+from bigscl.store import NOT_KEPT, Answered, HeatmapStore, KeptScores, SingleProcess, label_counts
 from bigscl.training.run_folder import open_data, read_store
 
 
@@ -66,7 +66,8 @@ def mined_positives(
         )
         selection = select(store.ranked_by_shard(shards), num_expected, SingleProcess())
     mined = missing = found = 0
-    for ids, values in store.ranked_by_shard(shards):
+    for ids, ranked in store.ranked_by_shard(shards):
+        values = ranked.spread(NOT_KEPT) if isinstance(ranked, KeptScores) else ranked
         expected = selection.expected(values, ids)
         truth = index.labels_of(ids, "full")
         if index.hidden is not None:  # they test the mining, and are not missing

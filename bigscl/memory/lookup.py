@@ -25,8 +25,8 @@ from bigscl.memory.heatmaps import (
     to_view,
     without_initial_value,
 )
-from bigscl.selection.thresholds import Thresholds
-from bigscl.store import MAX_COUNT, Annotations, Rows
+from bigscl.selection.thresholds import ONE, Thresholds
+from bigscl.store import MAX_COUNT, NOT_KEPT, Annotations, Rows, class_dtype
 
 Ids = Tensor | NDArray[np.integer[Any]] | Sequence[int]
 Boxes = Tensor | NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -65,8 +65,8 @@ class GivenClasses:
     ) -> None:
         """`started` are those whose heatmaps started at 1, if these are others."""
         self._started = None if started is None else GivenClasses(started, device)
-        self._num_classes = annotations.num_classes
-        self._offsets = torch.from_numpy(annotations.given.offsets).to(device)
+        self.num_classes = annotations.num_classes
+        self._offsets = torch.tensor(annotations.given.offsets).to(device)  # a copy: indexes are read-only
         # One entry more, which rows past the last positive may read.
         classes = torch.from_numpy(annotations.given.values).to(torch.int32)
         self._classes = torch.cat([classes, classes.new_zeros(1)]).to(device)
@@ -87,8 +87,8 @@ class GivenClasses:
         places = first[:, None] + self._places
         found = self._classes[places.clamp(max=len(self._classes) - 1)].long()
         # A column more for the places that are not the row's own.
-        mask = torch.zeros(len(ids), self._num_classes + 1, dtype=torch.bool, device=ids.device)
-        mask.scatter_(1, torch.where(places < end[:, None], found, self._num_classes), True)
+        mask = torch.zeros(len(ids), self.num_classes + 1, dtype=torch.bool, device=ids.device)
+        mask.scatter_(1, torch.where(places < end[:, None], found, self.num_classes), True)
         return mask[:, :-1]
 
     def started(self, ids: Tensor) -> Tensor:
@@ -110,7 +110,10 @@ class MemoryBatch:
     """float32 [B,4]; None if nothing can be erased."""
     selection: Thresholds
     arrays: Mapping[str, Tensor]
-    """The store's arrays by name, with the shapes of one row of the store behind B; those of its layout."""
+    """The store's arrays by name, with the shapes of one row of the store behind B; those of its layout.
+
+    `scores` are of all classes also where only the highest are kept: the others have the floor of their row.
+    """
     annotations: GivenClasses
     momentum: float
     """Momentum mu of the running averages."""
@@ -153,11 +156,17 @@ class MemoryBatch:
 
     @property
     def selection_score(self) -> Tensor:
-        """Values that rank expected positives, float16 [B,L]: the spatial score if it is kept."""
-        spatial = self.arrays.get("spatial_score")
+        """Values that rank expected positives, float16 [B,L]: the spatial score if it is kept.
+
+        Classes whose scores are not kept have NOT_KEPT, which no threshold expects.
+        """
+        scores, spatial = self.scores, self.arrays.get("spatial_score")
+        kept = self.arrays.get("score_classes")
+        if kept is not None:
+            scores = torch.full_like(scores, float(NOT_KEPT)).scatter(1, kept, scores.gather(1, kept))
         if spatial is None or self.classes is None:
-            return self.scores if spatial is None else spatial
-        return self.scores.scatter(1, self.classes, spatial)
+            return scores if spatial is None else spatial
+        return scores.scatter(1, self.classes, spatial)
 
     def target(self, side: int) -> Tensor:
         """Return what score maps of this side should agree with: the heatmaps as the views see them.
@@ -245,13 +254,17 @@ def to_device(
         wide = array.dtype.kind == "u" and array.dtype.itemsize > 1
         return _as_int64(move(_signed(array)), array.dtype) if wide else move(array)
 
+    arrays = {name: as_used(array) for name, array in rows.items() if name not in HOST_ARRAYS}
+    if "score_classes" in arrays:
+        floors = arrays.pop("score_floor")[:, None].expand(-1, annotations.num_classes)
+        arrays["scores"] = floors.scatter(1, arrays["score_classes"], arrays["scores"])
     return MemoryBatch(
         rows=sample_views.rows,
         ids=move(sample_views.rows),
         views=move(sample_views.views),
         erased=None if sample_views.erased is None else move(sample_views.erased),
         selection=selection,
-        arrays={name: as_used(array) for name, array in rows.items() if name not in HOST_ARRAYS},
+        arrays=arrays,
         annotations=annotations,
         momentum=momentum,
         source=source,
@@ -265,6 +278,40 @@ def _signed(array: NDArray[Any]) -> NDArray[Any]:
 
 def _as_int64(bits: Tensor, dtype: np.dtype[Any]) -> Tensor:
     return bits.long() & np.iinfo(dtype).max
+
+
+def to_rows(arrays: Mapping[str, NDArray[Any]], num_classes: int) -> Rows:
+    """Return updated arrays, copied to the host, as rows of the store."""
+    # A view, as the values may not be there yet. Only classes are signed: see `highest_scores`.
+    signed = {name: array for name, array in arrays.items() if array.dtype.kind == "i"}
+    unsigned = {name: array.view(np.dtype(f"u{array.dtype.itemsize}")) for name, array in signed.items()}
+    return Rows(num_classes, **{**arrays, **unsigned})
+
+
+@torch.no_grad()
+def highest_scores(scores: Tensor, first: Tensor, second: Tensor | None, count: int) -> dict[str, Tensor]:
+    """Return what a row keeps of its scores [B,L], by the names of the store's arrays.
+
+    They are its `count` highest, ties to the lowest class; before them the classes that `first` marks (bool
+    [B,L]), then the classes `second` [B,k]. The floor is the highest score that is left out. Classes are the
+    bits of the store's type, as signed integers.
+    """
+    num_classes = scores.shape[1]
+    rank = scores.view(torch.int16).int() & 0xFFFF  # halves from 0 to 1 order like their bits
+    if second is not None:
+        rank = rank.scatter(1, second, ONE + 1)
+    rank = torch.where(first, ONE + 2, rank)
+    # Keys are unique, so any device finds the same ones.
+    wide = rank if 2**16 * num_classes < 2**31 else rank.long()
+    keys = wide * num_classes + torch.arange(num_classes - 1, -1, -1, device=scores.device, dtype=wide.dtype)
+    best = (num_classes - 1 - keys.topk(count, dim=1).values % num_classes).long()
+    classes = best.sort(dim=1).values
+    bits = torch.int16 if class_dtype(num_classes).itemsize == 2 else torch.int32
+    return {
+        "scores": scores.gather(1, classes),
+        "score_classes": classes.to(bits),
+        "score_floor": scores.scatter(1, classes, 0).amax(1),
+    }
 
 
 @torch.no_grad()
@@ -301,6 +348,9 @@ def _updated(
     scores = updated_scores(stored, logits, settings)
     visits = stored.arrays["sample_visits"]
     updated = {"scores": scores, "sample_visits": visits + (visits < MAX_COUNT)}
+    if "score_classes" in stored.arrays:
+        count = stored.arrays["score_classes"].shape[1]
+        updated |= highest_scores(scores, stored.annotated, stored.classes, count)
     if stored.heatmaps is None:
         return updated
     assert maps is not None

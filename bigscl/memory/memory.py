@@ -5,6 +5,7 @@ The trainer and own loops use it in the same way. It does not depend on configs 
 
 # Shapes: B batch, L classes, G side of the score map.
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,7 @@ from bigscl.memory.lookup import (
     check_sample_views,
     sample_views_of,
     to_device,
+    to_rows,
     updated_averages,
 )
 from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
@@ -39,10 +41,12 @@ from bigscl.memory.score_history import ScoreLog
 from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
 from bigscl.selection.ranking import counted
 from bigscl.selection.rule import SelectionRule, selection_rule
+from bigscl.selection.thresholds import FloorCounts, Thresholds, approximate_text
 from bigscl.selection.trust import Canaries
 from bigscl.store import (
     Annotations,
     Answered,
+    Ranked,
     Rows,
     StoreError,
     Transport,
@@ -51,6 +55,8 @@ from bigscl.store import (
     on_rank_zero,
     with_answers,
 )
+
+logger = logging.getLogger(__name__)
 
 ShowWork = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 """Shows the title of long work and its number of units; what it yields is called with the units done."""
@@ -156,7 +162,7 @@ class Memory(AbstractContextManager["Memory"]):
         # Rank 0's count. A kill after a commit and before its checkpoint leads back to the one named last.
         self._named = self.store.snapshot.id
         try:
-            check_store(self.store, heatmap_size, rank_by)
+            check_store(self.store, settings, heatmap_size, rank_by)
             if self._start_is_known:
                 self._answer()
             self._start(None if start is None else start.epoch)
@@ -290,7 +296,8 @@ class Memory(AbstractContextManager["Memory"]):
         self._visits.check_new(stored.rows)
         self._check_prediction(stored, logits, maps)
         arrays, ready = to_host(updated_averages(stored, logits, maps, self._settings))
-        self._threads.writeback.put(stored.rows, Rows(**arrays), ready=ready)
+        rows = to_rows(arrays, self.store.spec.num_classes)
+        self._threads.writeback.put(stored.rows, rows, ready=ready)
         self._visits.note(stored.rows)
         self._is_dirty = True
 
@@ -393,7 +400,13 @@ class Memory(AbstractContextManager["Memory"]):
         rule = None if self._rule is None or self.epoch + 1 < self._rule.start_epoch else self._rule
         if rule is None and score_log is None:
             return
-        note = None if score_log is None else score_log.note
+        floors = None if rule is None or self.store.spec.top_scores is None else FloorCounts()
+        notes = [each.note for each in (score_log, floors) if each is not None]
+
+        def note(ids: NDArray[np.int64], scores: Ranked) -> None:
+            for each in notes:
+                each(ids, scores)
+
         what = "keeping the highest scores" if rule is None else "selecting the expected positives"
         with self._show_work(what, len(shards)) as show:
             # Before they are committed, a rank sees the rows of its own shards, and only of those.
@@ -408,9 +421,22 @@ class Memory(AbstractContextManager["Memory"]):
             selection, self.class_ratios = rule.select(
                 chunks, self._annotations, self._labels, self.class_ratios, self._ranks
             )
+            if floors is not None:
+                selection = floors.marked(selection, self._ranks)
+                self._report_approximate(selection)
         self.selection = selection.to(self._device)
         if self._canaries is not None:
             self.trust = self._canaries.trust(selection, self.epoch + 1, self._ranks)
+
+    def _report_approximate(self, selection: Thresholds) -> None:
+        """Log the classes whose expected positives may not be exact."""
+        if self._ranks.rank == 0 and (classes := selection.approximate_classes()):
+            names = [self._class_name(number) for number in classes]
+            logger.warning("selection after epoch %d: %s", self.epoch, approximate_text(selection, names))
+
+    def _class_name(self, number: int) -> str:
+        """Return the name of a class for messages."""
+        return f"class {number}"
 
     @property
     def _labels(self) -> NDArray[np.int64]:

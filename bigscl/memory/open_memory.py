@@ -76,6 +76,7 @@ def _create(
             heatmap_size=heatmap_size,
             group=first_group(settings, ranking=ranking),
             history_samples=settings.history_samples,
+            top_scores=settings.kept_scores(annotations.num_classes),
             options=settings.options(),
         )
 
@@ -110,8 +111,8 @@ def free_shared_memory(run: str) -> None:
 # Arguments of a memory
 
 
-def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None:
-    """Refuse a store that was created for other heatmaps or another ranking."""
+def check_store(store: HeatmapStore, settings: StoreConfig, heatmap_size: int, rank_by: RankBy) -> None:
+    """Refuse a store that was created for other heatmaps, other scores or another ranking."""
     if store.spec.heatmap_size != heatmap_size:
         raise StoreError(
             f"{store.backend.url}: has heatmaps of side {store.spec.heatmap_size}, found "
@@ -122,6 +123,18 @@ def check_store(store: HeatmapStore, heatmap_size: int, rank_by: RankBy) -> None
         raise StoreError(
             f"{store.backend.url}: was created to rank by {kept}, found {rank_by}. Use "
             f"selection.by: {kept}, or another store.url."
+        )
+    kept_scores, num_classes = store.spec.top_scores, store.spec.num_classes
+    if kept_scores != settings.kept_scores(num_classes):
+        found = settings.kept_scores(num_classes) or "all"
+        raise StoreError(
+            f"{store.backend.url}: was created with the scores of {kept_scores or 'all'} classes per image, "
+            f"found {found}. Use store.top_scores: {kept_scores or num_classes}, or another store.url."
+        )
+    if kept_scores is not None and (settings.top or 0) > kept_scores:
+        raise UserError(
+            f"store.top: {settings.top}, expected at most {kept_scores}, the classes whose scores are kept. "
+            f"Lower it, or give a new store more store.top_scores."
         )
 
 

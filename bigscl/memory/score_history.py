@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.digests import read_array, write_array
 from bigscl.common.files import BadFile
-from bigscl.store import Annotations, Transport, choose_classes, on_rank_zero
+from bigscl.store import Annotations, KeptScores, Ranked, Transport, choose_classes, on_rank_zero
 
 FOLDER = "scores"
 WHAT, REMEDY = "scores of an epoch", "Delete it; `bigscl review list` does without that epoch."
@@ -37,11 +37,18 @@ class ScoreLog:
         self._num_kept = min(num_kept, annotations.num_classes)
         self._parts: list[tuple[NDArray[np.int64], NDArray[Any]]] = []
 
-    def note(self, ids: NDArray[np.int64], scores: NDArray[Any]) -> None:
-        """Note what is kept of the scores [n,L] of some samples."""
-        classes = highest_classes(scores, self._annotations.of_rows(ids), self._num_kept)
+    def note(self, ids: NDArray[np.int64], scores: Ranked) -> None:
+        """Note what is kept of the scores of some samples."""
+        if isinstance(scores, KeptScores):
+            rows = np.broadcast_to(ids[:, None], scores.classes.shape)
+            named = self._annotations.is_given(rows, scores.classes)
+            places = choose_classes(scores.values, named, self._num_kept)
+            classes, values = (np.take_along_axis(one, places, 1) for one in (scores.classes, scores.values))
+        else:
+            classes = highest_classes(scores, self._annotations.of_rows(ids), self._num_kept)
+            values = np.take_along_axis(scores, classes, axis=1)
         pairs = np.empty(classes.shape, pair_type(self._annotations.num_classes))
-        pairs["class"], pairs["score"] = classes, np.take_along_axis(scores, classes, axis=1)
+        pairs["class"], pairs["score"] = classes, values
         self._parts.append((ids, pairs))
 
     def write(self, epoch: int) -> None:

@@ -109,7 +109,9 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
 
 def _score_log_bytes(config: Config, spec: StoreSpec) -> int:
     kept = config.log.score_classes if config.store.kind == "disk" else 0
-    return config.schedule.epochs * epoch_bytes(spec.num_samples, spec.num_classes, kept)
+    return config.schedule.epochs * epoch_bytes(
+        spec.num_samples, spec.num_classes, min(kept, spec.top_scores or kept)
+    )
 
 
 def _phases(config: Config, spec: StoreSpec, plan: Plan) -> Iterator[MemoryPhase]:
@@ -315,7 +317,8 @@ def summary(
     config: Config, data: Data, world_size: int, heatmap_size: int, device: torch.device
 ) -> list[str]:
     """Return lines for people about what the run will do and what it needs."""
-    index, spec = data.train, spec_for(data.annotations, heatmap_size, 0)
+    kept = config.store.kept_scores(data.annotations.num_classes)
+    index, spec = data.train, spec_for(data.annotations, heatmap_size, 0, kept)
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=world_size)
     needs = forecast(config, spec, plan)
     lines = [

@@ -53,6 +53,7 @@ def measure(place: str, spec: StoreSpec, group: GroupSpec, threads: int, options
         heatmap_size=spec.heatmap_size,
         group=replace(group, slots=2),
         history_samples=0,
+        top_scores=spec.top_scores,
         options=options,
     )
     with HeatmapStore.open(url, annotations=annotations, mode="w", run="probe", options=options) as store:
@@ -101,11 +102,11 @@ def _random_rows(store: HeatmapStore) -> Rows:
         shape = plan.shape[2:]
         if plan.dtype.kind == "f":
             arrays[plan.name] = random.random(shape, dtype=np.float32).astype(plan.dtype)
-        elif plan.name == "classes":
+        elif plan.name in ("classes", "score_classes"):
             arrays[plan.name] = np.broadcast_to(np.arange(shape[-1], dtype=plan.dtype), shape).copy()
         else:
             arrays[plan.name] = np.zeros(shape, plan.dtype)
-    return Rows(**arrays)
+    return Rows(store.spec.num_classes, **arrays)
 
 
 def _forget_cached(store: HeatmapStore) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.selection.thresholds import ONE, Thresholds
-from bigscl.store import Transport
+from bigscl.store import Array, KeptScores, Ranked, Transport
 
 SCORE_BITS = 14
 DIGIT_BITS = 7
@@ -92,15 +92,21 @@ class KeyLayout:
 
     # From the scores of samples: what follows is all that knows how they are kept.
 
-    def count(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.int64]:
-        """Return how many scores [n,L] there are by class and first digit, [128 L]."""
-        digits = self._checked(ids, scores) >> (SCORE_BITS - DIGIT_BITS)
-        places = (np.arange(self.num_classes) << DIGIT_BITS) + digits
+    def count(self, ids: NDArray[np.int64], scores: Ranked) -> NDArray[np.int64]:
+        """Return how many scores there are by class and first digit, [128 L]; of kept ones only these."""
+        kept = isinstance(scores, KeptScores)
+        classes = scores.classes.astype(np.int64) if kept else np.arange(self.num_classes)
+        digits = self._checked(ids, scores.values if kept else scores, classes.shape[-1])
+        places = (classes << DIGIT_BITS) + (digits >> (SCORE_BITS - DIGIT_BITS))
         return np.bincount(places.ravel(), minlength=self.num_classes << DIGIT_BITS)
 
-    def keys(self, ids: NDArray[np.int64], scores: NDArray[np.float16], floor: Keys) -> Keys:
-        """Return the keys of samples that are not below the floor of their class, from their scores [n,L]."""
-        bits = self._checked(ids, scores)
+    def keys(self, ids: NDArray[np.int64], scores: Ranked, floor: Keys) -> Keys:
+        """Return the keys of samples that are not below the floor of their class; of kept scores only."""
+        if isinstance(scores, KeptScores):
+            bits = self._checked(ids, scores.values, scores.classes.shape[1])
+            packed = self.pack(scores.classes.astype(np.int64), bits, ids[:, None])
+            return self.reaching(floor, packed.ravel())
+        bits = self._checked(ids, scores, self.num_classes)
         # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
         rows = max(1, 2**18 // max(1, bits.shape[1]))
         blocks = [slice(start, start + rows) for start in range(0, len(ids), rows)]
@@ -112,16 +118,16 @@ class KeyLayout:
         rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
         return self.reaching(floor, self.pack(classes, bits[rows, classes], ids[rows]))
 
-    def _checked(self, ids: NDArray[np.int64], scores: NDArray[np.float16]) -> NDArray[np.uint16]:
-        """Return the bits [n,L] of the scores; raise UserError if they cannot be ranked."""
-        expected = (len(ids), self.num_classes)
+    def _checked(self, ids: NDArray[np.int64], scores: Array, width: int) -> NDArray[np.uint16]:
+        """Return the bits [n,width] of the scores; raise UserError if they cannot be ranked."""
+        expected = (len(ids), width)
         if scores.dtype != np.float16 or scores.shape != expected:
             raise UserError(
                 f"scores: found {scores.dtype} {list(scores.shape)}, expected float16 {list(expected)}"
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.max_id:
             raise UserError(f"ids: found {ids.min()} to {ids.max()}, expected 0 to {self.max_id - 1}")
-        bits = np.ascontiguousarray(scores).view(np.uint16)
+        bits: NDArray[np.uint16] = np.ascontiguousarray(scores).view(np.uint16)
         if bits.max(initial=0) > ONE:
             bits = (scores + np.float16(0)).view(np.uint16)  # makes -0 a 0
         if bits.max(initial=0) > ONE:

@@ -27,15 +27,15 @@ from bigscl.selection.cuts import (
     part_of_cut,
 )
 from bigscl.selection.thresholds import Thresholds
-from bigscl.store import Annotations, SingleProcess, Transport, in_order
+from bigscl.store import Annotations, KeptScores, Ranked, SingleProcess, Transport, in_order
 
 SAMPLE_SCORES = 2**24
 THREADS = 2
 """They find the keys of chunks; whoever passes chunks may read them in threads too."""
 
 
-Chunk = tuple[NDArray[np.int64], NDArray[np.float16]]
-"""Ids [n], and what they are ranked by for each class [n,L]."""
+Chunk = tuple[NDArray[np.int64], Ranked]
+"""Ids [n], and what they are ranked by for each class [n,L], or for the classes that are kept."""
 
 
 Item = TypeVar("Item")
@@ -51,6 +51,10 @@ def counted(chunks: Iterable[Item], show: Callable[[int], None]) -> Iterator[Ite
 def given_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:
     """Yield the chunks with the value 1 for given positives, so that they are always expected."""
     for ids, values in chunks:
+        if isinstance(values, KeptScores):
+            given = annotations.is_given(np.broadcast_to(ids[:, None], values.classes.shape), values.classes)
+            yield ids, replace(values, values=np.where(given, np.float16(1), values.values))
+            continue
         values = values.copy()
         values[annotations.given.entries(ids)] = 1
         yield ids, values
@@ -102,7 +106,7 @@ def _first(chunks: Iterator[Chunk], num_scores: int) -> Iterator[Chunk]:
     """Yield the first chunks, up to the one that makes it so many scores."""
     for ids, scores in chunks:
         yield ids, scores
-        num_scores -= scores.size
+        num_scores -= scores.values.size if isinstance(scores, KeptScores) else scores.size
         if num_scores <= 0:
             return
 

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.text import first_few
 from bigscl.common.user_error import UserError
+from bigscl.store import KeptScores, Ranked, Transport, on_rank_zero
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,8 @@ class Thresholds:
     """Whether given positives were ranked before all others, whatever their values."""
     positives: NDArray[np.int64] | None = None
     """[L]: positives, given or expected, of all images with each class as a given one; None: not counted."""
+    approximate: NDArray[np.int64] | None = None
+    """[L]: images that may have left out a score as high as the threshold; None: all scores are kept."""
 
     @classmethod
     def none(cls, num_classes: int) -> Thresholds:
@@ -51,12 +55,19 @@ class Thresholds:
         """Return the thresholds that `to_json` described, bit for bit."""
         score, tie_id = np.asarray(values["score"], np.float16), np.asarray(values["tie_id"], np.int64)
         counts, fewer = values.get("num_expected"), values.get("pseudo_positives")
+        found, approximate = values.get("approximate"), None
+        if found is not None:
+            classes, approximate = np.asarray(found["classes"], np.int64), np.zeros(len(score), np.int64)
+            if classes.size and not 0 <= classes.min() <= classes.max() < len(score):
+                raise UserError(f"selection: approximate classes up to {classes.max()} of {len(score)}")
+            approximate[classes] = np.asarray(found["images"], np.int64)
         thresholds = cls(
             score=score,
             tie_id=tie_id,
             num_expected=None if counts is None else np.asarray(counts, np.int64),
             pseudo_positives=None if fewer is None else Thresholds.from_json(fewer),
             given_first=bool(values.get("given_first", False)),
+            approximate=approximate,
         )
         for name in ("tie_id", "num_expected"):
             numbers = getattr(thresholds, name)
@@ -75,7 +86,15 @@ class Thresholds:
             values["num_expected"] = self.num_expected.tolist()
         if self.pseudo_positives is not None:
             values["pseudo_positives"] = self.pseudo_positives.to_json()
+        if self.approximate is not None:
+            classes = self.approximate_classes()
+            values["approximate"] = {"classes": classes, "images": self.approximate[classes].tolist()}
         return {**values, "given_first": True} if self.given_first else values
+
+    def approximate_classes(self) -> list[int]:
+        """Return the classes whose expected positives may not be exact."""
+        found: list[int] = [] if self.approximate is None else np.flatnonzero(self.approximate).tolist()
+        return found
 
     def to(self, device: torch.device | str) -> Thresholds:
         """Return the thresholds as tensors on a device."""
@@ -117,12 +136,51 @@ class Thresholds:
 
 def _in_order(values: Any) -> Any:
     """Return values that compare as these do, fast."""
-    # The bits of scores in 0 to 1 have the order of the scores; numpy compares float16 23 times slower.
+    # The bits of scores in 0 to 1 have the order of the scores; numpy compares float16 23 times slower. Bits
+    # of negative values, as of a score that is not kept, are negative integers.
     if not isinstance(values, np.ndarray):
         return values
-    bits = np.ascontiguousarray(values).view(np.uint16)
+    bits = np.ascontiguousarray(values).view(np.int16)
     # The sum makes -0 a 0.
-    return bits if bits.max(initial=0) <= ONE else (values + np.float16(0)).view(np.uint16)
+    return bits if bits.min(initial=0) >= 0 else (values + np.float16(0)).view(np.int16)
+
+
+class FloorCounts:
+    """How many images of this rank have each floor, where rows keep only their highest scores."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(ONE + 1, np.int64)
+
+    def note(self, ids: NDArray[np.int64], scores: Ranked) -> None:
+        """Count the floors of some samples."""
+        assert isinstance(scores, KeptScores)
+        bits = np.minimum(scores.floors.view(np.uint16), ONE)
+        self._counts += np.bincount(bits, minlength=ONE + 1)
+
+    def marked(self, thresholds: Thresholds, ranks: Transport) -> Thresholds:
+        """Return the thresholds with the images of all ranks whose floor reaches each of them. Collective."""
+        parts = ranks.gather(self._counts.tobytes())
+
+        def count() -> bytes:
+            assert parts is not None
+            total = np.sum([np.frombuffer(part, np.int64) for part in parts], axis=0)
+            at_least = np.cumsum(total[::-1])[::-1]
+            reached: NDArray[np.int64] = at_least[thresholds.score.view(np.uint16)]
+            return reached.tobytes()
+
+        reached = np.frombuffer(on_rank_zero(ranks, count), np.int64)
+        assert thresholds.num_expected is not None
+        return replace(thresholds, approximate=np.where(thresholds.num_expected > 0, reached, 0))
+
+
+def approximate_text(thresholds: Thresholds, names: Sequence[str]) -> str:
+    """Return which classes are approximate, and why, for people; `names` are those of these classes."""
+    assert thresholds.approximate is not None
+    count, images = f"{len(names):,} of {len(thresholds.score):,}", thresholds.approximate.max()
+    return (
+        f"{count} classes are approximate ({first_few(names, len(names))}): up to {images:,} images may have "
+        f"left out a score as high as their threshold. A store with more top_scores is exact for more classes"
+    )
 
 
 def expected_counts(

@@ -43,6 +43,7 @@ class RunMemory(Memory):
         )
         self._shown_by, self._hidden_labels = show_work, hidden_counts(run.data.train)
         self._canaries = _canaries(run)
+        self._class_names = run.data.train.class_names
         start = MemoryStart(
             run=run.folder.id, snapshot=snapshot or 0, epoch=epoch, answered=run.data.answered
         )
@@ -69,6 +70,9 @@ class RunMemory(Memory):
 
     def _show_work(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
         return self._shown_by(title, total)
+
+    def _class_name(self, number: int) -> str:
+        return self._class_names[number]
 
     def _drop_unneeded(self) -> None:
         """Drop nothing: the Saver drops snapshots after it has saved a checkpoint."""
@@ -175,4 +179,5 @@ def make_score_log(run: Run) -> ScoreLog | None:
     kept = run.config.log.score_classes
     if run.config.store.kind != "disk" or not kept:
         return None
-    return ScoreLog(run.folder.path, run.data.annotations, run.ranks, kept)
+    in_store = run.config.store.kept_scores(run.data.annotations.num_classes)
+    return ScoreLog(run.folder.path, run.data.annotations, run.ranks, min(kept, in_store or kept))

@@ -12,15 +12,15 @@ from bigscl.store.format.layout import choose_classes
 from bigscl.store.format.spec import GENERATIONS, Array, Codec, GroupSpec, Rows, StoreSpec
 
 
-def check_top(annotations: Annotations, top: int) -> None:
-    """Refuse a k that would lose given labels."""
+def check_top(annotations: Annotations, top: int, name: str = "top") -> None:
+    """Refuse a number of kept classes that would lose given labels."""
     if not 1 <= top <= annotations.num_classes:
-        raise UserError(f"top: {top}, expected 1 to {annotations.num_classes}, the number of classes")
+        raise UserError(f"{name}: {top}, expected 1 to {annotations.num_classes}, the number of classes")
     most = int(annotations.given.lengths.max(initial=0))
     if most > top:
         row = int(annotations.given.lengths.argmax())
         raise UserError(
-            f"top: {top} would lose given labels: sample {row} has {most}. Choose at least {most}."
+            f"{name}: {top} would lose given labels: sample {row} has {most}. Choose at least {most}."
         )
 
 
@@ -53,12 +53,14 @@ def compact_rows(rows: Rows, given: NDArray[np.bool_], spec: StoreSpec, group: G
     Given labels are always kept. Rows with heatmaps of some classes keep the strongest of those.
     """
     assert group.top is not None
+    # The classes to choose from: those with a heatmap so far, or those whose scores are kept.
+    choice = rows.get("score_classes") if rows.classes is None else rows.classes
     scores, among = rows.scores, given
-    if rows.classes is not None:
-        scores, among = (np.take_along_axis(array, rows.classes, 1) for array in (scores, given))
+    if choice is not None:
+        scores, among = (np.take_along_axis(array, choice.astype(np.int64), 1) for array in (scores, given))
     classes: Array = choose_classes(scores, among, group.top)
-    if rows.classes is not None:
-        classes = np.take_along_axis(rows.classes, classes, 1)
+    if choice is not None:
+        classes = np.take_along_axis(choice, classes, 1)
     compaction = Compaction(
         rows=rows,
         given=given,
@@ -66,6 +68,5 @@ def compact_rows(rows: Rows, given: NDArray[np.bool_], spec: StoreSpec, group: G
         heatmap_size=spec.heatmap_size,
         debiased=group.debiased,
     )
-    return Rows(
-        **{array.name: array.compacted(compaction) for array in ARRAYS.values() if array.exists(group)}
-    )
+    arrays = [array for array in ARRAYS.values() if array.exists(spec, group)]
+    return Rows(spec.num_classes, **{array.name: array.compacted(compaction) for array in arrays})

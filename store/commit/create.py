@@ -19,7 +19,7 @@ from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
 from bigscl.store.format.fields import Fields, seal
-from bigscl.store.format.spec import FEATURES, FORMAT, GroupSpec, StoreSpec
+from bigscl.store.format.spec import FEATURES, FORMAT, SPARSE_SCORES, GroupSpec, StoreSpec
 from bigscl.store.format.zarr_group import describe_group, described
 
 ROOT = "zarr.json"
@@ -83,15 +83,23 @@ def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
 
 def _check_features(backend: Backend, features: Mapping[str, Any]) -> None:
     """Raise OtherFormat if the store uses a feature that is not known here, or lacks one."""
-    if unknown := sorted(name for name, value in features.items() if FEATURES.get(name) != value):
+    unknown = sorted(name for name, value in features.items() if not _is_known(name, value))
+    if unknown:
         raise OtherFormat(
             f"{backend.url}: uses {', '.join(unknown)}, which this version does not read. Upgrade bigscl."
         )
-    if features != FEATURES:
+    if not FEATURES.keys() <= features.keys():
         raise OtherFormat(
             f"{backend.url}: written in an unfinished format {FORMAT}, by a revision before version 0.2.0. "
             f"Use another place for a new store."
         )
+
+
+def _is_known(name: str, value: Any) -> bool:
+    """Return whether this version reads a feature with this parameter."""
+    if name == SPARSE_SCORES:
+        return type(value) is int and value > 0
+    return name in FEATURES and bool(FEATURES[name] == value)
 
 
 def first_chunk(backend: Backend) -> str | None:
@@ -108,18 +116,19 @@ def check_fingerprint(backend: Backend, spec: StoreSpec, annotations: Annotation
         )
 
 
-def create_store(
-    backend: Backend,
-    annotations: Annotations,
-    heatmap_size: int,
-    group: GroupSpec,
-    history_samples: int | Collection[int],
-) -> None:
+def create_store(backend: Backend, annotations: Annotations, spec: StoreSpec, group: GroupSpec) -> None:
     """Make an empty store; it exists from the moment its snapshot 0 does."""
     group = replace(group, name=FIRST_GROUP.name, generations=FIRST_GROUP.generations)
     if group.top is not None:
         check_top(annotations, group.top)
-    spec = spec_for(annotations, heatmap_size, history_samples)
+    if spec.top_scores is not None:
+        check_top(annotations, spec.top_scores, "top_scores")
+        if group.layout == "dense" or (group.top or 0) > spec.top_scores:
+            maps = "all" if group.top is None else group.top
+            raise UserError(
+                f"top_scores: {spec.top_scores}, but heatmaps of {maps} classes are kept. Expected no more "
+                f"classes with a heatmap than with a score."
+            )
     lease = _claim(backend)
     try:
         files = described(lambda scratch: _describe(scratch, spec, group))
@@ -168,17 +177,26 @@ def write_metadata(backend: Backend, files: Mapping[str, bytes], leftovers: Mapp
 
 
 def spec_for(
-    annotations: Annotations, heatmap_size: int, history_samples: int | Collection[int]
+    annotations: Annotations,
+    heatmap_size: int,
+    history_samples: int | Collection[int],
+    top_scores: int | None = None,
 ) -> StoreSpec:
-    """Return the spec of a store for this data; `history_samples` are a number, or the samples themselves."""
+    """Return the spec of a store for this data; `history_samples` are a number, or the samples themselves.
+
+    As many `top_scores` as there are classes, or more, are all scores.
+    """
     if heatmap_size < 1:
         raise UserError(f"heatmap_size: {heatmap_size}, expected at least 1")
+    if top_scores is not None and top_scores < 1:
+        raise UserError(f"top_scores: {top_scores}, expected at least 1")
     spec = StoreSpec(
         fingerprint=annotations.fingerprint,
         num_classes=annotations.num_classes,
         heatmap_size=heatmap_size,
         rows_per_shard=annotations.rows_per_shard,
         shard_sizes=tuple(annotations.shard_sizes.tolist()),
+        top_scores=top_scores if top_scores is not None and top_scores < annotations.num_classes else None,
     )
     chosen = (
         history.default_history_samples(spec, history_samples)

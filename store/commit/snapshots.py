@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.store.backends.backend import Backend
 from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from bigscl.store.format.fields import Fields, from_table, seal, to_table
+from bigscl.store.format.fields import Fields, as_table, from_table, numbers_of, sealed_text, to_table
 
 FOLDER = "snapshots"
 NO_DIGEST = -1
@@ -40,25 +40,29 @@ class Snapshot:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     generation: int = 0
     """Of the writer that made it: one more for each opening for writing."""
-    digests: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By array, for each shard, the digest of its version; -1: unknown."""
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    """By array, for each shard, the digest of its version as int64, little-endian; -1: unknown."""
 
     def digests_of(self, shard: int) -> dict[str, int]:
         """Return the digests of a shard's version, by array."""
-        found = {name: values[shard] for name, values in self.digests.items()}
+        place = slice(8 * shard, 8 * shard + 8)
+        found = {
+            name: int.from_bytes(table[place], "little", signed=True) for name, table in self.digests.items()
+        }
         return {name: digest for name, digest in found.items() if digest != NO_DIGEST}
 
     def to_bytes(self) -> bytes:
         """The file's content."""
         # Not asdict, which copies every number of large tables.
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["digests"] = {name: to_table(numbers) for name, numbers in self.digests.items()}
-        return json.dumps(seal(values), separators=(",", ":")).encode()
+        values["attributes"] = json.loads(json.dumps(self.attributes))
+        values["digests"] = {name: to_table(table) for name, table in self.digests.items()}
+        return sealed_text(values)
 
     @classmethod
     def from_bytes(cls, data: bytes, place: str = "snapshot") -> Self:
         """The snapshot in a file, checked; fields of later versions are ignored."""
-        fields = Fields.parse(data, place, REMEDY).sealed()
+        fields = Fields.parse_sealed(data, place, REMEDY)
         slots = fields.integers("slots", -1, 2**31)
         group = fields.text("group")
         if not re.fullmatch(r"arrays-\d{3,9}", group):
@@ -225,7 +229,7 @@ def report(written: Mapping[int, Written], failure: Exception | None) -> bytes:
     }
     for name in names:
         columns[f"digest {name}"] = [version.digests.get(name, NO_DIGEST) for version in versions]
-    tables = {name: to_table(numbers) for name, numbers in columns.items()}
+    tables = {name: to_table(as_table(numbers)) for name, numbers in columns.items()}
     return json.dumps({"tables": tables, "error": None if failure is None else str(failure)}).encode()
 
 
@@ -235,11 +239,8 @@ def merge_reports(reports: list[bytes]) -> ShardVersions:
     for rank, message in enumerate(map(json.loads, reports)):
         if message["error"] is not None:
             raise StoreError(f"rank {rank} failed, nothing was committed: {message['error']}")
-        part = {name: from_table(table) for name, table in message["tables"].items()}
-        for before in parts:
-            if len(both := np.intersect1d(before["shards"], part["shards"])):
-                raise StoreError(f"shard {both[0]} was written by two ranks; the second is rank {rank}")
-        parts.append(part)
+        parts.append({name: numbers_of(from_table(table)) for name, table in message["tables"].items()})
+    _check_disjoint([part["shards"] for part in parts])
 
     def column(name: str) -> NDArray[np.int64]:
         unknown = (np.full(len(part["shards"]), NO_DIGEST) for part in parts)
@@ -250,20 +251,33 @@ def merge_reports(reports: list[bytes]) -> ShardVersions:
     return ShardVersions(shards=column("shards"), slots=column("slots"), digests=digests)
 
 
+def _check_disjoint(shards: list[NDArray[np.int64]]) -> None:
+    """Raise StoreError if a shard is among those of two ranks."""
+    written, ranks = np.concatenate(shards), np.repeat(np.arange(len(shards)), [len(own) for own in shards])
+    order = np.lexsort((ranks, written))
+    written, ranks = written[order], ranks[order]
+    if len(twice := np.flatnonzero(written[1:] == written[:-1])):
+        shard, rank = written[twice[0]], ranks[twice[0] + 1]
+        raise StoreError(f"shard {shard} was written by two ranks; the second is rank {rank}")
+
+
 def with_versions(snapshot: Snapshot, versions: ShardVersions) -> Snapshot:
     """Return the snapshot with these versions in place of its own."""
-    unknown = np.full(len(snapshot.slots), NO_DIGEST)
+    unknown = as_table(np.full(len(snapshot.slots), NO_DIGEST))
 
-    def replaced(numbers: Any, values: NDArray[np.int64] | int) -> tuple[int, ...]:
+    def replaced(numbers: Any, values: NDArray[np.int64] | int) -> NDArray[np.int64]:
         table = np.array(numbers, np.int64)
         table[versions.shards] = values
-        return tuple(table.tolist())
+        return table
 
     digests = {
-        name: replaced(snapshot.digests.get(name, unknown), versions.digests.get(name, NO_DIGEST))
+        name: as_table(
+            replaced(numbers_of(snapshot.digests.get(name, unknown)), versions.digests.get(name, NO_DIGEST))
+        )
         for name in sorted({*snapshot.digests, *versions.digests})
     }
-    return replace(snapshot, slots=replaced(snapshot.slots, versions.slots), digests=digests)
+    slots = replaced(snapshot.slots, versions.slots)
+    return replace(snapshot, slots=tuple(slots.tolist()), digests=digests)
 
 
 # Files by version

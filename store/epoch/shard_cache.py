@@ -88,7 +88,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
                 for name, array in cached.rows.items():
                     out[name][places] = array[positions]
         self._make_room()
-        return Rows(**out)
+        return Rows(self.store.spec.num_classes, **out)
 
     def _touch(self, shard: int, taken: int = 0) -> Future[CachedShard]:
         """The shard, being loaded if it was not here; `taken` of its samples go into flight."""

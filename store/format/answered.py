@@ -3,9 +3,11 @@
 A class that is said to be present is a given label from then on. Its score becomes 1; its heatmap
 stays what was learnt. If the row keeps the heatmaps of some classes only, and not of this one, it takes the
 place of the class of lowest score that is not given (of several the last), with a heatmap that is flat at
-its score before. A class that is said to be absent gets score 0 and an empty heatmap. An answer that was
-withdrawn leaves the row as it is, unless the label names the class: that is as present again. Rows that were
-never stored have the initial values of their given labels.
+its score before. If the row keeps the scores of some classes only, it takes a place there likewise, rather
+that of a class without a heatmap; the score that gives way becomes the floor if it is higher. A class that is
+said to be absent gets score 0 and an empty heatmap, unless its score is not kept: then it is not expected
+anyway. An answer that was withdrawn leaves the row as it is, unless the label names the class: that is as
+present again. Rows that were never stored have the initial values of their given labels.
 """
 
 # Shapes: n answers, R rows, L classes, k kept classes, W side of a heatmap.
@@ -150,21 +152,44 @@ def answered_shard(rows: Rows, shard: int, answered: Answered, annotations: Anno
 
 
 def _answered_rows(rows: Rows, positions: Array, answered: Answered, given: NDArray[np.bool_]) -> Rows:
-    changed = Rows(**{name: array.copy() for name, array in rows.items()})
+    changed = Rows(rows.num_classes, **{name: array.copy() for name, array in rows.items()})
     spatial = changed.get("spatial_score")
     for row, number, present in zip(positions, answered.classes, _present(answered), strict=True):
         place = int(number)
         if changed.classes is not None:
             place = _place(changed, int(row), int(number), present, given[row])
-        changed.scores[row, number] = 1 if present else 0
+        _set_score(changed, int(row), int(number), present, given[row])
         if place >= 0:
             if spatial is not None:
                 spatial[row, place] = 1 if present else 0
             if changed.heatmaps is not None and not present:
                 changed.heatmaps[row, place] = 0
-    if changed.classes is not None:
-        _sort_classes(changed, np.unique(positions))
+    maps = ("classes", "heatmaps", "spatial_score")
+    for names in (maps, ("score_classes", "scores")):
+        if names[0] in changed:
+            arrays = [changed[name] for name in names if name in changed]
+            _sort_classes(arrays, np.unique(positions))
     return changed
+
+
+def _set_score(rows: Rows, row: int, number: int, present: bool, given: NDArray[np.bool_]) -> None:
+    """Set the score of a class that is said to be present or absent."""
+    value = 1 if present else 0
+    if (classes := rows.get("score_classes")) is None:
+        rows.scores[row, number] = value
+        return
+    scores, floors = rows["scores"], rows["score_floor"]
+    found = np.flatnonzero(classes[row] == number)
+    if len(found):
+        scores[row, found[0]] = value
+    elif present:
+        kept = classes[row].astype(np.int64)
+        order = scores[row].astype(np.float32) + 2 * given[kept]
+        if rows.classes is not None:
+            order += np.isin(kept, rows.classes[row])
+        place = len(kept) - 1 - int(order[::-1].argmin())
+        floors[row] = max(floors[row], scores[row, place])
+        classes[row, place], scores[row, place] = number, value
 
 
 def _present(answered: Answered) -> list[bool]:
@@ -181,19 +206,18 @@ def _place(rows: Rows, row: int, number: int, present: bool, given: NDArray[np.b
         return int(found[0])
     if not present:
         return -1
-    scores = np.where(given[kept], np.inf, rows.scores[row, kept].astype(np.float32))
+    own = rows.take(np.array([row])).scores[0]
+    scores = np.where(given[kept], np.inf, own[kept].astype(np.float32))
     place = len(kept) - 1 - int(scores[::-1].argmin())
     rows.classes[row, place] = number
     if rows.heatmaps is not None:
-        rows.heatmaps[row, place] = rows.scores[row, number]
+        rows.heatmaps[row, place] = own[number]
     return place
 
 
-def _sort_classes(rows: Rows, positions: Array) -> None:
-    """Bring the kept classes of some rows into ascending order, with what belongs to them."""
-    assert rows.classes is not None
-    order = np.argsort(rows.classes[positions], axis=1, kind="stable")
-    for array in (rows.classes, rows.heatmaps, rows.get("spatial_score")):
-        if array is not None:
-            places = order.reshape(order.shape + (1,) * (array.ndim - 2))
-            array[positions] = np.take_along_axis(array[positions], places, 1)
+def _sort_classes(arrays: list[Array], positions: Array) -> None:
+    """Bring the classes of some rows, the first array, into ascending order, with what belongs to them."""
+    order = np.argsort(arrays[0][positions], axis=1, kind="stable")
+    for array in arrays:
+        places = order.reshape(order.shape + (1,) * (array.ndim - 2))
+        array[positions] = np.take_along_axis(array[positions], places, 1)

@@ -30,6 +30,8 @@ class Start:
     """[R,L]"""
     classes: Array | None
     """[R,k] the kept classes; None where all classes have heatmaps, or none has."""
+    score_classes: Array | None = None
+    """[R,m] the classes whose scores are kept; None where all are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +64,7 @@ class StoredArray(ABC):
     rounded: bool = False
     """Whether the codec `uint8` rounds its values to a byte each."""
 
-    def exists(self, group: GroupSpec) -> bool:
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         """Whether a group of this layout has the array."""
         return True
 
@@ -116,15 +118,28 @@ class _Fractions(StoredArray):
 
 
 class Scores(_Fractions):
-    """Running average of the predicted probability of each class."""
+    """Running average of the predicted probability of each class, or of the highest ones."""
 
     name = "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return (spec.num_classes,)
+        return (spec.top_scores or spec.num_classes,)
 
     def initialize(self, values: Array, start: Start) -> None:
-        values[start.given] = 1
+        kept = start.given
+        values[kept if start.score_classes is None else np.take_along_axis(kept, start.score_classes, 1)] = 1
+
+
+class ScoreFloor(_Fractions):
+    """Score of every class whose own score is not kept: the highest that was left out."""
+
+    name = "score_floor"
+
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
+        return spec.top_scores is not None
+
+    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
+        return ()
 
 
 class Heatmaps(_Fractions):
@@ -133,7 +148,7 @@ class Heatmaps(_Fractions):
     name = "heatmaps"
     rounded = True
 
-    def exists(self, group: GroupSpec) -> bool:
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         return group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
@@ -163,7 +178,7 @@ class SpatialScore(_Fractions):
 
     name = "spatial_score"
 
-    def exists(self, group: GroupSpec) -> bool:
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         return group.spatial_score and group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
@@ -198,7 +213,7 @@ class CellVisits(_Counters):
 
     name = "cell_visits"
 
-    def exists(self, group: GroupSpec) -> bool:
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         return group.layout != "scores"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
@@ -228,7 +243,7 @@ class Classes(StoredArray):
 
     name = "classes"
 
-    def exists(self, group: GroupSpec) -> bool:
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         return group.layout == "topk"
 
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
@@ -249,7 +264,27 @@ class Classes(StoredArray):
         return f"class ids ascending within 0..{domain.num_classes - 1}"
 
     def compacted(self, compaction: Compaction) -> Array:
-        return compaction.classes.astype(class_dtype(compaction.rows.scores.shape[1]))
+        return compaction.classes.astype(class_dtype(compaction.rows.num_classes))
+
+
+class ScoreClasses(Classes):
+    """The classes of each row whose scores are kept, ascending."""
+
+    name = "score_classes"
+    updated = True
+
+    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
+        return spec.top_scores is not None
+
+    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
+        assert spec.top_scores is not None
+        return (spec.top_scores,)
+
+    def initialize(self, values: Array, start: Start) -> None:
+        values[:] = start.score_classes
+
+    def compacted(self, compaction: Compaction) -> Array:
+        return compaction.rows[self.name]
 
 
 class LastEpoch(StoredArray):
@@ -278,6 +313,8 @@ ARRAYS: dict[str, StoredArray] = {
     array.name: array
     for array in (
         Scores(),
+        ScoreClasses(),
+        ScoreFloor(),
         Heatmaps(),
         SpatialScore(),
         CellVisits(),

@@ -7,6 +7,7 @@ not by their metadata on the storage, which is for other readers.
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -44,7 +45,8 @@ def _group(spec: StoreSpec) -> GroupSpec:
 
 def _plans(spec: StoreSpec) -> tuple[ArrayPlan, ...]:
     count, group = len(spec.history_samples), _group(spec)
-    tails = {name: ARRAYS[name].shape(spec, group) for name in RECORDED}
+    # The few tracked samples have the scores of all classes.
+    tails = {name: ARRAYS[name].shape(replace(spec, top_scores=None), group) for name in RECORDED}
     return tuple(
         ArrayPlan(
             name=name,

@@ -1,7 +1,7 @@
 """Parts of a store: values that are written once and never change."""
 
 from collections.abc import ItemsView, Iterator, KeysView
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
@@ -12,7 +12,9 @@ from bigscl.store.format.fields import Fields
 
 FORMAT = 2
 FEATURES = {"packed": ["sample_visits", "last_epoch"]}
-"""Parts of the format that a reader must know of, by name, with their parameters."""
+"""Parts of the format that every store has and a reader must know of, by name, with their parameters."""
+SPARSE_SCORES = "sparse_scores"
+"""A part that some stores have; its parameter is the number of classes whose scores a row keeps."""
 GENERATIONS = 1024
 """Writers, one after the other, that have slots of their own before the first one's are used again."""
 
@@ -34,6 +36,8 @@ class StoreSpec:
     rows_per_shard: int
     shard_sizes: tuple[int, ...]
     history_samples: tuple[int, ...] = ()
+    top_scores: int | None = None
+    """Classes per row whose scores are kept, the highest; None: all."""
 
     @property
     def num_shards(self) -> int:
@@ -57,20 +61,26 @@ class StoreSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for the root group's attributes."""
-        return {"format": FORMAT, "features": FEATURES, **asdict(self)}
+        values = asdict(self)
+        top_scores = values.pop("top_scores")
+        sparse = {} if top_scores is None else {SPARSE_SCORES: top_scores}
+        return {"format": FORMAT, "features": {**FEATURES, **sparse}, **values}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
         """The spec that `to_json` wrote, checked; fields of later versions are ignored."""
         rows = fields.integer("rows_per_shard", 0, 2**31)
         sizes = fields.integers("shard_sizes", 0, rows)
+        num_classes, features = fields.integer("num_classes", 1, 2**31), fields.optional("features")
+        is_sparse = SPARSE_SCORES in features
         return cls(
             fingerprint=fields.text("fingerprint"),
-            num_classes=fields.integer("num_classes", 1, 2**31),
+            num_classes=num_classes,
             heatmap_size=fields.integer("heatmap_size", 1, 2**15),
             rows_per_shard=rows,
             shard_sizes=sizes,
             history_samples=fields.integers("history_samples", 0, max(0, rows * len(sizes) - 1)),
+            top_scores=features.integer(SPARSE_SCORES, 1, num_classes - 1) if is_sparse else None,
         )
 
 
@@ -141,6 +151,34 @@ class GroupSpec:
             raise fields.bad(str(error)) from None
 
 
+NOT_KEPT = np.float16(-1)
+"""Ranks below every score: a class whose score a row does not keep is never expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptScores:
+    """The highest scores of rows, in a store that keeps no others."""
+
+    num_classes: int
+    classes: Array
+    """[N, m], ascending in each row."""
+    values: Array
+    """float16 [N, m]"""
+    floors: Array
+    """float16 [N]: the score of every other class."""
+
+    def spread(self, rest: Array | np.float16) -> Array:
+        """Return [N, L]: the kept values in their places, and `rest` (of each row) in all others."""
+        values = np.empty((len(self.classes), self.num_classes), self.values.dtype)
+        values[:] = np.reshape(rest, (-1, 1))
+        np.put_along_axis(values, self.classes.astype(np.int64), self.values, 1)
+        return values
+
+
+Ranked = Array | KeptScores
+"""What expected positives are ranked by, of some rows: float16 [N, L], or what is kept of it."""
+
+
 class Rows:
     """Arrays of some samples by their names, with the same rows in the same order.
 
@@ -148,13 +186,15 @@ class Rows:
     store have every array of its layout, an update those that training changes.
     """
 
-    __slots__ = ("_arrays",)
+    __slots__ = ("_arrays", "_num_classes")
 
-    def __init__(self, **arrays: Array) -> None:
+    def __init__(self, num_classes: int | None = None, /, **arrays: Array) -> None:
+        """`num_classes` is L. Rows that keep all scores have it from them."""
         self._arrays = arrays
+        self._num_classes = num_classes
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(next(iter(self._arrays.values())))
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
@@ -179,11 +219,14 @@ class Rows:
 
     def replace(self, **arrays: Array) -> "Rows":
         """Return the same rows with other values in some arrays."""
-        return Rows(**{**self._arrays, **arrays})
+        return Rows(self._num_classes, **{**self._arrays, **arrays})
 
     def take(self, positions: Array | slice) -> "Rows":
         """Return copies of the rows at these positions."""
-        return Rows(**{name: np.ascontiguousarray(array[positions]) for name, array in self.items()})
+        return Rows(
+            self._num_classes,
+            **{name: np.ascontiguousarray(array[positions]) for name, array in self.items()},
+        )
 
     @property
     def nbytes(self) -> int:
@@ -191,9 +234,32 @@ class Rows:
         return sum(array.nbytes for array in self._arrays.values())
 
     @property
+    def num_classes(self) -> int:
+        """L, the number of classes."""
+        return self._num_classes or int(self._arrays["scores"].shape[1])
+
+    @property
+    def kept_scores(self) -> KeptScores | None:
+        """The scores that are kept; None where all are."""
+        if "score_classes" not in self:
+            return None
+        return KeptScores(
+            num_classes=self.num_classes,
+            classes=self["score_classes"],
+            values=self["scores"],
+            floors=self["score_floor"],
+        )
+
+    @property
     def scores(self) -> Array:
-        """[N, L]"""
-        return self._arrays["scores"]
+        """[N, L]. Where only the highest are kept they are a copy, with the floor in place of all others."""
+        kept = self.kept_scores
+        return self._arrays["scores"] if kept is None else kept.spread(kept.floors)
+
+    def with_scores(self, scores: Array) -> "Rows":
+        """Return the same rows with these scores of all classes, [N, L]."""
+        sparse = ("scores", "score_classes", "score_floor")
+        return Rows(scores=scores, **{name: array for name, array in self.items() if name not in sparse})
 
     @property
     def heatmaps(self) -> Array | None:
@@ -210,11 +276,29 @@ class Rows:
         if self.heatmaps is None:
             return np.empty((len(self), 0), np.int64)
         if self.classes is None:
-            return np.broadcast_to(np.arange(self.scores.shape[1]), self.scores.shape)
+            return np.broadcast_to(np.arange(self.num_classes), (len(self), self.num_classes))
         return self.classes
 
+    def ranked(self) -> Ranked:
+        """Return what expected positives are ranked by: the spatial score if a class has it, else the score.
+
+        Classes whose scores are not kept are not ranked.
+        """
+        kept, spatial = self.kept_scores, self.get("spatial_score")
+        if kept is None:
+            return self._ranked_classes()
+        if spatial is None or self.classes is None:
+            return kept
+        equal = kept.classes[:, :, None] == self.classes[:, None]
+        values = np.take_along_axis(spatial, equal.argmax(2), 1)
+        return replace(kept, values=np.where(equal.any(2), values, kept.values))
+
     def ranked_by(self) -> Array:
-        """Return what expected positives are ranked by, [N,L]: the spatial score if a class has it."""
+        """Return the same as [N,L]; NOT_KEPT stands for classes that are not ranked."""
+        ranked = self.ranked()
+        return ranked.spread(NOT_KEPT) if isinstance(ranked, KeptScores) else ranked
+
+    def _ranked_classes(self) -> Array:
         spatial = self.get("spatial_score")
         if spatial is None or self.classes is None:
             return self.scores if spatial is None else spatial

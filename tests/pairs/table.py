@@ -74,6 +74,7 @@ DIMENSIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "workers": {"0": {"data.workers": 0}, "1": {"data.workers": 1}, "2": {"data.workers": 2}},
     "processes": {"1": {}, "2": {}, "3": {}},
     "launcher": {"python": {}, "accelerate": {}, "torchrun": {}},
+    "scores kept": {"all": {}, "few": {"store.top_scores": 6}},
     "codec": choice("store.codec"),
     "decoder": choice("data.decoder"),
     "labels": {
@@ -191,7 +192,15 @@ REFUSALS = (
         Refusal(
             (name, "store"), _is_not_there(name), r"store\.\w+: has no effect with store.kind none|needs it"
         )
-        for name in ("layout", "codec", "average of the memory", "checksums", "pictures", "RAM")
+        for name in (
+            "layout",
+            "scores kept",
+            "codec",
+            "average of the memory",
+            "checksums",
+            "pictures",
+            "RAM",
+        )
     ),
     Refusal(
         ("layout", "consistency"),
@@ -202,6 +211,16 @@ REFUSALS = (
         ("layout", "consistency"),
         lambda layout, name: layout == "scores, then top" and name in _corrected,
         r"store.warmup_heatmaps: scl_corrected needs dense",
+    ),
+    Refusal(
+        ("layout", "scores kept"),
+        lambda layout, kept: kept == "few" and not layout.startswith("scores"),
+        r"store.top_scores: needs store.warmup_heatmaps: scores",
+    ),
+    Refusal(
+        ("consistency", "scores kept"),
+        lambda name, kept: kept == "few" and name in _corrected,
+        r"store.top_scores: needs store.warmup_heatmaps: scores|scl_corrected needs dense",
     ),
     Refusal(
         ("layout", "rank by"),

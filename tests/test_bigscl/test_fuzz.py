@@ -204,13 +204,13 @@ def test_indexes_with_other_arrays_are_refused_by_name(folder, indexed, data):
     load_or_refuse(shards, folder / "other.npz")
 
 
-def test_index_whose_lengths_add_up_beyond_64_bits_is_refused_by_name(folder, indexed):
+def test_index_whose_offsets_are_beyond_64_bits_is_refused_by_name(folder, indexed):
     shards, content = indexed
     with np.load(io.BytesIO(content)) as file:
         arrays = dict(file)
-    arrays["negatives.lengths"] = np.full(6, 2**63, np.uint64)
+    arrays["negatives.offsets"] = np.full(7, 2**63, np.uint64)
     np.savez(folder / "long.npz", **arrays)
-    with pytest.raises(BadFile, match=r"long.npz.*not as many as its lengths say"):
+    with pytest.raises(BadFile, match=r"long.npz.*not as many as its offsets say"):
         load_index(shards, folder / "long.npz")
 
 

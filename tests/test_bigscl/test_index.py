@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import mmap
 import os
 import re
 import tarfile
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset import tariterators
 
+from bigscl.common.files import BadFile
 from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
 from bigscl.data.labels.training_labels import draw_given
@@ -210,6 +212,40 @@ def test_an_index_of_imagenet_is_small(tmp_path, monkeypatch):
     loaded = load_index(list(index.urls), tmp_path / "index.npz")
     assert (tmp_path / "index.npz").stat().st_size < 100e6
     assert loaded.name(1167 * 1280 + 1166) == "train-001280.tar/n00000166_1281166"
+
+
+def test_a_large_index_is_mapped_and_equals_the_compressed_one(tmp_path, labelled_shards, monkeypatch):
+    index, _ = scan(labelled_shards, num_classes=4)
+    index.save(tmp_path / "small.npz")
+    monkeypatch.setattr("bigscl.data.index.MAPPED_ROWS", 0)
+    index.save(tmp_path / "large.npz")
+    small, large = (load_index(labelled_shards, tmp_path / f"{name}.npz") for name in ("small", "large"))
+    for name in ("shard_bytes", "shard_sizes", "image_offsets", "image_bytes"):
+        assert np.array_equal(getattr(small, name), getattr(large, name))
+    for name in ("keys", "given", "negatives", "full"):
+        rows = getattr(large, name)
+        assert np.array_equal(rows.values, getattr(small, name).values)
+        for mapped in (rows.offsets, rows.values):
+            assert isinstance(mapped.base.base.obj, mmap.mmap)
+            assert mapped.flags.aligned
+            assert not mapped.flags.writeable
+    assert large.fingerprint == index.fingerprint == with_fingerprint(large).fingerprint
+    assert large.annotations("full").of_rows(large.ids()).tolist() == (
+        index.annotations("full").of_rows(index.ids()).tolist()
+    )
+    with np.load(tmp_path / "large.npz") as file:
+        assert np.array_equal(file["keys.values"], index.keys.values)
+
+
+def test_a_flipped_byte_of_a_mapped_index_is_found(tmp_path, labelled_shards, monkeypatch):
+    monkeypatch.setattr("bigscl.data.index.MAPPED_ROWS", 0)
+    path = tmp_path / "index.npz"
+    scan(labelled_shards, num_classes=4)[0].save(path)
+    content, values = path.read_bytes(), load_index(labelled_shards, path).keys.values.tobytes()
+    for place in (content.index(values), content.index(b"image_offsets.npy") + 90):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(BadFile, match=r"index.npz: not an index of bigscl"):
+            load_index(labelled_shards, path)
 
 
 # What is wrong with shards.

@@ -43,7 +43,12 @@ def random_update(store, count, seed):
     """Values in [0, 1] of the shapes the store's layout takes."""
     rng = np.random.default_rng(seed)
     size, group = store.spec.heatmap_size, store.group
-    update = {"scores": rng.random((count, store.spec.num_classes)).astype(np.float16)}
+    num_classes, kept = store.spec.num_classes, store.spec.top_scores
+    update = {"scores": rng.random((count, kept or num_classes)).astype(np.float16)}
+    if kept is not None:
+        order = rng.permuted(np.tile(np.arange(num_classes), (count, 1)), axis=1)
+        update["score_classes"] = np.sort(order[:, :kept], axis=1).astype(np.uint16)
+        update["score_floor"] = update["scores"].min(axis=1)
     if group.layout != "scores":
         maps = store.spec.num_classes if group.layout == "dense" else group.top
         update["heatmaps"] = rng.random((count, maps, size, size)).astype(np.float16)

@@ -37,11 +37,12 @@ def drawn(seed, count):
     return answered(*((int(IDS[pair // 7]), int(pair % 7), int(random.integers(-1, 2))) for pair in pairs))
 
 
-def create(path, layout, top=5, ranking=True):
+def create(path, layout, top=5, ranking=True, top_scores=None):
     HeatmapStore.create(
         path,
         ANNOTATIONS,
         heatmap_size=4,
+        top_scores=top_scores,
         group=GroupSpec(layout=layout, top=top if layout == "topk" else None, spatial_score=ranking),
     )
     with HeatmapStore.open(path, annotations=ANNOTATIONS, mode="w", run="test") as store:
@@ -84,6 +85,58 @@ def slow_answer(before, row, known, new):
         found["classes"] = np.array(kept, found["classes"].dtype)[order]
         found["heatmaps"], found["spatial_score"] = found["heatmaps"][order], found["spatial_score"][order]
     return found
+
+
+def slow_sparse_answer(before, row, known, new):
+    """({class: score}, floor) of a row that keeps few scores, after its answers."""
+    scores = dict(zip(before["score_classes"].tolist(), before["scores"].tolist(), strict=True))
+    floor = float(before["score_floor"])
+    labels = {number: label(row, number, new.get(number)) for number in range(7)}
+    for number in sorted(new):
+        now, was = labels[number], label(row, number, known.get(number))
+        if now is None or now == was:
+            continue
+        if number not in scores and now == 1:
+            out = min(scores, key=lambda c: (labels[c] == 1, scores[c], -c))
+            floor = max(floor, scores.pop(out))
+        if number in scores or now == 1:
+            scores[number] = float(now)
+    return scores, floor
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_with_few_scores_make_room_for_what_people_name(tmp_path, seed):
+    create(tmp_path / "store", "scores", top_scores=5)
+    first, second = drawn(seed, 9), drawn(seed, 18)
+    known = Answered.of()
+    for new in (first, second):
+        before = opened(tmp_path / "store", "r").read(STORED)
+        with opened(tmp_path / "store") as store:
+            store.answer(new)
+        after = opened(tmp_path / "store", "r").read(STORED)
+        for place, row in enumerate(STORED.tolist()):
+            own = {name: array[place] for name, array in before.items()}
+            scores, floor = slow_sparse_answer(own, row, by_row(known).get(row, {}), by_row(new).get(row, {}))
+            assert after["score_classes"][place].tolist() == sorted(scores)
+            assert after["scores"][place].tolist() == [scores[number] for number in sorted(scores)]
+            assert after["score_floor"][place] == floor
+        known = new
+
+
+def test_a_row_with_few_scores_and_heatmaps_keeps_the_scores_of_those(tmp_path):
+    create(tmp_path / "store", "topk", top=4, top_scores=5)
+    with opened(tmp_path / "store") as store:
+        row = next(n for n in STORED.tolist() if len(positives_of(n)) < 3)
+        found = store.read([row])
+        number = next(c for c in range(7) if c not in found["score_classes"][0] and c not in found.classes[0])
+        store.answer(answered((row, number, 1)))
+        after = store.read([row])
+        assert number in after.classes[0]
+        assert after.scores[0, number] == 1
+        left = set(after.classes[0].tolist()) & set(found["score_classes"][0].tolist())
+        assert left <= set(after["score_classes"][0].tolist())
+        with pytest.raises(UserError, match=r"top(_scores)?: [45] would lose given labels"):
+            store.answer(answered(*((row, c, 1) for c in range(7))))
 
 
 def by_row(answers):

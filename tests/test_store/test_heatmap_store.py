@@ -358,7 +358,8 @@ def test_foreign_and_newer_hierarchies_are_refused(tmp_path, annotations):
         (None, "a revision before version 0.2.0"),
         ({}, "a revision before version 0.2.0"),
         ({"packed": ["last_epoch"]}, "uses packed, .*Upgrade"),
-        ({"packed": ["sample_visits", "last_epoch"], "sparse_scores": 64}, "uses sparse_scores, .*Upgrade"),
+        ({"packed": ["sample_visits", "last_epoch"], "sparse_scores": "64"}, "uses sparse_scores, .*Upgrade"),
+        ({"packed": ["sample_visits", "last_epoch"], "something": 64}, "uses something, .*Upgrade"),
     ],
 )
 def test_a_store_with_features_that_are_not_known_here_is_refused(tmp_path, annotations, features, complaint):

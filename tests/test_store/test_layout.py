@@ -28,8 +28,10 @@ def test_the_classes_chosen_are_the_given_then_the_highest_ties_to_the_lowest(nu
 )
 def test_rows_carry_every_array_that_the_table_gives_a_layout(group):
     annotations = make_annotations()
-    rows = initial_shard(spec_for(annotations, 4, 0), group, annotations, 0)
-    assert set(rows) == {name for name, array in ARRAYS.items() if array.exists(group)}
+    for spec in (spec_for(annotations, 4, 0), spec_for(annotations, 4, 0, 5)):
+        rows = initial_shard(spec, group, annotations, 0)
+        assert set(rows) == {name for name, array in ARRAYS.items() if array.exists(spec, group)}
+        assert ("score_floor" in rows) == (spec.top_scores is not None)
     assert rows.take(slice(0, 2)).keys() == rows.keys()
 
 

@@ -13,7 +13,7 @@ from bigscl.store.backends.backend import open_backend
 from bigscl.store.commit.lease import Holder, Lease, break_lease, read_holder
 from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import AlreadyExists, BadFile
-from bigscl.store.format.fields import to_table
+from bigscl.store.format.fields import as_table, to_table
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()
@@ -94,9 +94,9 @@ HOSTILE = {
         [],
         {"scores": [1, 2, 3]},
         {"scores": "no base64"},
-        {"scores": to_table([1])},
-        {"scores": to_table([-9, 0, 0])},
-        {"scores": to_table([0, 0, 0])[:-3]},
+        {"scores": to_table(as_table([1]))},
+        {"scores": to_table(as_table([-9, 0, 0]))},
+        {"scores": to_table(as_table([0, 0, 0]))[:-3]},
         None,
     ],
     "time": ["now", None],

@@ -1,10 +1,14 @@
 """Snapshots and the reports of ranks, as columns of numbers."""
 
+import json
+
 import numpy as np
 import pytest
 
 from bigscl.store import Snapshot, StoreError
 from bigscl.store.commit.snapshots import Written, merge_reports, report, with_versions
+from bigscl.store.errors import BadFile
+from bigscl.store.format.fields import as_table, seal_fault
 
 NAMES = ("scores", "samples")
 
@@ -19,7 +23,7 @@ def snapshot(slots, digests):
         step=0,
         group="arrays-000",
         slots=tuple(slots),
-        digests={name: tuple(values) for name, values in digests.items()},
+        digests={name: as_table(values) for name, values in digests.items()},
     )
 
 
@@ -41,6 +45,15 @@ def test_reports_of_ranks_replace_the_versions_of_their_shards_only(world_size):
             assert new.slots[shard] == old.slots[shard]
             assert new.digests_of(shard) == old.digests_of(shard)
     assert Snapshot.from_bytes(new.to_bytes()) == new
+
+
+def test_a_snapshot_has_the_digest_of_its_values_and_any_changed_byte_is_found():
+    content = snapshot(range(9), {"scores": range(9)}).to_bytes()
+    assert seal_fault(json.loads(content)) is None
+    assert Snapshot.from_bytes(json.dumps(json.loads(content), indent=1).encode()).slots == tuple(range(9))
+    for place in range(len(content)):
+        with pytest.raises(BadFile):
+            Snapshot.from_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
 def test_a_shard_of_two_ranks_and_a_failed_rank_stop_the_commit():

@@ -249,6 +249,7 @@ def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
         "group": snapshot.group,
         "shards_written": sum(slot >= 0 for slot in snapshot.slots),
         "selection": state.selection.any,
+        "approximate": state.selection.approximate_classes(),
         "mid_epoch": state.within_epoch,
         "skipped": len(state.skipped),
         "trust": None if state.trust is None else state.trust.to_json(),

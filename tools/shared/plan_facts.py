@@ -47,6 +47,7 @@ def rows_of_run(
             heatmap_size=_heatmap_size(config, classes),
             rows_per_shard=max(sizes),
             shard_sizes=tuple(sizes),
+            top_scores=config.store.kept_scores(classes),
         ),
         mean_bytes,
     )

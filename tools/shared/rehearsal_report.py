@@ -80,7 +80,9 @@ def _storage_speed(config: Config, trainer: RehearsalTrainer, folders: ScratchFo
 
 
 def _spec(trainer: RehearsalTrainer) -> StoreSpec:
-    return spec_for(trainer.data.annotations, trainer.heatmap_size, 0)
+    annotations = trainer.data.annotations
+    kept = trainer.config.store.kept_scores(annotations.num_classes)
+    return spec_for(annotations, trainer.heatmap_size, 0, kept)
 
 
 # What follows from the measurements of all ranks

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.ranking import given_first, select
 from bigscl.selection.thresholds import Thresholds
-from bigscl.store import PASS_THREADS, Array, HeatmapStore, SingleProcess, SnapshotLog, in_order
+from bigscl.store import PASS_THREADS, Array, HeatmapStore, Ranked, SingleProcess, SnapshotLog, in_order
 from bigscl.tools.shared.terminal import progress
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ def scores_by_shard(
     return _read_ahead(title, store, wanted, store.scores_by_shard)
 
 
-def ranked_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[np.int64], Array]]:
+def ranked_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[np.int64], Ranked]]:
     """Yield (ids, what expected positives are ranked by) of all samples of each shard likewise."""
     return _read_ahead(title, store, range(store.spec.num_shards), store.ranked_by_shard)
 

@@ -192,7 +192,7 @@ def _side_by_side(
 def _memory(store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:
     """Return the rows of samples with scores and heatmaps without their initial values."""
     rows = store.read_without_initial_value(ids)
-    return rows.replace(scores=store.scores_without_initial_value(rows, ids).astype(np.float16))
+    return rows.with_scores(store.scores_without_initial_value(rows, ids).astype(np.float16))
 
 
 def _over_epochs(

@@ -332,7 +332,7 @@ def repaired_shard(
         name = f"their values of snapshot {source.snapshot.id}"
         origins[name] = origins[INITIAL] & ~source.damaged
         origins[INITIAL] &= source.damaged
-        older = Rows(**_readable(store, source.snapshot, shard, initial))
+        older = Rows(spec.num_classes, **_readable(store, source.snapshot, shard, initial))
         is_about = _is_about(answered, spec, shard, origins[name])
         since, changes = answered.since(
             Answered.at(source.snapshot), stored=is_about, heatmaps=store.group.layout != "scores"
@@ -360,7 +360,7 @@ def repaired_shard(
         for name, rows_reset in origins.items()
         if rows_reset.any()
     }
-    return RepairedShard(rows=Rows(**rows), reset=reset, answered=answered)
+    return RepairedShard(rows=Rows(spec.num_classes, **rows), reset=reset, answered=answered)
 
 
 def _is_about(answered: Answered, spec: StoreSpec, shard: int, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:

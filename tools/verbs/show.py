@@ -1,5 +1,6 @@
 """Show a store, or its memory of a sample."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.evaluation.plots.sample_plots import heatmap_of
+from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.selection.thresholds import approximate_text
 from bigscl.selection.trust import Trust
 from bigscl.store import (
     FORMAT,
@@ -95,7 +98,8 @@ def command(
         text = _histogram_text(facts)
     else:
         facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
-        text = _text(facts)
+        data = source.find(store, fingerprint) if facts["snapshots"][-1]["approximate"] else None
+        text = "\n".join([_text(facts), *_approximate_text(opened, data)])
     print_result(facts, text, as_json)
 
 
@@ -116,6 +120,7 @@ def _facts(store: HeatmapStore, checkpoints: dict[int, list[str]]) -> dict[str, 
         "shards": spec.num_shards,
         "rows_per_shard": spec.rows_per_shard,
         "classes": spec.num_classes,
+        "top_scores": spec.top_scores,
         "heatmap_size": spec.heatmap_size,
         "tracked": len(spec.history_samples),
         "snapshot": store.snapshot.id,
@@ -176,9 +181,19 @@ def _layout_text(facts: dict[str, Any]) -> str:
         "scores": "scores only",
     }[layout["layout"]]
     parts = [f"{layout['layout']}: {maps}", plural(layout["slots"], "slot")]
+    if facts["top_scores"] is not None:
+        parts.insert(1, f"the {facts['top_scores']} highest scores")
     parts.append("checksums" if layout["checksum"] else "no checksums")
     parts.append("no compression" if layout["codec"] == "none" else layout["codec"])
     return ", ".join([*parts, f"{facts['tracked']} tracked samples"])
+
+
+def _approximate_text(store: HeatmapStore, data: Data | None) -> Iterator[str]:
+    """Yield which classes of the shown snapshot have expected positives that may not be exact."""
+    selection = SnapshotState.of(store.snapshot, store.spec.num_classes).selection
+    if classes := selection.approximate_classes():
+        index = None if data is None else data.index
+        yield "  " + approximate_text(selection, [class_name(number, index) for number in classes])
 
 
 def _lease_text(lease: dict[str, Any] | None) -> str:
@@ -197,6 +212,7 @@ def _visits_text(visits: dict[str, int]) -> str:
 def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
     notes = ["shown"] if one["id"] == facts["snapshot"] else []
     notes += ["selection"] if one["selection"] else []
+    notes += [f"{len(one['approximate'])} classes approximate"] if one["approximate"] else []
     notes += ["mid-epoch"] if one["mid_epoch"] else []
     notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
     notes += [f"checkpoint {name}" for name in one["checkpoints"]]

@@ -118,7 +118,7 @@ def draw_epoch(
     ids = np.array(store.spec.history_samples[:count], np.int64)
     rows = store.read_without_initial_value(ids)
     images, metadata = read_images(index, ids), read_metadata(index, ids)
-    kinds = _kinds(index, ids, rows.scores, selection)
+    kinds = _kinds(index, ids, rows.ranked_by(), selection)
     samples = [
         SamplePicture(
             image=images[int(n)].numpy(),
@@ -137,14 +137,14 @@ def draw_epoch(
 
 
 def _kinds(
-    index: Index, ids: NDArray[np.int64], scores: NDArray[np.float16], selection: Thresholds
+    index: Index, ids: NDArray[np.int64], ranked: NDArray[np.float16], selection: Thresholds
 ) -> list[list[Kind]]:
     """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
     given = index.labels_of(ids)
     if index.full is not None:
         present = index.labels_of(ids, "full") == 1
         return [kinds_of(given[n] == 1, present=present[n]) for n in range(len(ids))]
-    expected = selection.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
+    expected = selection.to("cpu").expected(torch.from_numpy(ranked), torch.from_numpy(ids)).numpy()
     return [kinds_of(given[n] == 1, expected=expected[n], negatives=given[n] == 0) for n in range(len(ids))]
 
 
