@@ -46,6 +46,14 @@ def command(
     ] = None,
     settings: Settings = None,
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Timed steps of each type of epoch.")] = 40,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Processes of the run, for the end of an epoch. Default: as here.",
+        ),
+    ] = None,
     place: Annotated[
         str | None,
         typer.Option(help="Without a CONFIG: where the store will be, a path or s3://bucket/prefix."),
@@ -70,6 +78,8 @@ def command(
     Example: bigscl preflight configs/quickstart_scl.yaml --steps 20
     """
     if config is None:
+        if processes is not None:
+            raise UserError("--processes: only with a CONFIG, whose epochs it is about")
         _check_environment(place, storage, as_json)
         return
     if place is not None or storage != StorageFlags():
@@ -77,7 +87,7 @@ def command(
     from bigscl.config import load_config
 
     run = load_config(config, settings or [], to_train=True)
-    facts = _rehearse(run, steps)
+    facts = _rehearse(run, steps, processes)
     if facts is None:  # another rank reports
         return
     print_result(facts, _text(facts), as_json)
@@ -97,7 +107,7 @@ def _check_environment(place: str | None, storage: StorageFlags, as_json: bool) 
             raise typer.Exit(1)
 
 
-def _rehearse(config: "Config", steps: int) -> Facts | None:
+def _rehearse(config: "Config", steps: int, processes: int | None) -> Facts | None:
     """Return what was measured on rank 0, None on other ranks."""
     from bigscl.distributed.signals import Interrupts, Wording
     from bigscl.preflight.rehearsal import rehearsal
@@ -120,10 +130,11 @@ def _rehearse(config: "Config", steps: int) -> Facts | None:
             interrupts.stop_with(trainer.stop_soon)
             mine: Facts = asdict(trainer.measure(epoch_types(config)))
             mine["storage"] = _storage_speed(config, trainer, folders)
+            mine["units"] = _unit_costs(config, trainer)
             gathered = trainer.ranks.gather(json.dumps(mine).encode())
             if gathered is None:
                 return None
-            return _facts(config, trainer, [json.loads(one) for one in gathered])
+            return _facts(config, trainer, [json.loads(one) for one in gathered], processes)
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -144,6 +155,20 @@ def _storage_speed(config: "Config", trainer: "RehearsalTrainer", folders: "Scra
     return found
 
 
+def _unit_costs(config: "Config", trainer: "RehearsalTrainer") -> Facts:
+    """Return what the units of an epoch's end cost on this rank."""
+    from bigscl.preflight.epoch_end import unit_costs
+
+    data = trainer.data
+    with trainer.metrics.working("measuring the end of an epoch"):
+        num_classes, num_val = data.train.num_classes, _num_val(trainer)
+        return asdict(unit_costs(trainer.state.evaluated, config, trainer.device, num_classes, num_val))
+
+
+def _num_val(trainer: "RehearsalTrainer") -> int:
+    return 0 if trainer.data.val is None else trainer.data.val.num_samples
+
+
 def _spec(trainer: "RehearsalTrainer") -> "StoreSpec":
     from bigscl.store import spec_for
 
@@ -153,9 +178,10 @@ def _spec(trainer: "RehearsalTrainer") -> "StoreSpec":
 # What follows from the measurements of all ranks
 
 
-def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts]) -> Facts:
+def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts], processes: int | None) -> Facts:
     from bigscl.config.schedule import plan_epoch
     from bigscl.distributed.hardware import machine_ram_bytes
+    from bigscl.preflight.epoch_end import epoch_end_facts
     from bigscl.preflight.forecast import forecast, warnings
 
     index, first = trainer.data.train, ranks[0]
@@ -183,6 +209,15 @@ def _facts(config: "Config", trainer: "RehearsalTrainer", ranks: list[Facts]) ->
         "ram_bytes": machine_ram_bytes(),
         "gpu_bytes": max((one["gpu_bytes"] for one in ranks if one["gpu_bytes"]), default=None),
         "gpu_total_bytes": first["gpu_total_bytes"],
+        "epoch_end": epoch_end_facts(
+            config,
+            _spec(trainer),
+            needs.phases,
+            _num_val(trainer),
+            processes or len(ranks),
+            ranks,
+            kinds[-1],
+        ),
         "hours": _hours(config, trainer, needs, kinds),
         "disk_bytes": needs.disk_bytes,
         "checkpoint_bytes": checkpoints,
@@ -289,6 +324,7 @@ def _problems(facts: Facts) -> Iterator[str]:
 
 
 def _text(facts: Facts) -> str:
+    from bigscl.preflight.epoch_end import epoch_end_lines
     from bigscl.training.metrics_log import clock
 
     one = facts
@@ -297,6 +333,7 @@ def _text(facts: Facts) -> str:
         f"{one['device']}, {one['precision']}, batch {one['batch_size']} and "
         f"{plural(one['workers'], 'loader worker')} per process",
         *_speed_lines(one),
+        *epoch_end_lines(one["epoch_end"]),
         *_memory_lines(one),
         "  this device against the CPU in float64, differences at the worst image:",
         _difference_table(one["differences"]),
