@@ -50,6 +50,8 @@ class MemoryPhase:
     """All these versions."""
     image_bytes: float
     """Bytes that are read for each image; as many are written."""
+    shard_files: int
+    """Files of a version of a shard: so many are read, and as many created, for a shard and epoch."""
     resident_bytes: int
     """Shards in RAM at the worst moment of an epoch, on the rank that has most, if there is no limit."""
     ram_bytes: int
@@ -141,6 +143,7 @@ def _phase(
         versions=versions,
         disk_bytes=version * spec.num_shards * versions,
         image_bytes=version * spec.num_shards / spec.num_samples,
+        shard_files=_shard_files(spec, group),
         resident_bytes=resident,
         ram_bytes=resident if limit_gb is None else min(int(limit_gb * 2**30), resident),
     )
@@ -281,16 +284,18 @@ def disk_needed(config: Config, spec: StoreSpec, num_steps: int) -> int:
         _small_bytes(config, spec, groups)
         + _history_bytes(config, spec, moment.recorded)
         + sum(
-            versions * spec.num_shards * (stored_bytes(spec, group) + _checksum_bytes(spec, group))
+            versions
+            * spec.num_shards
+            * (stored_bytes(spec, group) + CHECKSUM_BYTES * _shard_files(spec, group))
             for versions, group in zip(moment.versions, groups, strict=False)
         )
         for moment in disk_moments(config, num_steps)
     )
 
 
-def _checksum_bytes(spec: StoreSpec, group: GroupSpec) -> int:
-    """Return the bytes of the checksums of one version of a shard."""
-    return sum(CHECKSUM_BYTES * -(-array.shape[2] // array.chunks[2]) for array in stored_plans(spec, group))
+def _shard_files(spec: StoreSpec, group: GroupSpec) -> int:
+    """Return the files of one version of a shard: its chunks, each with a checksum."""
+    return sum(-(-array.shape[2] // array.chunks[2]) for array in stored_plans(spec, group))
 
 
 def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> int:

@@ -312,7 +312,7 @@ class Canaries:
         self._parts = []
         for ids, values in chunks:
             mask = np.isin(ids, self._wanted, assume_unique=True)
-            self._parts.append((ids[mask], values[mask]))
+            self._parts.append((ids[mask], values.take(mask) if isinstance(values, KeptScores) else values[mask]))
             yield ids, values
 
     def trust(self, selection: Thresholds, epochs: int, ranks: Transport) -> Trust:

@@ -15,6 +15,7 @@ from bigscl.config.schedule import plan_epoch
 from bigscl.distributed.hardware import machine_ram_bytes
 from bigscl.distributed.signals import Interrupts, Wording
 from bigscl.preflight.device_check import Difference, worst
+from bigscl.preflight.epoch_end import epoch_end_facts, epoch_end_lines, unit_costs
 from bigscl.preflight.forecast import Forecast, forecast, layouts, warnings
 from bigscl.preflight.rehearsal import RehearsalTrainer, rehearsal
 from bigscl.preflight.rehearsal_plan import ScratchFolders, epoch_types
@@ -40,7 +41,7 @@ MOSTLY = 0.5
 """From this share of a step on, the exchange of gradients bounds it."""
 
 
-def rehearse(config: Config, steps: int) -> Facts | None:
+def rehearse(config: Config, steps: int, processes: int | None) -> Facts | None:
     """Return what was measured on rank 0, None on other ranks."""
     wording = Wording(
         program="bigscl preflight",
@@ -58,10 +59,11 @@ def rehearse(config: Config, steps: int) -> Facts | None:
             interrupts.stop_with(trainer.stop_soon)
             mine: Facts = asdict(trainer.measure(epoch_types(config)))
             mine["storage"] = _storage_speed(config, trainer, folders)
+            mine["units"] = _unit_costs(config, trainer)
             gathered = trainer.ranks.gather(json.dumps(mine).encode())
             if gathered is None:
                 return None
-            return _facts(config, trainer, [json.loads(payload) for payload in gathered])
+            return _facts(config, trainer, [json.loads(payload) for payload in gathered], processes)
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -79,6 +81,17 @@ def _storage_speed(config: Config, trainer: RehearsalTrainer, folders: ScratchFo
     return speeds
 
 
+def _unit_costs(config: Config, trainer: RehearsalTrainer) -> Facts:
+    """Return what the units of an epoch's end cost on this rank."""
+    with trainer.metrics.working("measuring the end of an epoch"):
+        num_classes, num_val = trainer.data.train.num_classes, _num_val(trainer)
+        return asdict(unit_costs(trainer.state.evaluated, config, trainer.device, num_classes, num_val))
+
+
+def _num_val(trainer: RehearsalTrainer) -> int:
+    return 0 if trainer.data.val is None else trainer.data.val.num_samples
+
+
 def _spec(trainer: RehearsalTrainer) -> StoreSpec:
     annotations = trainer.data.annotations
     kept = trainer.config.store.kept_scores(annotations.num_classes)
@@ -88,7 +101,7 @@ def _spec(trainer: RehearsalTrainer) -> StoreSpec:
 # What follows from the measurements of all ranks
 
 
-def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Facts:
+def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts], processes: int | None) -> Facts:
     index, first = trainer.data.train, ranks[0]
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=len(ranks))
     needs = forecast(config, _spec(trainer), plan)
@@ -114,6 +127,15 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
         "ram_bytes": machine_ram_bytes(),
         "gpu_bytes": max((rank["gpu_bytes"] for rank in ranks if rank["gpu_bytes"]), default=None),
         "gpu_total_bytes": first["gpu_total_bytes"],
+        "epoch_end": epoch_end_facts(
+            config,
+            _spec(trainer),
+            needs.phases,
+            _num_val(trainer),
+            processes or len(ranks),
+            ranks,
+            kinds[-1],
+        ),
         "hours": _hours(config, trainer, needs, kinds),
         "disk_bytes": needs.disk_bytes,
         "checkpoint_bytes": checkpoints,
@@ -229,6 +251,7 @@ def rehearsal_text(facts: Facts) -> str:
         f"{one['device']}, {one['precision']}, batch {one['batch_size']} and "
         f"{plural(one['workers'], 'loader worker')} per process",
         *_speed_lines(one),
+        *epoch_end_lines(one["epoch_end"]),
         *_memory_lines(one),
         "  this device against the CPU in float64, differences at the worst image:",
         _difference_table(one["differences"]),
