@@ -94,9 +94,11 @@ class KeyLayout:
 
     def count(self, ids: NDArray[np.int64], scores: Ranked) -> NDArray[np.int64]:
         """Return how many scores there are by class and first digit, [128 L]; of kept ones only these."""
-        kept = isinstance(scores, KeptScores)
-        classes = scores.classes.astype(np.int64) if kept else np.arange(self.num_classes)
-        digits = self._checked(ids, scores.values if kept else scores, classes.shape[-1])
+        classes, values = np.arange(self.num_classes), scores
+        if isinstance(scores, KeptScores):
+            classes, values = scores.classes.astype(np.int64), scores.values
+        assert isinstance(values, np.ndarray)
+        digits = self._checked(ids, values, classes.shape[-1])
         places = (classes << DIGIT_BITS) + (digits >> (SCORE_BITS - DIGIT_BITS))
         return np.bincount(places.ravel(), minlength=self.num_classes << DIGIT_BITS)
 

@@ -20,7 +20,7 @@ classes of an image are independent given their values. docs/choosing-k.md has e
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from bigscl.selection.ranking import Chunk
 from bigscl.selection.thresholds import Thresholds
-from bigscl.store import Annotations, Ragged, Transport, on_rank_zero
+from bigscl.store import Annotations, Array, KeptScores, Ragged, Ranked, Transport, on_rank_zero
 
 Floats = NDArray[np.float64]
 BOUND = 0.3
@@ -277,7 +277,18 @@ def _logits(values: Floats) -> Floats:
 def _sigmoid(logits: Floats) -> Floats:
     values: Floats = 0.5 * (1 + np.tanh(0.5 * logits))
     # Below 1, so that the logarithm of what is left is finite.
-    return np.minimum(values, 1 - 1e-12)
+    below: Floats = np.minimum(values, 1 - 1e-12)
+    return below
+
+
+def _all_classes(values: Ranked, rows: NDArray[np.bool_]) -> Array:
+    """Return the values of some rows, [n,L]; of classes that are not kept the floor."""
+    if not isinstance(values, KeptScores):
+        return values[rows]
+    kept = replace(
+        values, classes=values.classes[rows], values=values.values[rows], floors=values.floors[rows]
+    )
+    return kept.spread(kept.floors)
 
 
 class Canaries:
@@ -312,7 +323,7 @@ class Canaries:
         self._parts = []
         for ids, values in chunks:
             mask = np.isin(ids, self._wanted, assume_unique=True)
-            self._parts.append((ids[mask], values.take(mask) if isinstance(values, KeptScores) else values[mask]))
+            self._parts.append((ids[mask], _all_classes(values, mask)))
             yield ids, values
 
     def trust(self, selection: Thresholds, epochs: int, ranks: Transport) -> Trust:
