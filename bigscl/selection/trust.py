@@ -254,7 +254,8 @@ def _offsets(counts: NDArray[np.int64], logits: Floats, totals: Floats) -> Float
         middle = (low + high) / 2
         too_many = (counts * _sigmoid(logits + middle[:, None])).sum(1) > totals
         low, high = np.where(too_many, low, middle), np.where(too_many, middle, high)
-    return (low + high) / 2
+    offsets: Floats = (low + high) / 2
+    return offsets
 
 
 CENTERS = np.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, BINS)
