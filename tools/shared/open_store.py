@@ -2,10 +2,9 @@
 
 import logging
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -14,9 +13,6 @@ from numpy.typing import NDArray
 from bigscl.common.digests import read_sealed
 from bigscl.common.files import BadFile
 from bigscl.common.user_error import UserError
-from bigscl.config import ConfigError, DataConfig, StoreConfig, load_config, load_data_settings
-from bigscl.data.index import Index, Labels, load_index
-from bigscl.data.labels.training_labels import training_labels, with_given_labels, with_hidden
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.trust import Trust
 from bigscl.store import (
@@ -30,6 +26,12 @@ from bigscl.store import (
 )
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bigscl.config import DataConfig, StoreConfig
+    from bigscl.data.index import Index, Labels
 
 Store = Annotated[
     str,
@@ -61,13 +63,13 @@ class StorageFlags:
 class Data:
     """The samples that a store was created for, with their labels."""
 
-    index: Index
+    index: "Index"
     """With all labels, also those that were hidden from training (`data.canaries`)."""
-    labels: Labels
+    labels: "Labels"
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
     """Annotations that the store was created for, without answers of people: its snapshots have those."""
-    labelled: Index
+    labelled: "Index"
     """The same samples without answers of people."""
     answers: Path | None
     """The answers that are among the labels."""
@@ -99,6 +101,9 @@ class DataFlags:
 
     def find(self, store: str, fingerprint: str) -> Data | None:
         """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
+        from bigscl.data.index import load_index
+        from bigscl.data.labels.training_labels import training_labels, with_hidden
+
         settings = _data_settings(store, needed=self.shards is None)
         patterns = self.shards or (None if settings is None else settings.train)
         if patterns is None:
@@ -156,8 +161,10 @@ def locate(store: str) -> str:
     return settings.url or str(inner)
 
 
-def _store_settings(folder: Path) -> StoreConfig | None:
+def _store_settings(folder: Path) -> "StoreConfig | None":
     """Return the store section of the config in the folder of a run; None if there is none."""
+    from bigscl.config import load_config
+
     file = folder / "config.yaml"
     return load_config(file).store if file.is_file() else None
 
@@ -188,8 +195,10 @@ def open_store(
     )
 
 
-def _labellings(index: Index, settings: DataConfig | None) -> Iterator[tuple[Index, Labels]]:
+def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
     """Yield every set of labels that a run may have taken from these shards, that of its config first."""
+    from bigscl.data.labels.training_labels import with_given_labels
+
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
         drawn = settings.given if index.full is not None else None
@@ -200,11 +209,13 @@ def _labellings(index: Index, settings: DataConfig | None) -> Iterator[tuple[Ind
         yield index, "full"
 
 
-def _data_settings(store: str, *, needed: bool) -> DataConfig | None:
+def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":
     """Return the data section of the config that the store's run saved; None without a run.
 
     A config that cannot be read is an error if it is needed, else a warning.
     """
+    from bigscl.config import ConfigError, load_data_settings
+
     folder = run_folder(store)
     if folder is None:
         return None

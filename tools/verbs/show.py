@@ -10,7 +10,6 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
-from bigscl.evaluation.plots.sample_plots import heatmap_of
 from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.thresholds import approximate_text
 from bigscl.selection.trust import Trust
@@ -291,6 +290,8 @@ def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.
 
 def _peak(rows: Rows, number: int) -> float | None:
     """Return the largest value of a class's heatmap; None if it is not kept."""
+    from bigscl.evaluation.plots.sample_plots import heatmap_of
+
     heatmap = heatmap_of(rows, number)
     return None if heatmap is None else float(heatmap.max())
 
