@@ -1,8 +1,11 @@
 """`bigscl export labels --format ...`: every format holds the labels, scores and boxes of the table."""
 
+import csv
 import io
 import json
 import shutil
+from dataclasses import replace
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from bigscl.data.index import load_index
 from bigscl.data.labels.label_files import with_training_labels
 from bigscl.data.read_samples import read_image_heads, read_images
 from bigscl.store import GroupSpec, HeatmapStore
-from tests.builders import write_config, write_tar
+from tests.builders import jpeg, make_store, write_config, write_tar
 from tests.test_tools.conftest import bigscl
 
 SIDES = ("x0", "y0", "x1", "y1")
@@ -155,7 +158,7 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
     assert (
         f"Precision of the found labels: {100 * right / len(mined):.1f}%, {right} of the {len(mined)}" in card
     )
-    assert f"run `run`: snapshot {store.snapshot.id}, epoch {store.snapshot.epoch}" in card
+    assert f"run `run`: snapshot {store.snapshot.id}, epoch {store.snapshot.epoch + 1}" in card
     assert "median IoU" in card
     assert "Trained with objective" in card
     assert "K 2.5" in card
@@ -243,7 +246,12 @@ def test_a_card_shows_hostile_names_as_text(hostile, tmp_path):
     folder = export(run, tmp_path, "dataset", "all")
     card = (folder / "README.md").read_text()
     assert "\x1b" not in card
-    assert "<b>" not in card
+    # The front matter is data, which nobody shows as Markdown.
+    _, front, shown = card.split("---\n", 2)
+    (columns,) = [info["features"] for info in yaml.safe_load(front)["dataset_info"]]
+    names = columns[2]["sequence"]["class_label"]["names"]
+    assert [names[str(number)] for number in range(3)] == list(index.class_names)
+    assert "<b>" not in shown
     assert "\\*one\\*" in card
     relabelled = with_training_labels(index, folder / "labels.parquet")
     assert relabelled.labels_of(index.ids()).tolist() == [[1, 1, 0]] * index.num_samples
@@ -325,3 +333,65 @@ def test_mistakes_are_one_line(runs, tmp_path, monkeypatch, words, message):
     assert answer.code == 2
     assert message in answer.err
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+# The way back to the files that the shards were made from
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A folder of images with a table, its shards, and a run on them."""
+    folder = tmp_path_factory.mktemp("photographs")
+    rows = []
+    for number in range(6):
+        path = folder / "photos" / ("cat", "dog")[number % 2] / f"a b {number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(number))
+        boxes = [["cat", 0.0, 0.0, 0.5, 0.5], ["dog", 0.5, 0.5, 1.0, 1.0]]
+        name = str(path.relative_to(folder / "photos"))
+        rows.append({"image": name, "labels": ["cat", "dog"], "boxes": boxes})
+    (folder / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("shards", "table", folder / "table.jsonl", folder / "shards", "--images", folder / "photos")
+    assert bigscl(*words, "--full", "train").code == 0
+    pattern = str(folder / "shards" / "train-*.tar")
+    assert bigscl("index", pattern).code == 0
+    index = load_index(pattern)
+    labels = "".join(
+        json.dumps({"key": index.key(n), "positives": [n % 2]}) + "\n" for n in index.ids().tolist()
+    )
+    (folder / "labels.jsonl").write_text(labels)
+    labelled = replace(with_training_labels(index, folder / "labels.jsonl"), full=index.full)
+    make_store(folder / "run" / "store", labelled, epochs=2, history_samples=0)
+    (folder / "run" / "config.yaml").write_text(
+        f"data:\n  train: {pattern}\n  labels_file: {folder / 'labels.jsonl'}\n"
+    )
+    return folder
+
+
+def test_exports_name_the_original_files(photographs, tmp_path):
+    files = {str(path.relative_to(photographs / "photos")) for path in photographs.rglob("*.jpg")}
+    run, prefix = photographs / "run", f"{photographs / 'photos'}/"
+    coco = json.loads(export(run, tmp_path, "coco", "all", "--images", prefix).read_text())
+    assert {image["file_name"] for image in coco["images"]} == {prefix + name for name in files}
+    tasks = json.loads((export(run, tmp_path, "label-studio", "all") / "tasks.json").read_text())
+    assert {unquote(task["data"]["image"]) for task in tasks} == files
+    output = tmp_path / "table.csv"
+    assert bigscl("export", run, "labels", "--which", "all", "-o", output).code == 0
+    with output.open(newline="") as file:
+        assert {row["path"] for row in csv.DictReader(file)} == files
+
+
+def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "found"
+    words = ("export", photographs / "run", "labels", "--which", "all", "--format", "dataset", "-o", folder)
+    assert bigscl(*words).code == 0
+    rows = datasets.load_dataset(str(folder), "labels", split="train", cache_dir=str(tmp_path / "cache"))
+    assert {(photographs / "photos" / path).is_file() for path in rows["path"]} == {True}
+    (kind,) = {type(rows.features["positives"].feature)}
+    assert kind is datasets.ClassLabel
+    assert rows.features["positives"].feature.names == ["cat", "dog"]
+    again = with_training_labels(
+        load_index(str(photographs / "shards" / "train-*.tar")), folder / "labels.parquet"
+    )
+    assert again.num_samples == len(rows)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -18,6 +19,7 @@ from bigscl.tools.shared.label_formats import check_folder
 from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, objects, table_writer
 
 LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
+LABEL_COLUMNS = {"key": str, "path": str, "positives": list, "negatives": list}
 RULES = {
     "mined": "labels that are not annotated, but expected",
     "expected": "expected labels; annotated ones that are not expected are left out",
@@ -54,7 +56,7 @@ def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Pat
     counts = Counts(*np.zeros((4, found.store.spec.num_classes), np.int64))
     num_images = 0
     with (
-        table_writer(folder / LABELS, {"key": str, "positives": list, "negatives": list}) as write_labels,
+        table_writer(folder / LABELS, LABEL_COLUMNS) as write_labels,
         table_writer(folder / BOXES, COLUMNS) as write_boxes,
     ):
         for shard, labels in found.passed_over(partial(found.of_shard, share=fit.share)):
@@ -79,6 +81,7 @@ def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
     known = index.labels_of(ids, "given") == 0
     return {
         "key": objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
+        "path": objects([index.source(sample) or "" for sample in ids.tolist()]),
         "positives": objects(positives),
         "negatives": objects([np.flatnonzero(row).tolist() for row in known]),
     }
@@ -106,17 +109,19 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
         "task_categories": ["image-classification", "object-detection"],
         "tags": ["multi-label", "machine-generated", "spatial-consistency-loss"],
         "configs": [{"config_name": name, "data_files": file} for name, file in files.items()],
+        # So that `datasets.load_dataset` gives names of classes.
+        "dataset_info": [{"config_name": LABELS.split(".")[0], "features": _features(found)}],
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {printable(title)}",
         f"Labels of {num_images:,} images of {len(counts.mined):,} classes: {counts.annotated.sum():,} that "
         f"are annotated in the dataset, and {counts.mined.sum():,} that the memory of a training run found. "
-        f"Nobody has checked the found ones. The images are not here: `key` is the name of the "
-        f"tar and the key of the sample in it.",
+        f"Nobody has checked the found ones. The images are not here: `path` is that of the image in the "
+        f"original dataset (if known), `key` the name of the tar and the key of the sample in it.",
         "## Files",
-        f"- `{LABELS}`: a row per image: `key`, `positives`, `negatives` (classes known to be absent), as "
-        f"numbers of classes. bigscl trains on it with `data.labels_file`.",
+        f"- `{LABELS}`: a row per image: `key`, `path`, `positives`, `negatives` (classes known to be "
+        f"absent), as numbers of classes. bigscl trains on it with `data.labels_file`.",
         f"- `{BOXES}`: a row per label: `class`, `name`, `score` (moving average of the prediction, 0 to 1), "
         f"`annotated`, `expected`, and the box `x0`, `y0`, `x1`, `y1` as fractions of the upright image; no "
         f"box where the memory kept no heatmap.",
@@ -128,6 +133,14 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
         _settings(run),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _features(found: FoundLabels) -> list[dict[str, Any]]:
+    """Return the columns of the labels as a dataset card names them."""
+    names = {str(number): name for number, name in enumerate(found.data.index.class_names)}
+    classes = {"class_label": {"names": names}}
+    texts = [{"name": name, "dtype": "string"} for name in ("key", "path")]
+    return [*texts, *({"name": name, "sequence": classes} for name in ("positives", "negatives"))]
 
 
 def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> list[str]:

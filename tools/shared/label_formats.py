@@ -162,7 +162,7 @@ def _coco(file: TextIO, class_names: Sequence[str], info: Mapping[str, Any], ima
 
         def write(image: LabelledImage) -> None:
             nonlocal count
-            entry = {"id": image.id, "file_name": images + image.file, **image.facts}
+            entry = {"id": image.id, "file_name": with_folder(images, image.file), **image.facts}
             labels = [
                 {"category_id": label.number + 1, "score": label.score, **label.facts}
                 for label in image.labels
@@ -260,7 +260,13 @@ def _predictions(image: LabelledImage, names: Sequence[str], made_by: str) -> li
 def image_address(images: str, file: str) -> str:
     """Return where Label Studio finds an image: escaped, except in a bucket, where names are plain."""
     scheme, separator, _ = images.partition("://")
-    return images + (file if separator and scheme not in ("http", "https") else quote(file))
+    plain = "://" in file or (separator and scheme not in ("http", "https"))
+    return with_folder(images, file if plain else quote(file))
+
+
+def with_folder(images: str, file: str) -> str:
+    """Return the path of an image below the folder of all images; a URL has its own."""
+    return file if "://" in file else images + file
 
 
 # FiftyOne

@@ -99,8 +99,8 @@ def command(
         str | None,
         typer.Option(
             metavar="PREFIX",
-            help="What coco and label-studio put before SHARD/FILE, the name of an image: a folder, "
-            "s3://bucket/, /data/local-files/?d=...",
+            help="What coco and label-studio put before the path of an image in your dataset (SHARD/FILE, if "
+            "the shards do not say): a folder, s3://bucket/, /data/local-files/?d=...",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
@@ -231,7 +231,7 @@ def _labelled_images(found: FoundLabels, share: float, shard: int) -> tuple[list
     images = [
         LabelledImage(
             id=sample,
-            file=f"{folder}/{heads[sample].name}",
+            file=index.source(sample) or f"{folder}/{heads[sample].name}",
             width=heads[sample].width,
             height=heads[sample].height,
             labels=labels[sample],

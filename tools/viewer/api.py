@@ -231,6 +231,7 @@ class Api:
         facts: dict[str, Any] = {
             "row": row,
             "key": printable(index.key(row)),
+            "path": printable(index.source(row) or ""),
             "shard": printable(index.shard_names[row // index.rows_per_shard]),
             "visited": int(rows["last_epoch"][0]),
             "snapshot": store.snapshot.id,

@@ -30,6 +30,8 @@ from bigscl.store import Ragged
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("key", "positives", "negatives")
+OTHER_COLUMNS = ("path",)
+"""For people: exported labels have them."""
 ALL_OTHERS = "*"
 SEPARATOR = ";"
 
@@ -150,7 +152,7 @@ EXPECTED_LINES = "Expected lines of path, given class, positives and their score
 
 def _check_columns(found: list[str]) -> None:
     missing = [name for name in COLUMNS[:2] if name not in found]
-    unknown = [name for name in found if name not in COLUMNS]
+    unknown = [name for name in found if name not in (*COLUMNS, *OTHER_COLUMNS)]
     if missing or unknown:
         what = f"no {missing[0]!r}" if missing else f"an unknown {unknown[0]!r}"
         raise UserError(f"found {what} in {found}, expected {', '.join(COLUMNS)}")

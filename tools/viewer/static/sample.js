@@ -36,6 +36,7 @@ function title(side, values) {
   return el("div", { className: "title" },
     el("a", { href: address(back), onclick: (event) => { event.preventDefault(); go(back); } }, "‹ grid"),
     el("h1", {}, sample.key),
+    sample.path ? el("span", { className: "faint" }, sample.path) : null,
     el("span", { className: "faint" }, `${sample.shard}, row ${sample.row}, ${sample.visited < 0 ? "never visited" : `last visited in epoch ${sample.visited + 1}`}`),
     el("a", { href: url("image", { run: side.number, row: values.row, data: side.run.data }), target: "_blank", rel: "noopener" }, "original"));
 }
