@@ -4,7 +4,9 @@ import csv
 import itertools
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from bigscl.selection.trust import Canaries, Images, Trust, estimate
 from bigscl.store import Annotations, Ragged, SingleProcess, StoreError
 from tests.builders import make_once, write_config
 from tests.integration.runs import train
+from tests.test_store.ranks import PipeTransport
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.view_site import serving
 
@@ -220,9 +223,13 @@ def estimate_of_nothing() -> Trust:
 # In the memory
 
 
-@pytest.mark.parametrize("momentum", [0.8, None])
-def test_canaries_are_read_from_the_chunks_of_a_selection(momentum):
-    """Of 40 images of 3 classes the first 10 have a hidden label, 5 of them above the threshold."""
+SELECTION = Thresholds(
+    score=np.full(3, 0.4, np.float16), tie_id=np.full(3, -1), num_expected=np.array([20, 20, 20])
+)
+
+
+def small_memory(momentum=0.8):
+    """40 images of 3 classes in 3 shards: the first 10 have a hidden label, 5 of them above the threshold."""
     given = [[n % 3] if n >= 10 else [] for n in range(40)]
     annotations = Annotations.of(given, 3, rows_per_shard=16)
     lengths = (np.arange(annotations.num_rows) < 10).astype(np.int64)
@@ -231,16 +238,34 @@ def test_canaries_are_read_from_the_chunks_of_a_selection(momentum):
     values = np.full((annotations.num_rows, 3), 0.1, np.float16)
     values[np.arange(5), np.arange(5) % 3] = 0.5
     values[20, 0] = 0.5
-    canaries = Canaries(hidden, nothing, annotations, momentum=momentum)
     chunks = [(np.arange(first, last), values[first:last]) for first, last in ((0, 16), (16, 32), (32, 40))]
+    return Canaries(hidden, nothing, annotations, momentum=momentum), chunks
+
+
+@pytest.mark.parametrize("momentum", [0.8, None])
+def test_canaries_are_read_from_the_chunks_of_a_selection(momentum):
+    canaries, chunks = small_memory(momentum)
     assert [ids.tolist() for ids, _ in canaries.noted(chunks)] == [ids.tolist() for ids, _ in chunks]
-    selection = Thresholds(
-        score=np.full(3, 0.4, np.float16), tie_id=np.full(3, -1), num_expected=np.array([20, 20, 20])
-    )
-    found = canaries.trust(selection, 4, SingleProcess())
+    found = canaries.trust(SELECTION, 4, SingleProcess())
     assert (found.hidden, found.found, found.epochs) == (10, 5, 4)
     assert found.images_per_class == pytest.approx(40 / 3, abs=0.001)
     assert found.precision > 0
+
+
+def test_trust_is_the_same_on_two_ranks_as_on_one():
+    alone, chunks = small_memory()
+    list(alone.noted(chunks))
+    wanted = str(alone.trust(SELECTION, 4, SingleProcess()))
+    ours, theirs = Pipe()
+    ranks = [PipeTransport(0, 2, [ours]), PipeTransport(1, 2, [theirs])]
+
+    def of_rank(number):
+        canaries, _ = small_memory()
+        list(canaries.noted(chunks[1:2] if number else [chunks[2], chunks[0]]))
+        return str(canaries.trust(SELECTION, 4, ranks[number]))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(of_rank, (0, 1))) == [wanted, wanted]
 
 
 # In a run
