@@ -7,7 +7,7 @@ import pytest
 from bigscl.config import make_config
 from bigscl.preflight.epoch_end import epoch_end_facts, epoch_end_lines
 from bigscl.store import StoreSpec
-from bigscl.tools.verbs import preflight
+from bigscl.tools.shared import rehearsal_report
 
 TOPK = SimpleNamespace(group=SimpleNamespace(layout="topk"), image_bytes=100.0)
 NEEDS = SimpleNamespace(phases=(TOPK,), num_steps=50)
@@ -39,7 +39,7 @@ def settings(**checkpoint):
 def kind(loader=1000.0, read=1e6, write=1e6, ranks=1, **changes):
     storage = [{"layout": "topk", "read": read, "write": write}]
     each = {"kinds": [{**KIND, **changes}], "storage": storage}
-    return preflight._kind(settings(), NEEDS, [each] * ranks, 0, loader)
+    return rehearsal_report._kind(settings(), NEEDS, [each] * ranks, 0, loader)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def kind(loader=1000.0, read=1e6, write=1e6, ranks=1, **changes):
 def test_slowest_part_alone_bounds_the_speed(changes, bound):
     found = kind(**changes)
     assert found["bound"] == bound
-    assert found["advice"] == preflight.ADVICE[bound]
+    assert found["advice"] == rehearsal_report.ADVICE[bound]
     assert found["images_per_second"] == 160
 
 
@@ -69,18 +69,18 @@ def test_hours_count_steps_ends_of_epochs_saves_and_validations():
     one = kind()
     steps = 3 * 50 * 0.4
     ends, validations = 3 * 5.0, 2 * 640 / one["stages"]["step"]
-    hours = preflight._hours(settings(), trainer, NEEDS, [one])
+    hours = rehearsal_report._hours(settings(), trainer, NEEDS, [one])
     assert 3600 * hours == pytest.approx(steps + ends + validations)
     saves = 3 * 4 * 1.0
-    hours = preflight._hours(settings(every_steps=12), trainer, NEEDS, [one])
+    hours = rehearsal_report._hours(settings(every_steps=12), trainer, NEEDS, [one])
     assert 3600 * hours == pytest.approx(steps + ends + validations + saves)
-    hours = preflight._hours(settings(every_minutes=5 / 60), trainer, NEEDS, [one])
+    hours = rehearsal_report._hours(settings(every_minutes=5 / 60), trainer, NEEDS, [one])
     assert 3600 * hours == pytest.approx(steps + ends + validations + saves)
 
 
 def test_loader_that_is_slower_on_cold_shards_makes_the_run_longer():
     trainer = SimpleNamespace(data=SimpleNamespace(val=None))
-    slow = preflight._hours(settings(), trainer, NEEDS, [kind(loader=80)])
+    slow = rehearsal_report._hours(settings(), trainer, NEEDS, [kind(loader=80)])
     assert 3600 * slow == pytest.approx(2 * 3 * 50 * 0.4 + 3 * 5.0)
 
 
@@ -104,13 +104,13 @@ def difference(precision, found):
     ],
 )
 def test_problems_are_named(changes, problem):
-    assert list(preflight._problems(facts())) == []
-    (found,) = preflight._problems(facts(**changes))
+    assert list(rehearsal_report._problems(facts())) == []
+    (found,) = rehearsal_report._problems(facts(**changes))
     assert problem in found
 
 
 def test_precision_that_the_run_does_not_use_is_shown_but_no_problem():
-    assert list(preflight._problems(facts(differences=difference("fp16", None)))) == []
+    assert list(rehearsal_report._problems(facts(differences=difference("fp16", None)))) == []
 
 
 # The end of an epoch
