@@ -243,6 +243,11 @@ REFUSALS = (
         r"data.canaries: has no effect with",
     ),
     Refusal(
+        ("hidden labels", "store"),
+        lambda hidden, store: hidden != "none" and store == "none",
+        r"data.canaries: has no effect with|needs it",
+    ),
+    Refusal(
         ("labels", "hidden labels"),
         lambda labels, hidden: hidden != "none" and labels == "full",
         r"data.canaries: has no effect with data.labels: full",
