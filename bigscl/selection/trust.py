@@ -13,7 +13,8 @@ probability 1/m, which gives the likelihood of the hidden labels; `a`, how well 
 it. The precision of the mined labels is the mean of their p, their recall the sum over all that are missing.
 
 It assumes that labels are drawn uniformly from what an image shows, that K is right for every class, and that
-classes of an image are independent given their values. docs/choosing-k.md has estimates beside the truth.
+classes of an image are independent given their values. A second object in an image is less prominent than
+the only one, so the estimate is rather too high: docs/choosing-k.md has it beside the truth.
 """
 
 # Shapes: n images, L classes.
@@ -72,7 +73,7 @@ class Trust:
     """Share of the mined labels that are right."""
     low: float
     high: float
-    """Its 95% interval."""
+    """Its 95% interval over draws of hidden labels; it does not have the error of the assumptions."""
     recall: float
     """Share of the missing positives that are mined."""
     epochs: int
@@ -113,7 +114,7 @@ class Trust:
         if not self.is_known:
             return f"mined labels: trust unknown, {told}: hide at least {FEWEST} (data.canaries)"
         share = (
-            f"about {self.precision:.0%} right (95%: {self.low:.0%} to {self.high:.0%}), about "
+            f"at most about {self.precision:.0%} right ({self.low:.0%} to {self.high:.0%} by chance), "
             f"{self.recall:.0%} of the missing ones found; {told}"
         )
         return (
@@ -136,7 +137,7 @@ class Trust:
         """Return a line for each group of classes."""
         return [
             f"{one.name} ({one.classes} classes): "
-            + ("none mined" if np.isnan(one.precision) else f"about {one.precision:.0%} right")
+            + ("none mined" if np.isnan(one.precision) else f"at most about {one.precision:.0%} right")
             + f", {one.found} of {one.hidden} hidden labels found"
             for one in self.groups
         ]
