@@ -199,7 +199,7 @@ def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn
         time.sleep(SECONDS_FOR_THE_FIRST)
     whole = "".join(traceback.format_exception(error))
     text = hide(whole) if reason is None else _line(program, reason)
-    print(text, file=sys.stderr)
+    sys.stderr.write(f"{text}\n")  # in one piece: other ranks may write, too
     if _Start.is_over or not reports:
         report_to_launcher(text)
     exit_now(1 if reason is None else 2)

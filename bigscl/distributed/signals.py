@@ -140,7 +140,9 @@ class Interrupts:
     def _print(self, message: str) -> None:
         if self._prints:
             with contextlib.suppress(OSError):  # a terminal that is gone
-                print(f"{self._wording.program}: {message}", file=sys.stderr, flush=True)
+                # In one piece, as `print` does not with PYTHONUNBUFFERED: ranks share the terminal.
+                sys.stderr.write(f"{self._wording.program}: {message}\n")
+                sys.stderr.flush()
 
     def _exit(self, code: int, message: str) -> NoReturn:
         """End this process and its loader workers now, whatever its threads are waiting for."""

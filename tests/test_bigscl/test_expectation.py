@@ -40,7 +40,7 @@ def test_auto_is_refused_where_no_validation_image_has_two_labels(one_label, bas
     message = str(refused.value)
     assert "--selection.K 1.5" in message
     assert "Count the classes in 50 images" in message
-    assert "(an, an_ls, asl, bce, crisp, " in message
+    assert "(an, an_ls, asl, bce, boostlu, crisp, " in message
 
 
 def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_labels):

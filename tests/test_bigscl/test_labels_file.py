@@ -218,7 +218,7 @@ def test_lines_of_multilabel_imagenet_give_all_labels_of_each_image(wnids, tmp_p
     [
         ("n01440764/n01440764_26.JPEG 0 0 1.0", "line 1 has 1 fields between tabs, expected 4"),
         ("n01440764/n01440764_26.JPEG\t0\t0,3\t1.0", "line 1 has 2 classes and another number of scores"),
-        ("n01440764/n01440764_26.JPEG\t0\tcat\t1.0", "not a table of labels .*'cat'.*Expected lines of wnid"),
+        ("n01440764/n01440764_26.JPEG\t0\tcat\t1.0", "not labels of images .*'cat'.*Expected lines of path"),
         ("n01440764/n01440764_26.JPEG\t0\t9\t1.0", "unknown class 9"),
         ("n01440764/n01440764_1.JPEG\t0\t0\t1.0", "1 of 1 keys are not in the shards: n01440764/n01440764_1"),
         (f"{LINES[0]}\n{LINES[0]}", "occurs twice"),

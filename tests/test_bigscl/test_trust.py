@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bigscl.config import ConfigError, load_config
-from bigscl.data.answers import Answer, append_answers, now
+from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.data.index import load_index
 from bigscl.data.labels.training_labels import draw_given, hide_given, training_labels, with_hidden
 from bigscl.memory.snapshot_state import SnapshotState
@@ -69,7 +69,7 @@ def test_an_answer_about_a_hidden_label_ends_its_test(index, tmp_path):
         Answer(key=index.name(row), class_name=names[row], yes=row == yes, who="ann", when=now())
         for row in (yes, no)
     ]
-    append_answers(tmp_path / "answers.jsonl", said)
+    AnswersFile(tmp_path / "answers.jsonl").append(said)
     found = training_labels(hidden, "given", tmp_path / "answers.jsonl").index
     assert np.flatnonzero(found.hidden.lengths).tolist() == others
     shown = with_hidden(found).labels_of(np.array([yes, no]))

@@ -42,7 +42,7 @@ def test_one_or_all_are_copied_and_nothing_is_overwritten(empty_folder):
 def test_an_unknown_name_is_refused_with_near_ones():
     answer = bigscl("configs", "lite0_scl", "--to", "mine")
     assert answer.code == 2
-    assert "Did you mean voc12_lite0_scl, voc12_lite0_scl_plus?" in answer.err
+    assert "Did you mean coco14_lite0_scl, coco14_lite0_scl_plus, voc12_lite0_scl?" in answer.err
     assert not os.path.exists("mine")
 
 

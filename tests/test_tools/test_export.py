@@ -270,7 +270,7 @@ def test_boxes_of_labels_are_fitted_where_the_shards_have_some(runs, tmp_path):
 
 def test_shards_without_boxes_say_that_boxes_are_not_checked(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "bigscl.data.read_samples.read_metadata", lambda index, ids: {int(n): {} for n in ids}
+        "bigscl.tools.shared.label_table.read_metadata", lambda index, ids: {int(n): {} for n in ids}
     )
     answer = bigscl("export", runs / "dense", "labels", "-o", tmp_path / "x.csv")
     assert "at least 0.5 of the peak; the shards have no boxes to check them" in answer.out

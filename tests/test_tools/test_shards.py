@@ -37,6 +37,7 @@ def test_folder_becomes_shards_of_jpg_and_cls(tmp_path):
     assert members(tmp_path / "out" / "val-000001.tar") == [
         "ILSVRC2012_val_00000006.jpg",
         "ILSVRC2012_val_00000006.cls",
+        "ILSVRC2012_val_00000006.json",
     ]
     assert (tmp_path / "out" / "classes.txt").read_text().split() == ["n01440764", "n01443537", "n01484850"]
 
