@@ -322,6 +322,7 @@ def hugging_face(name: str, options: TableOptions, *, config: str | None = None)
         import datasets
     except ImportError:
         raise UserError("shards hf: needs the package datasets: pip install 'bigscl[hf]'") from None
+    datasets.disable_progress_bars()
     with parse_errors(name, "a dataset", "Give the name of a dataset on the hub, or a folder."):
         is_saved = Path(name, "dataset_dict.json").is_file() or Path(name, "state.json").is_file()
         loaded = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, config)

@@ -131,6 +131,7 @@ LEFT_OUT = {
     "data.resize": "pixels of a view: tests/test_bigscl/test_decoders.py",
     "hardware.deterministic": "of GPUs",
     "log.ids": "for debugging; tests/integration have it",
+    "objective.boostlu.scheme": "which positives are mistakes: tests/test_bigscl/test_field_losses.py",
     "schedule.main.decay": "a number for each step: tests/test_bigscl/test_schedule.py",
     "schedule.warmup.decay": "a number for each step: tests/test_bigscl/test_schedule.py",
     "store.anonymous": "of public buckets; the servers here take any credentials",

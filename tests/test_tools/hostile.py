@@ -53,6 +53,7 @@ KINDS = {
     "ground_truth": "file",
     "synsets": "file",
     "source": "dataset",
+    "table_file": "table",
     "classes": "text",
     "images": "text",
     "sample": "sample",
@@ -156,6 +157,8 @@ class World:
         for name in ("cat", "dog"):
             (self.dataset / name).mkdir(parents=True)
             (self.dataset / name / "1.jpg").write_bytes(b"not an image")
+        self.table = self.dataset / "table.csv"
+        self.table.write_text("image,label\ncat/1.jpg,cat\n")
 
     def scratch(self) -> Path:
         """A new empty folder."""
@@ -202,6 +205,7 @@ class World:
             "config": lambda: self.config,
             "predictions": lambda: self.predictions,
             "dataset": lambda: self.dataset,
+            "table": lambda: self.table,
             "choice": lambda: "csv" if verb.words[0] == "review" else "labels",
             "file": lambda: _written(self, b"key,class,yes\n", "answers.csv"),
         }
@@ -491,6 +495,7 @@ def hostile(parameter: Parameter) -> dict[str, Callable[[World], Any]]:
         "file": PATHS,
         "config": PATHS,
         "dataset": PATHS,
+        "table": PATHS,
         "shards": {
             **PATHS,
             "an open brace": lambda world: "x-{0..",

@@ -158,6 +158,17 @@ def test_what_is_typed_survives_a_page_that_arrives_meanwhile(page, site):
         assert page.locator("form.filters, .summary, .grid").count() == 3
 
 
+def test_a_filter_without_text_keeps_the_focus_when_a_page_arrives(page, site):
+    page.goto(at(site))
+    page.wait_for_selector(".tile")
+    page.focus("[name=low]")
+    page.evaluate("window.before = document.querySelector('.grid'); dispatchEvent(new Event('state'))")
+    until(page, "document.querySelector('.grid') !== window.before")
+    page.keyboard.type("0.3")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("low=0.3"))
+
+
 def test_sample_is_opened_and_looked_at_with_the_keyboard(page, site):
     page.goto(at(site))
     page.wait_for_selector(".tile")

@@ -138,7 +138,9 @@ class TableFlags:
 @app.command("table")
 @with_options
 def write_table(
-    source: Annotated[Path, typer.Argument(help="Table: .csv, .tsv, .jsonl or .parquet.")],
+    table_file: Annotated[
+        Path, typer.Argument(metavar="TABLE", help="Table: .csv, .tsv, .jsonl or .parquet.")
+    ],
     out: Out,
     images: Annotated[
         Path | None,
@@ -157,7 +159,7 @@ def write_table(
 
     Example: bigscl shards table photos.csv shards/photos --resize 256
     """
-    writing.run(table(source, images, columns.options(writing.samples_per_shard, split_column)), out)
+    writing.run(table(table_file, images, columns.options(writing.samples_per_shard, split_column)), out)
 
 
 @app.command("hf")

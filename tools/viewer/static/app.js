@@ -40,14 +40,16 @@ async function show() {
   }
 }
 
-// Somebody who is typing in a filter keeps it when a page arrives.
+// Somebody who is typing in a filter keeps it when a page arrives, and the place if nothing is typed yet.
 function place(made) {
   const field = document.activeElement;
   const form = field.closest("#main form.filters");
   const next = made.querySelector("form.filters");
   const typed = field.matches("input[name]:not([type=checkbox])") && (field.validity.badInput || field.value !== (state()[field.name] ?? ""));
   if (!form || !next || !typed) {
+    const empty = form && field.matches("input[name]:not([type=checkbox])") && !field.value ? field.name : null;
     main.replaceChildren(made);
+    if (empty) main.querySelector(`form.filters input[name=${empty}]`)?.focus();
     return;
   }
   const shown = form.parentElement;
