@@ -333,7 +333,21 @@ def updated_averages(
     if stored.erased is None:
         return updated
     is_hidden = (box_extents(stored.erased) >= 1).all(1)
-    return {name: _where(is_hidden, stored.arrays[name], value) for name, value in updated.items()}
+    before = {**stored.arrays, **_kept_before(stored)}
+    return {name: _where(is_hidden, before[name].to(value.dtype), value) for name, value in updated.items()}
+
+
+def _kept_before(stored: MemoryBatch) -> dict[str, Tensor]:
+    """Return what the rows of a batch keep of their scores, by the names of the store's arrays."""
+    kept = stored.arrays.get("score_classes")
+    if kept is None:
+        return {}
+    return {
+        "scores": stored.scores.gather(1, kept),
+        "score_classes": kept,
+        # All other classes have it.
+        "score_floor": stored.scores.scatter(1, kept, 0).amax(1),
+    }
 
 
 def _where(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:

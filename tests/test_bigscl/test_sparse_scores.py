@@ -156,6 +156,23 @@ def test_updates_follow_the_rule_epoch_by_epoch(tmp_path, layout, ema):
             np.testing.assert_array_equal(rows_at(tmp_path / "store").scores, dense[IDS])
 
 
+def test_rows_whose_view_shows_another_image_keep_their_bits(tmp_path):
+    """With Mixup the whole view is left out; every second image has it."""
+    with open_memory(tmp_path / "store") as memory:
+        train_epoch(memory)
+        memory.end_epoch()
+        before = rows_at(tmp_path / "store")
+        hidden = np.arange(len(IDS)) % 2 == 0
+        erased = np.where(hidden[:, None], [0.0, 0.0, 1.0, 1.0], 0.0)
+        stored = memory.lookup(IDS, erased=erased)
+        memory.update(stored, logits=predict(IDS, 1)[0])
+        memory.commit()
+        after = rows_at(tmp_path / "store")
+    for name in ("scores", "score_classes", "score_floor", "sample_visits"):
+        np.testing.assert_array_equal(after[name][hidden], before[name][hidden])
+    assert (after["scores"][~hidden] != before["scores"][~hidden]).any()
+
+
 def test_scores_equal_those_of_a_dense_store_until_they_are_left_out_and_are_bounds_then(tmp_path):
     always = np.ones((len(IDS), 7), bool)
     with open_memory(tmp_path / "a") as few, open_memory(tmp_path / "b", top_scores=7) as all_of_them:
