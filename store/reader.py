@@ -219,7 +219,7 @@ class StoreReader:
         """(ids, scores without initial values) of all real samples of each shard; reads nothing else."""
         for shard in shards:
             ids = self.spec.sample_ids(shard)
-            rows = Rows(**self._load(shard, ("scores", "sample_visits")))
+            rows = self._score_rows(shard, (*SCORES, "sample_visits"))
             yield ids, self.scores_without_initial_value(rows, ids)
 
     def ranked_by_shard(

@@ -272,6 +272,8 @@ def test_readers_see_the_scores_of_all_classes(tmp_path):
         tracked = store.spec.history_samples[0]
         np.testing.assert_array_equal(store.history(tracked)[1].scores, store.read([tracked]).scores)
         seen = store.scores_without_initial_value(rows, IDS)
+        by_shard = [scores for _, scores in store.seen_scores_by_shard(range(3))]
+        np.testing.assert_array_equal(np.concatenate(by_shard), seen)
         left = 0.8**2 * ANNOTATIONS.of_rows(IDS)
         np.testing.assert_allclose(seen, ((rows.scores - left) / (1 - 0.8**2)).clip(0, 1), atol=2e-3)
     pairs = read_score_log(tmp_path, ANNOTATIONS, before_epoch=2)[1]
