@@ -169,9 +169,9 @@ def test_job_comes_back_and_ends_as_if_nothing_had_been(trial, whole, shards, ev
 
 def test_job_is_saved_before_its_time_limit_and_comes_back(trial, whole, shards):
     """Slurm rounds to minutes: the signal may come up to one minute earlier than it is asked for."""
-    trial.start("--time=3", "--signal=B:USR1@60", pause=2.5)
+    trial.start("--time=4", "--signal=B:USR1@60", pause=4)
     trial.wait_for_step(3)
-    trial.job.wait_for("PENDING", "REQUEUED", seconds=240)
+    trial.job.wait_for("PENDING", "REQUEUED", seconds=300)
     assert trial.is_saved()
     assert_saved_without_tracebacks(trial)
     trial.hurry()
