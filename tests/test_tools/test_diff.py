@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import HeatmapStore, Rows, update
+from bigscl.tools.shared.shard_passes import expected_at
 from tests.builders import make_store, scene_index
 from tests.test_tools.conftest import bigscl
 
@@ -92,3 +93,39 @@ def test_initial_rows_are_compared_when_the_data_is_told(runs, tmp_path, index):
     HeatmapStore.create(tmp_path / "fresh", index.annotations(), heatmap_size=12)
     answer = bigscl("diff", runs / "dense", tmp_path / "fresh", "--json")
     assert answer.json()["rows_differing"] == 30
+
+
+def test_mined_labels_are_compared_with_a_file_of_labels(run, index, tmp_path):
+    file = tmp_path / "theirs.csv"
+    store = HeatmapStore.open(run / "store", annotations=index.annotations())
+    ids = index.ids()
+    mined = expected_at(store).expected(store.read(ids).ranked_by(), ids)
+    given, full = (index.labels_of(ids, labels) == 1 for labels in ("given", "full"))
+    listed = np.arange(len(ids)) % 3 > 0
+    lines = [
+        f"{index.key(int(number))},{';'.join(map(str, np.flatnonzero(own)))}"
+        for number, own in zip(ids[listed], full[listed], strict=True)
+    ]
+    file.write_text("\n".join(["key,positives", *lines]) + "\n")
+
+    answer = bigscl("diff", run, file, "--json")
+    ours, theirs = (pairs[listed] & ~given[listed] for pairs in (mined, full))
+    facts = answer.json()
+    assert answer.code == 1
+    assert facts["images"] == listed.sum()
+    assert (facts["both"], facts["only_a"], facts["only_b"]) == (
+        (ours & theirs).sum(),
+        (ours & ~theirs).sum(),
+        (theirs & ~ours).sum(),
+    )
+    assert facts["both"] > 0
+    by_class = {row["class"]: row["only_a"] + row["only_b"] for row in facts["classes"]}
+    differing = (ours != theirs).sum(axis=0)
+    assert by_class == {number: differing[number] for number in np.flatnonzero(differing)}
+    assert f"B has {facts['both']:,} (" in bigscl("diff", run, file).out
+
+
+def test_a_file_of_labels_that_is_missing_is_one_line(run):
+    answer = bigscl("diff", run, "nosuch.csv")
+    assert answer.code == 2
+    assert "nosuch.csv: no such file of labels" in answer.err

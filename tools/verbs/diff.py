@@ -1,8 +1,9 @@
-"""Compare two snapshots, or two stores of the same data."""
+"""Compare two snapshots, two stores of the same data, or a store with a file of labels."""
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
+from bigscl.data.labels.label_files import SUFFIXES, read_labels
 from bigscl.store import (
     Array,
     HeatmapStore,
@@ -28,7 +30,9 @@ from bigscl.tools.shared.shard_passes import (
 from bigscl.tools.shared.terminal import print_result, table
 
 Place = Annotated[str, typer.Argument(help="A store or the folder of a run; STORE@ID is snapshot ID of it.")]
-
+PlaceOrLabels = Annotated[
+    str, typer.Argument(help="Another one, or a file of labels, in the formats of data.labels_file.")
+]
 
 Both = tuple[SnapshotThresholds, SnapshotThresholds]
 """The expected positives of A and of B."""
@@ -52,7 +56,7 @@ class ShardChanges:
 
 def command(
     a: Place,
-    b: Place,
+    b: PlaceOrLabels,
     count: Annotated[int, typer.Option(min=0, help="Number of changed samples and classes to list.")] = 10,
     *,
     source: DataFlags,
@@ -61,8 +65,15 @@ def command(
 ) -> None:
     """Compare rows, scores and expected positives. Exit code 0 if nothing differs, 1 otherwise.
 
+    With a file of labels, such as those of MultiLabel-ImageNet: how many of the mined labels does it
+    confirm, and how many of its labels were mined, in total and by class? Given labels do not count.
+
     Example: bigscl diff runs/quickstart@3 runs/quickstart
     """
+    if Path(b).suffix in (*SUFFIXES, ".json"):
+        facts = _agreement(a, Path(b), storage, source, count)
+        print_result(facts, _agreement_text(facts), as_json)
+        raise typer.Exit(1 if facts["only_a"] or facts["only_b"] else 0)
     one, other, data = _open_both(a, b, storage, source)
     expected = expected_at(one), expected_at(other)
     results = _compare(one, other, expected)
@@ -209,6 +220,11 @@ def _expected(results: list[ShardChanges], index: Any, count: int) -> dict[str, 
     totals = {
         name: sum(getattr(changes, name) for changes in results) for name in ("only_a", "only_b", "both")
     }
+    return _totals(totals, index, count)
+
+
+def _totals(totals: dict[str, NDArray[np.int64]], index: Any, count: int) -> dict[str, Any]:
+    """Return the sums of counts by class, and the classes that differ most."""
     moved = totals["only_a"] + totals["only_b"]
     order = [int(number) for number in np.argsort(-moved, kind="stable")[:count] if moved[number]]
     return {
@@ -255,3 +271,55 @@ def _text(facts: dict[str, Any]) -> str:
         rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in expected["classes"]]
         lines.append(table(("class", "A only", "B only", "both"), rows))
     return "\n".join(lines)
+
+
+# A file of labels
+
+
+def _agreement(
+    store: str, path: Path, storage: StorageFlags, source: DataFlags, count: int
+) -> dict[str, Any]:
+    """Count the pairs of image and class that are mined, in the file, or both, and are not annotated."""
+    url, snapshot = with_snapshot(store)
+    data = source.need("diff", url, open_store(url, snapshot, storage).spec.fingerprint)
+    mined = open_store(url, snapshot, storage, data)
+    labels, thresholds = read_labels(path, data.index), expected_at(mined)
+
+    def compare(shard: int) -> NDArray[np.int64]:
+        """Return `[3,L]`: how many pairs of each class are both, A's only, B's only."""
+        ids = mined.spec.sample_ids(shard)
+        not_given = ~data.annotated(ids)
+        ours = thresholds.expected(mined.load_shard(shard).take(slice(0, len(ids))).ranked_by(), ids)
+        theirs = np.zeros_like(ours)
+        for row, sample_id in enumerate(ids.tolist()):
+            theirs[row, labels.positives.get(sample_id, [])] = True
+            not_given[row] &= sample_id in labels.positives
+        pairs = np.stack([ours & theirs, ours & ~theirs, theirs & ~ours]) & not_given
+        return np.stack([count_by_class(each) for each in pairs])
+
+    counts = sum(found for _, found in pass_over("comparing", range(mined.spec.num_shards), compare, [mined]))
+    totals = dict(zip(("both", "only_a", "only_b"), counts, strict=True))
+    return {
+        "a": _side(mined) | {"selection": thresholds.facts()},
+        "labels": str(path),
+        "images": len(labels.positives),
+        **_totals(totals, data.index, count),
+    }
+
+
+def _agreement_text(facts: dict[str, Any]) -> str:
+    both, only_a, only_b = (facts[name] for name in ("both", "only_a", "only_b"))
+    lines = [
+        f"A  {facts['a']['url']}: snapshot {facts['a']['snapshot']}, epoch {facts['a']['epoch'] + 1}",
+        f"B  {facts['labels']}: labels of {facts['images']:,} images",
+        f"mined labels of these images: {both + only_a:,}; B has {_share(both, both + only_a)} of them",
+        f"further labels of B: {both + only_b:,}; {_share(both, both + only_b)} of them were mined",
+    ]
+    if facts["classes"]:
+        rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in facts["classes"]]
+        lines.append(table(("class", "A only", "B only", "both"), rows))
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({100 * part / whole:.0f}%)" if whole else "none"
