@@ -102,7 +102,8 @@ def test_load_grows_with_processes_and_their_speed(write):
     for slow, fast in zip(one["phases"], many["phases"], strict=True):
         assert fast["bytes_per_second"] == pytest.approx(8 * slow["bytes_per_second"])
     assert (one["global_batch"], many["global_batch"]) == (10, 40)
-    assert many["shards_per_rank"] == {"fewest": 2, "most": 3}
+    # Of 10 shards; those on a border are read by two.
+    assert many["shards_per_rank"] == {"fewest": 3, "most": 3}
 
 
 def test_overrides_are_those_of_training(write):
@@ -115,7 +116,6 @@ def test_overrides_are_those_of_training(write):
     ("sections", "arguments", "warning"),
     [
         ({}, ["--processes", 6, "--data.batch_size", 300], "6 loader workers get no batch"),
-        ({}, ["--processes", 3], "more samples than the mean"),
         ({"store": {"resident_gb": 0.0001}}, [], "read and written more than once per epoch"),
         ({}, MUCH, "consider store.top: 10"),
         ({"store": {"top": 4}}, MUCH, "consider store.warmup_heatmaps: scores"),

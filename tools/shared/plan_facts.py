@@ -101,7 +101,6 @@ def needs_of_run(
         "samples_per_rank": asdict(needs.samples_per_rank),
         "shards_per_rank": asdict(needs.shards_per_rank),
         "shards_per_worker": asdict(needs.shards_per_worker),
-        "imbalance": needs.imbalance,
         "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,

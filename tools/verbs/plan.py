@@ -68,7 +68,7 @@ def _text(facts: dict[str, Any], expected: object) -> str:
         f"  world size {one['processes']}, global batch {one['global_batch']}, "
         f"{one['steps_per_epoch']:,} steps per epoch, {one['epochs']} epochs; "
         f"{_hours(one['hours'])} at {one['images_per_second']:g} images/s per process",
-        f"  shards: {shards}; the busiest process has {one['imbalance']:.1%} more samples than the mean",
+        f"  shards: {shards}",
     ]
     if expected is not None:
         lines.append(f"  {expected}")
