@@ -88,8 +88,8 @@ class Memory(AbstractContextManager["Memory"]):
     In each epoch `lookup` returns the stored values of a batch, `update` takes its prediction, `end_epoch`
     selects and commits. A sample is updated at most once per epoch; one that is not (never visited, looked up
     only, skipped, or lost with an exception) keeps its row. Each shard's samples are updated by one rank in
-    an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`, `load_state_dict`,
-    `reset` and `drop_snapshots`.
+    an epoch, unless a plan divides them. All ranks make these calls together: the constructor, `commit`,
+    `end_epoch`, `load_state_dict`, `reset` and `drop_snapshots`.
     """
 
     _canaries: Canaries | None = None

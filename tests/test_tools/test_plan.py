@@ -91,8 +91,9 @@ def test_the_foretold_bytes_are_those_of_a_real_store(tmp_path, index, write):
     path = write(data={"train": index.urls[0].replace("000000", "*")})
     (phase,) = bigscl("plan", path, "--json").json()["phases"]
     found = bigscl("show", tmp_path / "store", "--json").json()["snapshots"][-1]["bytes"]
-    # Each of the 16 chunks ends in a checksum of 4 bytes.
+    # Each chunk ends in a checksum of 4 bytes.
     assert found == phase["slot_bytes"] + 16 * 4
+    assert phase["slot_files"] == 16
 
 
 def test_load_grows_with_processes_and_their_speed(write):
@@ -101,6 +102,8 @@ def test_load_grows_with_processes_and_their_speed(write):
     many = bigscl("plan", path, *DATA, "--processes", 4, "--images-per-second", 800, "--json").json()
     for slow, fast in zip(one["phases"], many["phases"], strict=True):
         assert fast["bytes_per_second"] == pytest.approx(8 * slow["bytes_per_second"])
+        assert fast["creates_per_second"] == pytest.approx(8 * slow["creates_per_second"])
+        assert slow["creates_per_second"] == pytest.approx(slow["slot_files"] * 400 / 1000)
     assert (one["global_batch"], many["global_batch"]) == (10, 40)
     # Of 10 shards; those on a border are read by two.
     assert many["shards_per_rank"] == {"fewest": 3, "most": 3}

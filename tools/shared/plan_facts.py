@@ -108,7 +108,7 @@ def needs_of_run(
         "disk_bytes": needs.disk_bytes,
         "score_log_bytes": needs.score_log_bytes,
         "free_bytes": free,
-        "phases": [_phase(phase, rate * processes) for phase in needs.phases],
+        "phases": [_phase(phase, spec, rate * processes) for phase in needs.phases],
         "warnings": [*doubtful_settings(config), *warnings(config, needs, free, machine_ram_bytes())],
     }
 
@@ -122,16 +122,19 @@ def _loader_bytes(config: Config, mean_bytes: float | None) -> int | None:
     return int(workers * (config.data.shuffle_buffer * mean_bytes + batches))
 
 
-def _phase(phase: MemoryPhase, rate: float) -> dict[str, Any]:
+def _phase(phase: MemoryPhase, spec: StoreSpec, rate: float) -> dict[str, Any]:
+    files = phase.shard_files * spec.num_shards
     return {
         "first_epoch": phase.epochs.start,
         "last_epoch": phase.epochs.stop - 1,
         "layout": phase.group.layout,
         "top": phase.group.top,
         "slot_bytes": phase.slot_bytes,
+        "slot_files": files,
         "versions": phase.versions,
         "disk_bytes": phase.disk_bytes,
         "bytes_per_second": 2 * phase.image_bytes * rate,
+        "creates_per_second": files * rate / spec.num_samples,
         "resident_bytes": phase.ram_bytes,
     }
 

@@ -89,9 +89,11 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
             f"{phase['first_epoch'] + 1} - {phase['last_epoch'] + 1}",
             phase["layout"] if phase["top"] is None else f"top {phase['top']}",
             size(phase["slot_bytes"]),
+            f"{phase['slot_files']:,}",
             phase["versions"],
             size(phase["disk_bytes"]),
             f"{size(phase['bytes_per_second'] / 2)}/s",
+            f"{phase['creates_per_second']:.2g}/s",
             size(phase["resident_bytes"]),
         ]
         for phase in facts["phases"]
@@ -103,7 +105,10 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
         table(
-            ("epochs", "heatmaps", "a version", "kept", "on disk", "read and write, each", "RAM per process"),
+            (
+                *("epochs", "heatmaps", "a version", "files", "kept", "on disk"),
+                *("read and write, each", "creates", "RAM per process"),
+            ),
             rows,
             indent="    ",
         ),
