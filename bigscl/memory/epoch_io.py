@@ -207,8 +207,8 @@ def divide_shards(updated: Sequence[set[int]], num_shards: int) -> list[list[int
             if owner.setdefault(shard, rank) != rank:
                 raise StoreError(
                     f"shard {shard}: ranks {owner[shard]} and {rank} have updated samples of it in one "
-                    f"epoch, and one would overwrite the other's. Divide the samples by `memory.plan(...)`, or "
-                    f"give each shard to one rank, as `wds.split_by_node` does."
+                    f"epoch, and one would overwrite the other's. Divide the samples by `memory.plan(...)`, "
+                    f"or give each shard to one rank, as `wds.split_by_node` does."
                 )
     idle = [shard for shard in range(num_shards) if shard not in owner]
     for number, shard in enumerate(idle):
