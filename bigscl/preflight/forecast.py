@@ -58,14 +58,6 @@ class MemoryPhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The smallest and the largest share of a rank, or of a worker."""
-
-    fewest: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Needs of a run. The trainer and `bigscl plan` print these figures."""
 
@@ -77,9 +69,6 @@ class Forecast:
     """The scores of all epochs in the folder of the run."""
     num_steps: int
     """Optimizer steps of an epoch."""
-    samples_per_rank: Share
-    shards_per_rank: Share
-    shards_per_worker: Share
     idle_workers: int
     """Loader workers without a batch."""
     busy_share: float
@@ -88,20 +77,15 @@ class Forecast:
 
 def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
     """Return what a run needs, from the rows of its store and the plan of its first epoch."""
-    samples = [plan.whole.num_samples(rank) for rank in range(plan.whole.world_size)]
-    workers = [len(stream.shards) for streams in plan.whole.streams for stream in streams]
-    # Several workers may read parts of one shard.
-    ranks = [len({n for each in streams for n in each.shards.tolist()}) for streams in plan.whole.streams]
+    streams = [stream for of_rank in plan.whole.streams for stream in of_rank]
+    room = plan.whole.world_size * plan.whole.batch_size * plan.whole.num_steps
     return Forecast(
         phases=tuple(_phases(config, spec, plan.whole)),
         disk_bytes=disk_needed(config, spec, plan.whole.num_steps),
         score_log_bytes=_score_log_bytes(config, spec),
         num_steps=plan.num_steps,
-        samples_per_rank=Share(fewest=min(samples), most=max(samples)),
-        shards_per_rank=Share(fewest=min(ranks), most=max(ranks)),
-        shards_per_worker=Share(fewest=min(workers), most=max(workers)),
-        idle_workers=workers.count(0),
-        busy_share=sum(samples) / (len(samples) * plan.whole.batch_size * plan.whole.num_steps),
+        idle_workers=sum(len(stream.ids) == 0 for stream in streams),
+        busy_share=sum(len(stream.ids) for stream in streams) / room,
     )
 
 

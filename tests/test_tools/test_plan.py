@@ -105,8 +105,7 @@ def test_load_grows_with_processes_and_their_speed(write):
         assert fast["creates_per_second"] == pytest.approx(8 * slow["creates_per_second"])
         assert slow["creates_per_second"] == pytest.approx(slow["slot_files"] * 400 / 1000)
     assert (one["global_batch"], many["global_batch"]) == (10, 40)
-    # Of 10 shards; those on a border are read by two.
-    assert many["shards_per_rank"] == {"fewest": 3, "most": 3}
+    assert (many["steps_per_epoch"], many["busy_share"]) == (25, 1)
 
 
 def test_overrides_are_those_of_training(write):

@@ -1,6 +1,5 @@
 """Figures of `bigscl plan`: the needs of a run, from its config and its shards or their numbers."""
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -98,9 +97,7 @@ def needs_of_run(
         "epochs": config.schedule.epochs,
         "steps_per_epoch": needs.num_steps,
         "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
-        "samples_per_rank": asdict(needs.samples_per_rank),
-        "shards_per_rank": asdict(needs.shards_per_rank),
-        "shards_per_worker": asdict(needs.shards_per_worker),
+        "busy_share": needs.busy_share,
         "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
