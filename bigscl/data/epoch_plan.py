@@ -115,7 +115,7 @@ def training_plan(
     _check(shuffle_buffer=(shuffle_buffer, 1), seed=(seed, 0), epoch=(epoch, 0))
     random = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)))
     order = np.argsort(random.random(len(shard_sizes)))
-    parts = _parts(_ids(order, shard_sizes, rows_per_shard), world_size, batch_size)
+    parts = _parts(ids_of_shards(order, shard_sizes, rows_per_shard), world_size, batch_size)
     writers, ranks = np.zeros(len(shard_sizes), np.int64), []
     for ids in parts:
         runs = _runs(ids, rows_per_shard, batch_size, max(1, workers))
@@ -131,7 +131,7 @@ def evaluation_plan(
 ) -> Plan:
     """Plan every sample exactly once, in the order of the shards; streams differ by at most one sample."""
     _check(batch_size=(batch_size, 1), world_size=(world_size, 1), workers=(workers, 0))
-    ids = _ids(np.arange(len(shard_sizes)), shard_sizes, rows_per_shard)
+    ids = ids_of_shards(np.arange(len(shard_sizes)), shard_sizes, rows_per_shard)
     runs = np.array_split(ids, world_size * max(1, workers))
     streams = [Stream(shards=np.unique(run // rows_per_shard), ids=run) for run in runs]
     width = max(1, workers)
@@ -186,7 +186,7 @@ def _shuffled(run: Ids, rows_per_shard: int, buffer: int, random: np.random.Gene
     return Stream(shards=_shards_of(run, rows_per_shard)[0], ids=run[np.argsort(places, kind="stable")])
 
 
-def _ids(shards: Ids, sizes: Ids, rows_per_shard: int) -> Ids:
+def ids_of_shards(shards: Ids, sizes: Ids, rows_per_shard: int) -> Ids:
     """Return all samples of some shards, in order."""
     lengths = sizes[shards]
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
