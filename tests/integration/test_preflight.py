@@ -85,9 +85,9 @@ def test_rehearsal_measures_every_kind_of_epochs_and_touches_no_run(tmp_path, sh
 
 
 def test_two_ranks_rehearse_together_and_one_reports(tmp_path, shards):
-    config = write_config(
-        tmp_path / "run.yaml", shards, model={"backbone": "tests.integration.tiny:noisy_net"}
-    )
+    """With larger batches than the device is compared on."""
+    model = {"backbone": "tests.integration.tiny:noisy_net"}
+    config = write_config(tmp_path / "run.yaml", shards, model=model, data={"batch_size": 16})
     done = preflight(config, processes=2)
     facts = facts_of(done)
     assert len(done.stdout.strip().splitlines()) == 1
