@@ -124,6 +124,7 @@ class Trainer:
         meter = Meter(self.ranks)
         self.state.model.train()
         self.step.epoch = epoch
+        self.memory.follow(plan.whole)
         stored: Iterator[tuple[Batch, MemoryBatch | None]] = self.memory.prefetch(self._batches(plan, epoch))
         windows = batched(stored, plan.accumulate)
         with self.metrics.progress(epoch, self.schedule.epochs, plan.num_steps, plan.first_step):

@@ -1,6 +1,6 @@
-"""Communication between ranks: any object that gathers and broadcasts bytes, and sums counts."""
+"""Communication between ranks: any object that gathers, broadcasts and exchanges bytes, and sums counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,10 @@ class Transport(Protocol):
         """The sum of the ranks' arrays, which have the same shape, on every rank."""
         ...
 
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its payload, in rank order; the payloads for this rank, in rank order."""
+        ...
+
 
 class SingleProcess:
     """The group of one process."""
@@ -46,6 +50,10 @@ class SingleProcess:
     def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """The counts themselves."""
         return counts
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """The only payload."""
+        return list(payloads)
 
 
 def on_rank_zero(transport: Transport, action: Callable[[], bytes | None]) -> bytes:

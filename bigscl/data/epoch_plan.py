@@ -1,17 +1,17 @@
 """The epoch plan: which worker of which rank reads which samples, in which order.
 
 It is a pure function of shard sizes, seed, epoch, world size and workers (and of the rows that an interrupted
-epoch has visited), so every process knows it. A shard goes whole to one rank. The batches of a rank are
+epoch has visited), so every process knows it. Each rank has as many samples as the others: a shard on the
+border of two ranks is trained by both, and written by the first of them. The batches of a rank are
 divided among its streams, each of which a DataLoader worker reads; the loader takes one batch of each stream
-in turn. So a rank has no more batches than its samples fill, and all its workers decode until the end.
+in turn. So an epoch has no more steps than its samples fill, and all workers decode until the end.
 
 No batch has a single sample, which batch normalisation cannot train on, unless the batch size is 1, the
 dataset has one sample only, or an interrupted epoch has left one.
 """
 
-import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
@@ -42,6 +42,13 @@ class Plan:
     """By rank, then by worker in the order of their turns."""
     workers: int
     """Worker processes per rank; with 0 the rank reads its one stream itself."""
+    writers: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    """For each shard the rank that writes its rows: that of its first samples; empty if none are written."""
+
+    def borrowed(self, rank: int) -> frozenset[int]:
+        """Return the shards of which a rank trains samples, and that another one writes."""
+        shards = np.unique(np.concatenate([stream.shards for stream in self.streams[rank]]))
+        return frozenset(shards[self.writers[shards] != rank].tolist())
 
     @property
     def world_size(self) -> int:
@@ -101,22 +108,22 @@ def training_plan(
 ) -> Plan:
     """Plan an epoch with every sample exactly once, in another order each epoch.
 
-    The samples of any two ranks differ by at most one shard, and two samples if a rank would have had one
-    alone. `visited` marks the rows that this epoch has trained already. With the world size and workers of
-    the run that visited them, the rest comes in the same batches and order as without the interruption.
+    `visited` marks the rows that this epoch has trained already. With the world size and workers of the run
+    that visited them, the rest comes in the same batches and order as without the interruption.
     """
     _check(batch_size=(batch_size, 1), world_size=(world_size, 1), workers=(workers, 0))
     _check(shuffle_buffer=(shuffle_buffer, 1), seed=(seed, 0), epoch=(epoch, 0))
     random = np.random.Generator(np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)))
     order = np.argsort(random.random(len(shard_sizes)))
-    ranks = []
-    divide = _divide if batch_size == 1 else _divide_without_singles
-    for shards in divide(order, shard_sizes, world_size):
-        ids = _ids(shards, shard_sizes, rows_per_shard)
+    parts = _parts(ids_of_shards(order, shard_sizes, rows_per_shard), world_size, batch_size)
+    writers, ranks = np.zeros(len(shard_sizes), np.int64), []
+    for ids in parts:
         runs = _runs(ids, rows_per_shard, batch_size, max(1, workers))
         streams = [_shuffled(run, rows_per_shard, shuffle_buffer, random) for run in runs]
         ranks.append(streams if visited is None else _left(streams, visited, batch_size))
-    return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)), workers=workers)
+    for rank in reversed(range(world_size)):
+        writers[parts[rank] // rows_per_shard] = rank
+    return Plan(batch_size=batch_size, streams=tuple(map(tuple, ranks)), workers=workers, writers=writers)
 
 
 def evaluation_plan(
@@ -124,7 +131,7 @@ def evaluation_plan(
 ) -> Plan:
     """Plan every sample exactly once, in the order of the shards; streams differ by at most one sample."""
     _check(batch_size=(batch_size, 1), world_size=(world_size, 1), workers=(workers, 0))
-    ids = _ids(np.arange(len(shard_sizes)), shard_sizes, rows_per_shard)
+    ids = ids_of_shards(np.arange(len(shard_sizes)), shard_sizes, rows_per_shard)
     runs = np.array_split(ids, world_size * max(1, workers))
     streams = [Stream(shards=np.unique(run // rows_per_shard), ids=run) for run in runs]
     width = max(1, workers)
@@ -135,34 +142,13 @@ def evaluation_plan(
     )
 
 
-def _divide(shards: Ids, sizes: Ids, num_groups: int) -> list[Ids]:
-    """Divide shards into groups: the largest first, each to the group with fewest samples; keep their order.
+def _parts(ids: Ids, world_size: int, batch_size: int) -> list[Ids]:
+    """Divide the samples among the ranks: consecutive, in numbers that differ by at most one.
 
-    So the largest group exceeds the smallest by at most one shard.
+    Ranks stay empty where others would have a single sample.
     """
-    owner = np.empty(len(shards), dtype=np.int64)
-    heap = [(0, group) for group in range(num_groups)]
-    for place in np.argsort(-sizes[shards], kind="stable").tolist():
-        samples, owner[place] = heap[0]
-        heapq.heapreplace(heap, (samples + int(sizes[shards[place]]), int(owner[place])))
-    return [shards[owner == group] for group in range(num_groups)]
-
-
-def _divide_without_singles(shards: Ids, sizes: Ids, num_groups: int) -> list[Ids]:
-    """Divide shards into groups of which none has a single sample, unless there is only one in all.
-
-    A shard of one sample that would be alone joins the smallest other group.
-    """
-    groups = _divide(shards, sizes, num_groups)
-    samples = [int(sizes[group].sum()) for group in groups]
-    while 1 in samples and sum(samples) > 1:
-        alone = samples.index(1)
-        others = [place for place, count in enumerate(samples) if count and place != alone]
-        joined = min(others, key=samples.__getitem__)
-        together = np.concatenate([groups[joined], groups[alone]])
-        groups[joined], groups[alone] = shards[np.isin(shards, together)], shards[:0]
-        samples[joined], samples[alone] = samples[joined] + 1, 0
-    return groups
+    filled = world_size if batch_size == 1 else max(1, min(world_size, len(ids) // 2))
+    return [*np.array_split(ids, filled), *[ids[:0]] * (world_size - filled)]
 
 
 def _runs(ids: Ids, rows_per_shard: int, batch_size: int, workers: int) -> list[Ids]:
@@ -200,7 +186,7 @@ def _shuffled(run: Ids, rows_per_shard: int, buffer: int, random: np.random.Gene
     return Stream(shards=_shards_of(run, rows_per_shard)[0], ids=run[np.argsort(places, kind="stable")])
 
 
-def _ids(shards: Ids, sizes: Ids, rows_per_shard: int) -> Ids:
+def ids_of_shards(shards: Ids, sizes: Ids, rows_per_shard: int) -> Ids:
     """Return all samples of some shards, in order."""
     lengths = sizes[shards]
     positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -20,6 +20,7 @@ from bigscl.common.files import BadFile, atomic_write, parse_errors
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data import tar as tars
+from bigscl.data.epoch_plan import ids_of_shards
 from bigscl.data.open_tar import scheme
 from bigscl.store import Annotations, Ragged
 
@@ -333,10 +334,7 @@ def _all_equal(values: Sequence[str]) -> bool:
 
 def sample_ids(shard_sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the ids of all samples of shards of these sizes, ascending."""
-    first_ids = np.arange(len(shard_sizes)) * int(shard_sizes.max())
-    num_before = np.cumsum(shard_sizes) - shard_sizes
-    ids: NDArray[np.int64] = np.arange(shard_sizes.sum()) + np.repeat(first_ids - num_before, shard_sizes)
-    return ids
+    return ids_of_shards(np.arange(len(shard_sizes)), shard_sizes, int(shard_sizes.max()))
 
 
 def with_fingerprint(index: Index) -> Index:

@@ -166,7 +166,7 @@ class Loader:
         workers: "LoaderWorkers | None" = None,
     ) -> None:
         """Load with `workers` that live on after the epoch, or with new ones that end with it."""
-        self._num_batches = plan.num_batches(rank)
+        self._plan, self._rank, self._num_batches = plan, rank, plan.num_batches(rank)
         self._index = index
         self.bad = bad or BadSamples(index, plan.num_samples(rank))
         self.wait_seconds = 0.0
@@ -203,19 +203,12 @@ class Loader:
             yield found
 
     def _describe(self, number: int) -> str:
-        """Return which worker makes a batch, and from which tars."""
-        turns = [
-            (place, worker)
-            for worker, work in enumerate(self._work)
-            for place in range(-(-len(work.stream.ids) // work.batch_size))
-        ]
-        if number >= len(turns):
+        """Return from which tars a batch is made."""
+        ids = next(itertools.islice(self._plan.batches(self._rank), number, None), None)
+        if ids is None:
             return "its loader workers do not end"
-        place, worker = sorted(turns)[number]
-        work = self._work[worker]
-        ids = np.asarray(work.stream.ids[place * work.batch_size :][: work.batch_size])
         tars = [self._index.urls[shard] for shard in np.unique(ids // self._index.rows_per_shard)]
-        return f"loader worker {worker} reads {first_few(tars, len(tars), most=3)}"
+        return f"loader worker {number % len(self._work)} reads {first_few(tars, len(tars), most=3)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,10 +2,11 @@
 
 import atexit
 import gc
+import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,10 +26,6 @@ class Ranks(Transport, Protocol):
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks, on every rank."""
-        ...
-
-    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send each rank its payload, in rank order; return the payloads for this rank, in rank order."""
         ...
 
     def start_sum(self, values: Sequence[float]) -> "PendingSum":
@@ -126,14 +123,23 @@ class GlooRanks:
         return wait
 
 
+def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return arrays as a payload."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
+    return file.getvalue()
+
+
+def unpack_arrays(payload: bytes) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a payload."""
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
 class SingleProcess(store.SingleProcess):
     """The group of one process."""
 
     wait_seconds = 0.0
-
-    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Return the only payload."""
-        return list(payloads)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the numbers unchanged."""

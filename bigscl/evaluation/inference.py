@@ -8,7 +8,6 @@ too: the caller fixes it.
 
 # Shapes: B images in a network batch, n images of a part, S side of the images, L classes.
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.data.loader import Batch, normalize
-from bigscl.distributed.ranks import Ranks
+from bigscl.distributed.ranks import Ranks, pack_arrays, unpack_arrays
 from bigscl.models.spatial import Prediction, SpatialClassifier, map_pooled
 from bigscl.store import Transport
 
@@ -182,7 +181,7 @@ def gather_arrays(transport: Transport, work: Callable[[], Arrays]) -> list[Arra
     A rank's failure is raised there and on rank 0: no rank waits for one that never comes.
     """
     try:
-        payload = b"+" + _packed(work())
+        payload = b"+" + pack_arrays(work())
     except Exception as error:
         transport.gather(_failure(error))
         raise
@@ -200,7 +199,7 @@ def exchange_arrays(ranks: Ranks, work: Callable[[], list[Arrays]]) -> list[Arra
         parts = work()
         if ranks.world_size == 1:
             return parts
-        payloads = [b"+" + _packed(part) for part in parts]
+        payloads = [b"+" + pack_arrays(part) for part in parts]
     except Exception as error:
         ranks.exchange([_failure(error)] * ranks.world_size)
         raise
@@ -217,21 +216,10 @@ def _received(payloads: list[bytes]) -> list[Arrays]:
     for rank, received in enumerate(payloads):
         if received[:1] == b"-":
             raise UserError(f"rank {rank}: {received[1:].decode()}")
-    return [_unpacked(received[1:]) for received in payloads]
+    return [unpack_arrays(received[1:]) for received in payloads]
 
 
 def concatenate(parts: Iterable[Arrays]) -> Arrays:
     """Return the arrays of all parts, one after the other, by name; parts without any arrays are skipped."""
     filled = [part for part in parts if part]
     return {name: np.concatenate([part[name] for part in filled]) for name in (filled[0] if filled else ())}
-
-
-def _packed(arrays: Arrays) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
-    return file.getvalue()
-
-
-def _unpacked(payload: bytes) -> Arrays:
-    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
-        return dict(arrays)

@@ -134,7 +134,8 @@ def threshold_by_count(scores: Tensor, targets: Tensor) -> float:
     num_positives = int((targets > 0).sum())
     if num_positives == 0:
         return float("nan")
-    return float(scores[targets >= 0].topk(num_positives, sorted=False).values.min())
+    known = scores.masked_fill(targets < 0, -torch.inf).flatten()
+    return float(known.kthvalue(len(known) - num_positives + 1).values)
 
 
 def best_classes(scores: Tensor, k: int) -> Tensor:

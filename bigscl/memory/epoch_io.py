@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
+from bigscl.data.epoch_plan import Plan
+from bigscl.distributed.ranks import pack_arrays, unpack_arrays
 from bigscl.memory.lookup import ONCE, CheckedViews, RepeatedSample
 from bigscl.store import (
     HeatmapStore,
@@ -26,6 +28,8 @@ from bigscl.store import (
     on_rank_zero,
 )
 
+IDS = "ids"
+"""The sample ids of updates on their way to another rank."""
 Batch = TypeVar("Batch")
 Item = TypeVar("Item")
 
@@ -33,7 +37,14 @@ Item = TypeVar("Item")
 class EpochThreads:
     """The threads that read rows ahead of the step and write them behind it, for one epoch."""
 
-    def __init__(self, store: HeatmapStore, epoch: int, settings: StoreConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: HeatmapStore,
+        epoch: int,
+        settings: StoreConfig,
+        device: torch.device,
+        borrowed: frozenset[int],
+    ) -> None:
         limit = None if settings.resident_gb is None else int(settings.resident_gb * 2**30)
         self._allocate = allocate_pinned if device.type == "cuda" else np.empty
         self._on_start = partial(choose_device, device)
@@ -44,8 +55,9 @@ class EpochThreads:
         # Closed in reverse: first nothing new comes in, then nothing more goes out, then the shards go.
         self._stack = ExitStack()
         self._cache = self._stack.enter_context(
-            ShardCache(store, epoch, limit_bytes=limit, io_threads=settings.io_threads)
+            ShardCache(store, epoch, limit_bytes=limit, io_threads=settings.io_threads, borrowed=borrowed)
         )
+        self.take_unsent = self._cache.take_unsent
         self.writeback = self._stack.enter_context(
             Writeback(self._cache, depth=settings.writeback_batches, on_start=self._on_start)
         )
@@ -124,6 +136,13 @@ class EpochVisits:
             self.rows[list(skipped)] = True
         self._skipped = list(skipped) if within and ranks.rank == 0 else []
         self._shards: set[int] = set()
+        self.borrowed: frozenset[int] = frozenset()
+        """Shards of which this rank updates samples, and that another one writes."""
+        self._writers = np.empty(0, np.int64)
+
+    def follow(self, plan: Plan) -> None:
+        """Take from the plan of the epoch which rank writes a shard that several ranks train."""
+        self._writers, self.borrowed = plan.writers, plan.borrowed(self._ranks.rank)
 
     def check_new(self, rows: NDArray[np.int64]) -> None:
         """Raise RepeatedSample if the epoch has had one of these rows."""
@@ -134,7 +153,7 @@ class EpochVisits:
     def note(self, rows: NDArray[np.int64], *, skipped: bool = False) -> None:
         """Note that rows were updated or skipped."""
         self.rows[rows] = True
-        self._shards.update(np.unique(rows // self._spec.rows_per_shard).tolist())
+        self._shards.update({*np.unique(rows // self._spec.rows_per_shard).tolist()} - self.borrowed)
         if skipped:
             self._skipped += rows.tolist()
 
@@ -142,6 +161,20 @@ class EpochVisits:
         """Return the samples that any rank has skipped, on rank 0; an empty list elsewhere. Collective."""
         parts = self._ranks.gather(json.dumps(self._skipped).encode()) or []
         return sorted({sample for part in parts for sample in json.loads(part)})
+
+    def exchange(self, unsent: list[tuple[NDArray[np.int64], Rows]]) -> list[tuple[NDArray[np.int64], Rows]]:
+        """Send updates to the ranks that write their shards; return those that came. Collective."""
+        updates: list[dict[str, list[Array]]] = [{} for _ in range(self._ranks.world_size)]
+        for ids, rows in unsent:
+            of_writer = updates[self._writers[ids[0] // self._spec.rows_per_shard]]
+            for name, array in {**rows, IDS: ids}.items():
+                of_writer.setdefault(name, []).append(array)
+        payloads = [
+            pack_arrays({name: np.concatenate(parts) for name, parts in update.items()}) if update else b""
+            for update in updates
+        ]
+        received = [unpack_arrays(payload) for payload in self._ranks.exchange(payloads) if payload]
+        return [(arrays.pop(IDS), Rows(self._spec.num_classes, **arrays)) for arrays in received]
 
     def divide_shards(self) -> list[int]:
         """Return the shards that this rank reads; refuse one that two ranks have updated. Collective."""
@@ -174,8 +207,8 @@ def divide_shards(updated: Sequence[set[int]], num_shards: int) -> list[list[int
             if owner.setdefault(shard, rank) != rank:
                 raise StoreError(
                     f"shard {shard}: ranks {owner[shard]} and {rank} have updated samples of it in one "
-                    f"epoch, and one would overwrite the other's. Give each shard to one rank, as "
-                    f"`memory.plan(...)` and `wds.split_by_node` do."
+                    f"epoch, and one would overwrite the other's. Divide the samples by `memory.plan(...)`, "
+                    f"or give each shard to one rank, as `wds.split_by_node` does."
                 )
     idle = [shard for shard in range(num_shards) if shard not in owner]
     for number, shard in enumerate(idle):

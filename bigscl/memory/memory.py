@@ -88,8 +88,8 @@ class Memory(AbstractContextManager["Memory"]):
     In each epoch `lookup` returns the stored values of a batch, `update` takes its prediction, `end_epoch`
     selects and commits. A sample is updated at most once per epoch; one that is not (never visited, looked up
     only, skipped, or lost with an exception) keeps its row. Each shard's samples are updated by one rank in
-    an epoch. All ranks make these calls together: the constructor, `commit`, `end_epoch`, `load_state_dict`,
-    `reset` and `drop_snapshots`.
+    an epoch, unless a plan divides them. All ranks make these calls together: the constructor, `commit`,
+    `end_epoch`, `load_state_dict`, `reset` and `drop_snapshots`.
     """
 
     _canaries: Canaries | None = None
@@ -223,12 +223,12 @@ class Memory(AbstractContextManager["Memory"]):
         return ~had
 
     def plan(self, *, batch_size: int, seed: int = 0, workers: int = 0, shuffle_buffer: int = 1000) -> Plan:
-        """Return what is left of this epoch in batches for every rank: each sample once, shards whole.
+        """Return what is left of this epoch in batches for every rank: each sample once.
 
         `plan.batches(rank)` yields the ids of each batch: the batch sampler of a dataset by row. Call it
         before the epoch's first batch.
         """
-        return training_plan(
+        plan = training_plan(
             self._annotations.shard_sizes,
             self._annotations.rows_per_shard,
             seed=seed,
@@ -239,6 +239,12 @@ class Memory(AbstractContextManager["Memory"]):
             shuffle_buffer=shuffle_buffer,
             visited=self._visits.rows if self._visits.rows.any() else None,
         )
+        self.follow(plan)
+        return plan
+
+    def follow(self, plan: Plan) -> None:
+        """Let ranks train parts of one shard as this plan divides it; before the epoch's first batch."""
+        self._visits.follow(plan)
 
     # A step
 
@@ -314,9 +320,21 @@ class Memory(AbstractContextManager["Memory"]):
             self._is_dirty = True
 
     def flush(self) -> None:
-        """Return when all updates are written."""
+        """Return when all updates are written, but for those of shards that another rank writes."""
         if self._threads is not None:
             self._threads.writeback.drain()
+
+    def _flush_all(self) -> None:
+        """Write all updates; collective."""
+        self.flush()
+        if self._ranks.world_size == 1:
+            return
+        unsent = [] if self._threads is None else self._threads.take_unsent()
+        for ids, rows in self._visits.exchange(unsent):
+            self._visits.check_new(ids)
+            self._open_threads().writeback.put(ids, rows)
+            self._visits.note(ids)
+        self.flush()
 
     @property
     def waits(self) -> dict[str, float]:
@@ -340,7 +358,8 @@ class Memory(AbstractContextManager["Memory"]):
     def _open_threads(self) -> EpochThreads:
         self._check_start()
         if self._threads is None:
-            self._threads = EpochThreads(self.store, self.epoch, self._settings, self._device)
+            borrowed = self._visits.borrowed
+            self._threads = EpochThreads(self.store, self.epoch, self._settings, self._device, borrowed)
         return self._threads
 
     def _check_start(self) -> None:
@@ -359,7 +378,7 @@ class Memory(AbstractContextManager["Memory"]):
         is recorded in the snapshot. A `score_log` keeps the highest scores of every sample.
         """
         self._check_start()
-        self.flush()
+        self._flush_all()
         self._close_threads()
         self._select(self._visits.divide_shards(), score_log)
         if score_log is not None:
@@ -376,7 +395,7 @@ class Memory(AbstractContextManager["Memory"]):
     def commit(self, *, step: int = 0) -> None:
         """Commit the updates so far, within the epoch."""
         self._check_start()
-        self.flush()
+        self._flush_all()
         self._visits.divide_shards()
         self._commit(step, next_epoch=self.epoch)
         self._drop_unneeded()

@@ -362,6 +362,7 @@ def _changed(tensors: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     }
     if "rows" in parts:
         changed["rows"] = changed["ids"].cpu().numpy()
+        changed["arrays"] = {name: change(name, array) for name, array in parts["arrays"].items()}
     return replace(tensors, **changed)
 
 

@@ -28,7 +28,6 @@ from bigscl.store import (
 from bigscl.training.run_folder import Data
 
 MANY_BYTES = 100e9
-UNEVEN = 0.05
 CHECKSUM_BYTES = 4
 # Small files: a zarr.json; a snapshot, and a number in it.
 METADATA_BYTES = 1_000
@@ -59,14 +58,6 @@ class MemoryPhase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The smallest and the largest share of a rank, or of a worker."""
-
-    fewest: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Needs of a run. The trainer and `bigscl plan` print these figures."""
 
@@ -78,34 +69,23 @@ class Forecast:
     """The scores of all epochs in the folder of the run."""
     num_steps: int
     """Optimizer steps of an epoch."""
-    samples_per_rank: Share
-    shards_per_rank: Share
-    shards_per_worker: Share
     idle_workers: int
     """Loader workers without a batch."""
-    imbalance: float
-    """The fraction by which the busiest rank's samples exceed the mean: the other ranks wait for it."""
     busy_share: float
     """Samples of an epoch as a share of what full batches on all ranks in all its steps would hold."""
 
 
 def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
     """Return what a run needs, from the rows of its store and the plan of its first epoch."""
-    samples = [plan.whole.num_samples(rank) for rank in range(plan.whole.world_size)]
-    workers = [len(stream.shards) for streams in plan.whole.streams for stream in streams]
-    # Several workers may read parts of one shard.
-    ranks = [len({n for each in streams for n in each.shards.tolist()}) for streams in plan.whole.streams]
+    streams = [stream for of_rank in plan.whole.streams for stream in of_rank]
+    room = plan.whole.world_size * plan.whole.batch_size * plan.whole.num_steps
     return Forecast(
         phases=tuple(_phases(config, spec, plan.whole)),
         disk_bytes=disk_needed(config, spec, plan.whole.num_steps),
         score_log_bytes=_score_log_bytes(config, spec),
         num_steps=plan.num_steps,
-        samples_per_rank=Share(fewest=min(samples), most=max(samples)),
-        shards_per_rank=Share(fewest=min(ranks), most=max(ranks)),
-        shards_per_worker=Share(fewest=min(workers), most=max(workers)),
-        idle_workers=workers.count(0),
-        imbalance=max(samples) / (sum(samples) / len(samples)) - 1,
-        busy_share=sum(samples) / (len(samples) * plan.whole.batch_size * plan.whole.num_steps),
+        idle_workers=sum(len(stream.ids) == 0 for stream in streams),
+        busy_share=sum(len(stream.ids) for stream in streams) / room,
     )
 
 
@@ -152,7 +132,8 @@ def _phase(
 def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: int) -> int:
     """Return how many shards of a rank are in RAM at once, at most: each from its first batch to its last.
 
-    Rows are read `ahead` batches before their step and written up to `behind` batches after it.
+    Rows are read `ahead` batches before their step and written up to `behind` batches after it. A shard that
+    another rank writes stays, with the updates for it.
     """
     batches = list(plan.batches(rank))
     if not batches:
@@ -164,7 +145,7 @@ def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: 
     last = np.zeros(places.max() + 1, np.int64)
     np.minimum.at(first, places, steps)
     np.maximum.at(last, places, steps)
-    return _most_at_once(first, last + ahead + behind)
+    return _most_at_once(first, last + ahead + behind) + 2 * len(plan.borrowed(rank))
 
 
 def _most_at_once(first: NDArray[np.int64], last: NDArray[np.int64]) -> int:
@@ -180,11 +161,6 @@ def warnings(config: Config, needs: Forecast, free_bytes: int | None, ram_bytes:
         yield (
             f"{needs.idle_workers} loader workers get no batch: lower data.workers or data.batch_size, or "
             f"start fewer processes"
-        )
-    if needs.imbalance > UNEVEN:
-        yield (
-            f"the busiest rank has {needs.imbalance:.0%} more samples than the mean, and the others "
-            f"wait for it: write more, smaller shards"
         )
     for phase in needs.phases:
         yield from _warnings_of(config, phase, ram_bytes)
@@ -332,7 +308,7 @@ def summary(
         f"world size {world_size} on {device.type}, {config.data.workers} loader workers each, "
         f"{plan.whole.num_steps} batches of {world_size} x {config.data.batch_size} images in "
         f"{needs.num_steps} steps per epoch, {config.schedule.epochs} epochs",
-        _describe_division(needs, len(index.urls), world_size),
+        f"ranks are idle {1 - needs.busy_share:.1%} of an epoch: the last batch of each is not full",
     ]
     if data.positives_per_image is not None:
         counts = data.annotations.counts()
@@ -353,20 +329,6 @@ def doubtful_validation(config: Config, val: Index | None) -> Iterator[str]:
             f"it counts every other class that an image shows as a mistake, and chooses the best epoch by "
             f"that. Set validation.metric: top1, or give full labels (data.val_labels_file)"
         )
-
-
-def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str:
-    """Return how busy the ranks are, and what would change that."""
-    idle = 1 - needs.busy_share
-    line = f"ranks are idle {idle:.1%} of an epoch"
-    if needs.imbalance > idle / 2:
-        fit = max(1, num_shards // world_size) * world_size
-        return (
-            f"{line}: shards go whole to one rank, {needs.shards_per_rank.fewest} to "
-            f"{needs.shards_per_rank.most} each. {fit} or {fit + world_size} shards of equal size, or "
-            f"several times as many, would divide evenly"
-        )
-    return f"{line}: the last batch of each rank is not full"
 
 
 def _describe(phase: MemoryPhase) -> str:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bigscl.data.epoch_plan import Plan
 from bigscl.data.labels.training_labels import hidden_counts
 from bigscl.memory.lookup import Ids, MemoryBatch
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
@@ -113,6 +114,9 @@ class NoMemory:
 
     def __init__(self) -> None:
         self._data_seconds = 0.0
+
+    def follow(self, plan: Plan) -> None:
+        """Do nothing."""
 
     def prefetch(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, None]]:
         """Yield each batch; nothing is stored of it."""

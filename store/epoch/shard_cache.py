@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -35,13 +35,20 @@ class ShardCache(AbstractContextManager["ShardCache"]):
 
     A shard is written when its last sample of the epoch is in, when a flush asks for it, or when it has to
     make room: beyond `limit_bytes`, shards with no sample in flight are removed, least recently used first.
+    Updates of `borrowed` shards, which another rank writes, are kept for `take_unsent`.
     """
 
     # Invariant: a shard is removed only when it is clean, not pinned, and none of its samples is in flight.
     # `_lock` guards `_shards`, `_pins` and `_in_flight`, and is never held while anything is read or written.
 
     def __init__(
-        self, store: HeatmapStore, epoch: int, *, limit_bytes: int | None = None, io_threads: int = 2
+        self,
+        store: HeatmapStore,
+        epoch: int,
+        *,
+        limit_bytes: int | None = None,
+        io_threads: int = 2,
+        borrowed: Collection[int] = (),
     ) -> None:
         self.store = store
         self.epoch = epoch
@@ -53,6 +60,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         self._pins: Counter[int] = Counter()
         self._in_flight: Counter[int] = Counter()
         self._skipped: Counter[int] = Counter()
+        self._borrowed = borrowed
+        self._unsent: list[tuple[NDArray[np.int64], Rows]] = []
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(io_threads, thread_name_prefix="store-io")
         # Finished shards wait in RAM for a writer: on slow storage their number must be bounded.
@@ -112,6 +121,10 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         check_update(self.store.spec, self.store.group, ids, update)
         values = as_stored(update, self.store.group, ids, self.epoch)
         for shard, positions, places in split_by_shard(ids, self.store.spec.rows_per_shard):
+            if shard in self._borrowed:
+                self._unsent.append((ids[places], update.take(places)))
+                self._land(shard, len(places))
+                continue
             with self._pinned(shard) as cached:
                 with cached.lock:
                     for name, array in cached.rows.items():
@@ -120,9 +133,18 @@ class ShardCache(AbstractContextManager["ShardCache"]):
                     cached.remaining -= int((cached.rows["last_epoch"][positions] != self.epoch).sum())
                     cached.rows["last_epoch"][positions] = self.epoch
                     cached.dirty = True
-                with self._lock:
-                    self._in_flight[shard] = max(0, self._in_flight[shard] - len(places))
+                self._land(shard, len(places))
             self._finish_if_complete(shard, cached)
+
+    def _land(self, shard: int, count: int) -> None:
+        """Note that samples of a shard are no more in flight."""
+        with self._lock:
+            self._in_flight[shard] = max(0, self._in_flight[shard] - count)
+
+    def take_unsent(self) -> list[tuple[NDArray[np.int64], Rows]]:
+        """The updates of borrowed shards since the last call; call it when all updates are scattered."""
+        unsent, self._unsent = self._unsent, []
+        return unsent
 
     def skip(self, ids: NDArray[np.int64]) -> None:
         """These samples get no update this epoch (unreadable): their shards do not wait for them."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from bigscl.common.digests import read_sealed, write_sealed
 from bigscl.data.index import load_index
 from bigscl.store import HeatmapStore, Rows
 
@@ -23,7 +24,7 @@ def fill(config_path: Path) -> str:
     config = yaml.safe_load(config_path.read_text())
     run = Path(config["run"])
     checkpoint = sorted(run.glob("checkpoints/step-*"))[-1] / "progress.json"
-    progress = json.loads(checkpoint.read_text())
+    progress = read_sealed(checkpoint, "Train the run first.")
     annotations = load_index(config["data"]["train"]).annotations("given")
     with HeatmapStore.open(
         run / "store",
@@ -41,7 +42,7 @@ def fill(config_path: Path) -> str:
                 print(f"fill: {done} of {len(unfinished)} shards", file=sys.stderr, flush=True)
         before = store.snapshot
         snapshot = store.commit(epoch=before.epoch, step=before.step, attributes=before.attributes)
-    checkpoint.write_text(json.dumps({**progress, "snapshot": snapshot.id}))
+    write_sealed(checkpoint, {**progress, "snapshot": snapshot.id})
     return f"epoch {epoch}: {filled:,} images in {max(0, len(unfinished) - LEFT_SHARDS):,} shards"
 
 

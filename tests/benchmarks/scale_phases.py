@@ -39,7 +39,7 @@ class Phases:
         self._peak, self._peak_after = Cost(), Cost()
 
     def stop_in(self, epoch: int, steps_after_save: int, *, kill: bool) -> None:
-        """Stop the run in this epoch, so many steps after it was saved there."""
+        """Stop the run in this epoch (the first is 1), so many steps after it was saved there."""
         self._stop_epoch, self._steps_after_save, self._kill = epoch, steps_after_save, kill
 
     def follow(self, watched: Watched) -> Ended:
@@ -72,7 +72,7 @@ class Phases:
     def _end_epoch(self) -> None:
         """Close the epoch at its last logged step."""
         if self._epoch is not None:
-            layout = "scores" if self._epoch == 0 else f"top {self._top}"
+            layout = "scores" if self._epoch == 1 else f"top {self._top}"
             images = (self._last.step - self._began.step) * self._batch
             self._add(f"epoch {self._epoch}, {layout}", self._began, self._last, self._peak, images)
             self._began = self._last
@@ -81,7 +81,7 @@ class Phases:
     def _between(self) -> str:
         if self._epoch is None:
             return "start-up"
-        compacts = ", compaction" if self._epoch == 0 else ""
+        compacts = ", compaction" if self._epoch == 1 else ""
         return f"end of epoch {self._epoch}: selection, commit{compacts}, validation, checkpoint"
 
     def _finish(self, cost: Cost) -> None:

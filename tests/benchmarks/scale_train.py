@@ -111,8 +111,8 @@ class Trainer:
 
     def rows(self) -> Iterator[Row]:
         """Warm-up, compaction and top-10 epochs, with a kill -9 and another start of the same command."""
-        last = self.training.epochs
-        stops = [last] if self.training.share == 1 else range(last + 1)
+        last = 1 + self.training.epochs
+        stops = [last] if self.training.share == 1 else range(1, last + 1)
         for number, epoch in enumerate(stops, 1):
             yield from self._until(epoch, f"start {number}", kill=epoch == last)
             if self.training.share < 1:

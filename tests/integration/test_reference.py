@@ -109,7 +109,7 @@ def test_a_rank_without_samples_changes_not_a_bit(tmp_path, objective):
 
     These have the most to exchange: gradients, counts, means or a threshold of the batch, and what they keep.
     """
-    shards = make_shards(tmp_path / "shards", 20, 20)
+    shards = make_shards(tmp_path / "shards", 3, 3)
     for name, processes in (("alone", 1), ("beside", 2)):
         train(write_config(tmp_path / f"{name}.yaml", shards, objective=objective), processes=processes)
     assert_same_runs(tmp_path / "alone", tmp_path / "beside", shards)

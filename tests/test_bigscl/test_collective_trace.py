@@ -28,7 +28,7 @@ from tests.test_store.conftest import make_annotations
 NUM_CLASSES, SIZE, BATCH = 4, 16, 2
 WORLD_SIZES = (2, 8, 16, 128)
 RANKS_OF_MANY = (0, 1, 2, 63, 126, 127)
-"""Of 128 ranks these are traced: the busiest, some that end early, and some that have nothing at all."""
+"""Of 128 ranks these are traced."""
 
 
 class RecordingGroup(dist.ProcessGroup):
@@ -206,7 +206,8 @@ def blank_batch(ids, skipped):
 
 def trace(rank, world_size, *, base="an", accumulate=1, synced=False, unreadable=(), stop_after=None):
     """The collective calls of one rank in a run of two phases, and of its phases' first backwards."""
-    sizes = (5, 3, 8, 6, 5, 4, 7, 2, 1) if world_size < 128 else (3,) * 100 + (7, 6, 1)
+    # Ranks have 30 or 29 samples, 8 or 7, 4 or 3; of 128 some have two, and the last ones none.
+    sizes = (5, 3, 8, 6, 5, 4, 7, 2, 1, 9, 9) if world_size < 128 else (2,) * 100 + (7, 6, 1)
     annotations = make_annotations(sizes, NUM_CLASSES)
     config = make_config(
         {
@@ -260,7 +261,7 @@ def assert_same_on_all_ranks(world_size, **options):
 def test_ranks_of_any_plan_make_the_same_calls(world_size, base):
     """Among them ranks that run out of batches, and ranks that have none at all."""
     events = assert_same_on_all_ranks(world_size, base=base)
-    assert sum(event[:2] == ("all_reduce", "DDP") for event in events) > 4
+    assert sum(event[:2] == ("all_reduce", "DDP") for event in events) >= 4
     exchange = "all_gather" if base.startswith("ll") else "all_reduce"
     assert (exchange, "accelerate") in {event[:2] for event in events} or base == "an"
 

@@ -492,25 +492,47 @@ def in_threads(world_size, function):
         return [each.result(60) for each in [pool.submit(function, one) for one in transports]]
 
 
-def test_ranks_with_whole_shards_learn_what_one_rank_does(tmp_path):
-    with open_memory(tmp_path / "one") as memory:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"codec": "uint8"}, {"top": 3, "compact_after": 1}, {"resident_gb": 1e-9}],
+    ids=["dense", "uint8", "top", "evicted"],
+)
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_ranks_that_share_shards_learn_what_one_rank_does(tmp_path, world_size, settings):
+    """Some samples are skipped or not visited; the second epoch is saved twice, and resumed in between."""
+    with open_memory(tmp_path / "one", settings=settings) as memory:
         for _ in range(2):
             train_epoch(memory, IDS[3:])
             memory.end_epoch()
         expected = memory.selection.to_json()
 
     def train(transport):
-        with open_memory(tmp_path / "two", ranks=transport) as memory:
-            for _ in range(2):
-                mine = list(memory.plan(batch_size=2).batches(transport.rank))
-                wanted = [ids[np.isin(ids, IDS[3:])] for ids in mine]
-                for ids in wanted:
-                    learn(memory, memory.lookup(ids, views_of(ids, memory.epoch)))
-                memory.end_epoch()
+        with open_memory(tmp_path / "two", ranks=transport, settings=settings) as memory:
+            _train_planned(memory, transport.rank)
+            memory.end_epoch()
+            _train_planned(memory, transport.rank, most=1)
+            memory.commit()
+            state = memory.state_dict()
+            _train_planned(memory, transport.rank, most=1)
+        with open_memory(tmp_path / "two", ranks=transport, settings=settings) as memory:
+            memory.load_state_dict(state)
+            _train_planned(memory, transport.rank, most=1)
+            memory.commit()
+            _train_planned(memory, transport.rank)
+            memory.end_epoch()
             return memory.selection.to_json()
 
-    assert in_threads(2, train) == [expected, expected]
+    assert in_threads(world_size, train) == [expected] * world_size
     assert_same_rows(rows_at(tmp_path / "two"), rows_at(tmp_path / "one"))
+
+
+def _train_planned(memory, rank, most=None):
+    planned = memory.plan(batch_size=2, seed=memory.epoch)
+    assert any(planned.borrowed(rank) for rank in range(planned.world_size))
+    for ids in list(planned.batches(rank))[:most]:
+        if len(wanted := ids[np.isin(ids, IDS[3:])]):
+            learn(memory, memory.lookup(wanted, views_of(wanted, memory.epoch)))
+        memory.skip(ids[ids == IDS[2]])
 
 
 def test_a_shard_that_two_ranks_learn_is_refused_on_both(tmp_path):

@@ -1,6 +1,5 @@
-"""The start-up summary says how much of an epoch the ranks are idle, and what would change it."""
+"""Figures and doubts of the start-up summary."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from bigscl.config import make_config
 from bigscl.config.schedule import plan_epoch
-from bigscl.preflight.forecast import _describe_division, doubtful_validation, forecast
+from bigscl.preflight.forecast import doubtful_validation, forecast
 from bigscl.store import spec_for
 from tests.test_store.conftest import make_annotations
 
@@ -30,23 +29,7 @@ def needs_of(sizes, world_size, workers=8, batch_size=256):
 def test_busy_share_of_imagenet_is_that_of_its_batches(world_size):
     needs, expected = needs_of([1000] * 1281 + [167], world_size)
     assert needs.busy_share == pytest.approx(expected)
-    assert 0.85 < needs.busy_share < 1
-    line = _describe_division(needs, 1282, world_size)
-    assert f"idle {1 - expected:.1%}" in line
-
-
-def test_uneven_shards_are_named_and_an_even_number_is_better():
-    needs, _ = needs_of([1000] * 10, world_size=8, workers=0)
-    line = _describe_division(needs, 10, 8)
-    assert "1 to 2 each" in line
-    fit, more = map(int, re.findall(r"(\d+) or (\d+) shards", line)[0])
-    for better in (fit, more):
-        assert needs_of([1000] * better, world_size=8, workers=0)[0].busy_share > needs.busy_share
-
-
-def test_partial_batches_are_named():
-    needs, _ = needs_of([1000] * 64, world_size=8, workers=8)
-    assert "the last batch of each rank is not full" in _describe_division(needs, 64, 8)
+    assert 0.97 < needs.busy_share < 1
 
 
 @pytest.mark.parametrize(("labels", "metric", "doubts"), [(1, "map", 1), (1, "top1", 0), (2, "map", 0)])

@@ -1,8 +1,9 @@
 """Helpers for tests of a store: ranks as real processes, without torch."""
 
 import multiprocessing as mp
+import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,6 +41,12 @@ class PipeTransport:
         total = None if parts is None else sum(np.frombuffer(part, np.int64) for part in parts)
         summed = self.broadcast(None if total is None else np.asarray(total).tobytes())
         return np.frombuffer(summed, np.int64).reshape(counts.shape)
+
+    def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its payload; return the payloads for this rank."""
+        parts = self.gather(pickle.dumps(list(payloads)))
+        everything = self.broadcast(None if parts is None else pickle.dumps(parts))
+        return [pickle.loads(part)[self.rank] for part in pickle.loads(everything)]
 
 
 def _run_rank(function: Callable[..., Any], transport: PipeTransport, args: tuple[Any, ...]) -> None:

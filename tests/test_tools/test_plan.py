@@ -91,8 +91,9 @@ def test_the_foretold_bytes_are_those_of_a_real_store(tmp_path, index, write):
     path = write(data={"train": index.urls[0].replace("000000", "*")})
     (phase,) = bigscl("plan", path, "--json").json()["phases"]
     found = bigscl("show", tmp_path / "store", "--json").json()["snapshots"][-1]["bytes"]
-    # Each of the 16 chunks ends in a checksum of 4 bytes.
+    # Each chunk ends in a checksum of 4 bytes.
     assert found == phase["slot_bytes"] + 16 * 4
+    assert phase["slot_files"] == 16
 
 
 def test_load_grows_with_processes_and_their_speed(write):
@@ -101,8 +102,10 @@ def test_load_grows_with_processes_and_their_speed(write):
     many = bigscl("plan", path, *DATA, "--processes", 4, "--images-per-second", 800, "--json").json()
     for slow, fast in zip(one["phases"], many["phases"], strict=True):
         assert fast["bytes_per_second"] == pytest.approx(8 * slow["bytes_per_second"])
+        assert fast["creates_per_second"] == pytest.approx(8 * slow["creates_per_second"])
+        assert slow["creates_per_second"] == pytest.approx(slow["slot_files"] * 400 / 1000)
     assert (one["global_batch"], many["global_batch"]) == (10, 40)
-    assert many["shards_per_rank"] == {"fewest": 2, "most": 3}
+    assert (many["steps_per_epoch"], many["busy_share"]) == (25, 1)
 
 
 def test_overrides_are_those_of_training(write):
@@ -115,7 +118,6 @@ def test_overrides_are_those_of_training(write):
     ("sections", "arguments", "warning"),
     [
         ({}, ["--processes", 6, "--data.batch_size", 300], "6 loader workers get no batch"),
-        ({}, ["--processes", 3], "more samples than the mean"),
         ({"store": {"resident_gb": 0.0001}}, [], "read and written more than once per epoch"),
         ({}, MUCH, "consider store.top: 10"),
         ({"store": {"top": 4}}, MUCH, "consider store.warmup_heatmaps: scores"),

@@ -1,6 +1,5 @@
 """Figures of `bigscl plan`: the needs of a run, from its config and its shards or their numbers."""
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -98,10 +97,7 @@ def needs_of_run(
         "epochs": config.schedule.epochs,
         "steps_per_epoch": needs.num_steps,
         "global_batch": processes * config.data.batch_size * config.optimizer.accumulate,
-        "samples_per_rank": asdict(needs.samples_per_rank),
-        "shards_per_rank": asdict(needs.shards_per_rank),
-        "shards_per_worker": asdict(needs.shards_per_worker),
-        "imbalance": needs.imbalance,
+        "busy_share": needs.busy_share,
         "hours": spec.num_samples * config.schedule.epochs / (rate * processes) / 3600,
         "loader_bytes": _loader_bytes(config, mean_bytes),
         "store": config.store.kind,
@@ -109,7 +105,7 @@ def needs_of_run(
         "disk_bytes": needs.disk_bytes,
         "score_log_bytes": needs.score_log_bytes,
         "free_bytes": free,
-        "phases": [_phase(phase, rate * processes) for phase in needs.phases],
+        "phases": [_phase(phase, spec, rate * processes) for phase in needs.phases],
         "warnings": [*doubtful_settings(config), *warnings(config, needs, free, machine_ram_bytes())],
     }
 
@@ -123,16 +119,19 @@ def _loader_bytes(config: Config, mean_bytes: float | None) -> int | None:
     return int(workers * (config.data.shuffle_buffer * mean_bytes + batches))
 
 
-def _phase(phase: MemoryPhase, rate: float) -> dict[str, Any]:
+def _phase(phase: MemoryPhase, spec: StoreSpec, rate: float) -> dict[str, Any]:
+    files = phase.shard_files * spec.num_shards
     return {
         "first_epoch": phase.epochs.start,
         "last_epoch": phase.epochs.stop - 1,
         "layout": phase.group.layout,
         "top": phase.group.top,
         "slot_bytes": phase.slot_bytes,
+        "slot_files": files,
         "versions": phase.versions,
         "disk_bytes": phase.disk_bytes,
         "bytes_per_second": 2 * phase.image_bytes * rate,
+        "creates_per_second": files * rate / spec.num_samples,
         "resident_bytes": phase.ram_bytes,
     }
 

@@ -38,7 +38,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate disk space, MB/s, RAM and steps of a run, the balance of its shards, and likely problems.
+    """Estimate disk space, MB/s, RAM and steps of a run, and likely problems.
 
     Exit code 1 if there are warnings, or if the probed place is too slow.
 
@@ -62,13 +62,11 @@ def command(
 def _text(facts: dict[str, Any], expected: object) -> str:
     one = facts
     data = f"{one['samples']:,} samples in {plural(one['shards'], 'shard')}, {one['classes']} classes"
-    shards = f"{_span(one['shards_per_rank'])} per process, {_span(one['shards_per_worker'])} per worker"
     lines = [
         f"{one['run']}: {data}",
         f"  world size {one['processes']}, global batch {one['global_batch']}, "
-        f"{one['steps_per_epoch']:,} steps per epoch, {one['epochs']} epochs; "
+        f"{one['steps_per_epoch']:,} steps per epoch, {one['busy_share']:.1%} full, {one['epochs']} epochs; "
         f"{_hours(one['hours'])} at {one['images_per_second']:g} images/s per process",
-        f"  shards: {shards}; the busiest process has {one['imbalance']:.1%} more samples than the mean",
     ]
     if expected is not None:
         lines.append(f"  {expected}")
@@ -89,9 +87,11 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
             f"{phase['first_epoch'] + 1} - {phase['last_epoch'] + 1}",
             phase["layout"] if phase["top"] is None else f"top {phase['top']}",
             size(phase["slot_bytes"]),
+            f"{phase['slot_files']:,}",
             phase["versions"],
             size(phase["disk_bytes"]),
             f"{size(phase['bytes_per_second'] / 2)}/s",
+            f"{phase['creates_per_second']:.2g}/s",
             size(phase["resident_bytes"]),
         ]
         for phase in facts["phases"]
@@ -103,7 +103,10 @@ def _store_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"  store: {where}, heatmaps {side} x {side}; at most {size(facts['disk_bytes'])}{free}",
         table(
-            ("epochs", "heatmaps", "a version", "kept", "on disk", "read and write, each", "RAM per process"),
+            (
+                *("epochs", "heatmaps", "a version", "files", "kept", "on disk"),
+                *("read and write, each", "creates", "RAM per process"),
+            ),
             rows,
             indent="    ",
         ),
@@ -119,10 +122,6 @@ def _probe_lines(probe: dict[str, Any]) -> list[str]:
         f"  probe: {probe['place']} reads {read}/s, writes {write}/s; it {verdict}: "
         f"{times:.3g} times the {size(probe['needed_bytes_per_second'])}/s needed each way"
     ]
-
-
-def _span(share: dict[str, int]) -> str:
-    return str(share["most"]) if share["fewest"] == share["most"] else f"{share['fewest']} to {share['most']}"
 
 
 def _hours(hours: float) -> str:
