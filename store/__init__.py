@@ -28,8 +28,14 @@ from bigscl.store.epoch.shard_cache import ShardCache, update
 from bigscl.store.epoch.threads import PASS_THREADS, in_order
 from bigscl.store.epoch.writeback import Writeback
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
-from bigscl.store.format.annotations import Annotations, Ragged
-from bigscl.store.format.answered import Answered, answered_shard, label_counts, with_answers
+from bigscl.store.format.annotations import (
+    Annotations,
+    Answered,
+    Ragged,
+    answered_shard,
+    label_counts,
+    with_answers,
+)
 from bigscl.store.format.array_types import class_dtype
 from bigscl.store.format.fields import SEAL, seal, seal_fault
 from bigscl.store.format.history import history_bytes, history_faults
@@ -55,7 +61,7 @@ from bigscl.store.format.spec import (
     StoreSpec,
 )
 from bigscl.store.heatmap_store import HeatmapStore
-from bigscl.store.reader import InitialValues, Problem, verify
+from bigscl.store.reader import InitialValues, Problem, bytes_by_array, verify
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 
 __all__ = [
@@ -103,6 +109,7 @@ __all__ = [
     "array_plans",
     "break_lease",
     "by_version",
+    "bytes_by_array",
     "check_creates_once",
     "choose_classes",
     "class_dtype",

@@ -111,7 +111,6 @@ class LocalBackend:
 
     @_own_errors
     def read(self, key: str) -> bytes | None:
-        """The file's bytes, or None if there is none."""
         try:
             return (self.root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -202,7 +201,6 @@ class LocalBackend:
 
     @_own_errors
     def delete(self, key: str) -> None:
-        """Remove a file if it is there, and sync its folder."""
         path = self.root / key
         path.unlink(missing_ok=True)
         if path.parent.exists():
@@ -219,14 +217,12 @@ class LocalBackend:
 
     @_own_errors
     def delete_tree(self, prefix: str) -> None:
-        """Remove a folder, or the whole store for an empty prefix."""
         path = self.root / prefix
         if path.exists():
             shutil.rmtree(path)
 
     @_own_errors
     def names(self, prefix: str) -> list[str]:
-        """Sorted names in a folder; nothing if there is none."""
         try:
             return sorted(os.listdir(self.root / prefix))
         except (FileNotFoundError, NotADirectoryError):
@@ -235,7 +231,6 @@ class LocalBackend:
             return []
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every file below a folder."""
         for folder, _, names in os.walk(self.root / prefix):
             for name in names:
                 path = Path(folder, name)
@@ -268,23 +263,19 @@ class MemoryBackend:
         self._lock = threading.Lock()
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr's MemoryStore over the same dict."""
         return MemoryStore(self._files, read_only=read_only)
 
     def read(self, key: str) -> bytes | None:
-        """The file's bytes, or None if there is none."""
         found = self._files.get(key)
         return None if found is None else found.to_bytes()
 
     def create(self, key: str, data: bytes) -> None:
-        """Exclusive."""
         with self._lock:
             if key in self._files:
                 raise AlreadyExists(f"{self.url}/{key}: exists already")
             self._files[key] = cpu.Buffer.from_bytes(data)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        """Compare and set under a lock."""
         with self._lock:
             if self.read(key) != old:
                 return False
@@ -292,31 +283,25 @@ class MemoryBackend:
         return True
 
     def replace(self, key: str, data: bytes) -> None:
-        """Overwrite."""
         with self._lock:
             self._files[key] = cpu.Buffer.from_bytes(data)
 
     def delete(self, key: str) -> None:
-        """Remove a file if it is there."""
         with self._lock:
             self._files.pop(key, None)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove files, those that are there."""
         for key in list(keys):
             self.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix."""
         self.delete_many(self._below(prefix))
 
     def names(self, prefix: str) -> list[str]:
-        """Sorted names directly below a prefix."""
         skip = len(prefix) + 1 if prefix else 0
         return sorted({key[skip:].split("/")[0] for key in self._below(prefix)})
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of everything below a prefix."""
         for key in self._below(prefix):
             yield key, len(self._files[key])
 
@@ -375,5 +360,4 @@ def check_creates_once(backend: Backend) -> None:
 
 
 def forget_memory(url: str) -> None:
-    """Remove a named memory store."""
     _memories.pop(url, None)

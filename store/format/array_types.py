@@ -68,16 +68,15 @@ class StoredArray(ABC):
         """Whether a group of this layout has the array."""
         return True
 
-    @abstractmethod
     def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        """The shape of one row."""
+        """The shape of one row; a single value by default."""
+        return ()
 
     @abstractmethod
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         """The type of the values."""
 
     def chunk_rows(self, spec: StoreSpec, group: GroupSpec) -> int:
-        """Rows in one chunk."""
         return spec.rows_per_shard
 
     def initialize(self, values: Array, start: Start) -> None:
@@ -137,9 +136,6 @@ class ScoreFloor(_Fractions):
 
     def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
         return spec.top_scores is not None
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
 
 
 class Heatmaps(_Fractions):
@@ -234,9 +230,6 @@ class SampleVisits(_Counters):
 
     name = "sample_visits"
 
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
-
 
 class Classes(StoredArray):
     """The kept classes of each row, ascending."""
@@ -291,9 +284,6 @@ class LastEpoch(StoredArray):
     """The last epoch that updated each row."""
 
     name = "last_epoch"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.int32)
