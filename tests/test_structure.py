@@ -65,7 +65,7 @@ LAYERS = (
     ("bigscl/training", "bigscl/__init__"),
     ("bigscl/evaluation", "bigscl/evaluation/plots", "bigscl/examples", "bigscl/preflight"),
     ("bigscl",),
-    ("bigscl/preflight/rehearsal", "bigscl/preflight/epoch_end"),
+    ("bigscl/preflight/rehearsal",),
     ("tools/shared",),
     ("tools/viewer",),
     ("tools/verbs",),

@@ -13,14 +13,7 @@ from bigscl.config.load import (
     to_yaml,
     with_digest,
 )
-from bigscl.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    RankBy,
-    StoreConfig,
-    ValidationConfig,
-)
+from bigscl.config.schema import CheckpointConfig, Config, DataConfig, RankBy, StoreConfig, ValidationConfig
 from bigscl.data.labels.training_labels import GivenConfig
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from bigscl.common.bounds import NonNegative
 from bigscl.losses import registry
 from bigscl.losses.consistency import Norm
-from bigscl.losses.inputs import LossInputs, MixedInputs
-from bigscl.losses.registry import LossTerm
+from bigscl.losses.registry import LossInputs, LossTerm, MixedInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +52,6 @@ class Ramp:
     """Where the ramp starts; gamma is 0 before it."""
 
     def at(self, progress: float) -> float:
-        """Return gamma after `progress` epochs."""
         since = progress - self.start_epoch
         if since < 0:
             return 0.0
@@ -76,7 +74,6 @@ class _Objective:
 
     @property
     def terms(self) -> tuple[LossTerm, LossTerm]:
-        """Its two losses."""
         return BASES[self.base], CONSISTENCIES[self.consistency]
 
     @property
@@ -87,12 +84,10 @@ class _Objective:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it needs a store."""
         return any(term.needs_memory for term in self.terms)
 
     @property
     def needs_k(self) -> bool:
-        """Whether K must be known: for a loss itself, or to select the expected positives."""
         return any(term.needs_k for term in self.terms)
 
     @property

@@ -54,8 +54,7 @@ class ScoreLog:
     def write(self, epoch: int) -> None:
         """Write what all ranks have noted as the file of an epoch. All ranks call this."""
         parts, self._parts = self._parts, []
-        ids, pairs = (_concatenated([part[place] for part in parts]) for place in (0, 1))
-        sent = [self._ranks.gather(array.tobytes()) for array in (ids, pairs)]
+        sent = [self._ranks.gather(b"".join(part[kind].tobytes() for part in parts)) for kind in (0, 1)]
 
         def write() -> bytes:
             assert sent[0] is not None
@@ -97,17 +96,14 @@ def _read(file: Path, annotations: Annotations) -> NDArray[Any]:
 
 
 def log_folder(run: Path, annotations: Annotations) -> Path:
-    """Return the folder of the scores of a training with these labels."""
     return run / FOLDER / annotations.fingerprint[:LETTERS]
 
 
 def epoch_file(folder: Path, epoch: int) -> Path:
-    """Return the file of an epoch."""
     return folder / f"epoch-{epoch:04d}.npy"
 
 
 def pair_type(num_classes: int) -> np.dtype[Any]:
-    """Return the type of a class and its score."""
     return np.dtype([("class", "<u2" if num_classes <= 2**16 else "<u4"), ("score", "<f2")])
 
 
@@ -142,7 +138,3 @@ def highest_classes(scores: NDArray[np.float16], named: NDArray[np.bool_], count
     firsts = np.searchsorted(rows, np.arange(num_rows))
     best: NDArray[np.int64] = keys[firsts[:, None] + np.arange(count)] % num_classes
     return np.sort(best, axis=1)
-
-
-def _concatenated(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.uint8)

@@ -10,12 +10,7 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
-from bigscl.store import (
-    Array,
-    HeatmapStore,
-    IndexMismatch,
-    Rows,
-)
+from bigscl.store import Array, HeatmapStore, IndexMismatch, Rows
 from bigscl.tools.shared.find_samples import class_name, name_of
 from bigscl.tools.shared.open_store import Data, DataFlags, StorageFlags, open_store, with_snapshot
 from bigscl.tools.shared.shard_passes import (

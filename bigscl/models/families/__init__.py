@@ -35,7 +35,6 @@ FAMILIES = _families()
 
 
 def family_of(backbone: str) -> tuple[Family, str]:
-    """Return the family of a backbone, and the name of the network in it."""
     prefix, colon, name = backbone.partition(":")
     if not colon:
         return FAMILIES[""], backbone
