@@ -14,8 +14,6 @@ from bigscl.losses.registry import LossInputs, LossTerm, MixedInputs
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BASES", "CONSISTENCIES", "Base", "Consistency", "Loss", "Norm", "Objective", "Ramp"]
-
 # Every file of this folder may add losses: the folder is the table.
 for _file in pkgutil.iter_modules([str(Path(__file__).parent)]):
     importlib.import_module(f"bigscl.losses.{_file.name}")
