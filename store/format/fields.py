@@ -117,16 +117,17 @@ def read_object(data: bytes, place: str, remedy: str, *path: str, sealed: bool =
 def to_dataclass(kind: type[Kind], values: Mapping[str, Any], place: str, remedy: str) -> Kind:
     """Return JSON values as a dataclass, checked by its types; fields of later versions are ignored."""
     try:
-        return _adapter(kind).validate_python(values)
+        parsed: Kind = _adapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name, said = ".".join(map(str, first["loc"])), first["msg"]
         found = "found nothing" if first["type"] == "missing" else f"found {_short(first['input'])}"
         raise BadFile(f"{place}: {name}: {found}: {said[0].lower()}{said[1:]}. {remedy}") from None
+    return parsed
 
 
 @cache
-def _adapter(kind: type[Kind]) -> TypeAdapter[Kind]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
