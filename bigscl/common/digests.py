@@ -172,8 +172,7 @@ class ArrayFile:
         (name_bytes, extra_bytes) = struct.unpack_from("<HH", self._bytes, entry.header_offset + 26)
         start = entry.header_offset + LOCAL_HEADER + name_bytes + extra_bytes
         if entry.compress_type != zipfile.ZIP_STORED or start % ALIGNMENT:
-            found: NDArray[Any] = self._found[name]
-            return found
+            return np.asarray(self._found[name])
         with memoryview(self._bytes)[start : start + entry.file_size] as data:
             if zlib.crc32(data) != entry.CRC:
                 raise zipfile.BadZipFile(f"{name} has another checksum")

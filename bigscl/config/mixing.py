@@ -83,8 +83,7 @@ def beta(alpha: float, uniform: Numbers) -> Numbers:
     places = np.arange(len(uniform))
     # Far apart they are 0 and 1.
     apart = (log_y - log_x)[places, first].clip(-700, 700)
-    shares: Numbers = 1 / (1 + np.exp(apart))
-    return shares
+    return np.asarray(1 / (1 + np.exp(apart)))
 
 
 def pasted_boxes(kept: Numbers, centres: Numbers, size: int) -> NDArray[Any]:

@@ -271,14 +271,12 @@ def class_priors(counts: Counts, delta: float, tau: float) -> NDArray[np.float64
         best = bound.argmin(1)[:, None]
         prior = np.take_along_axis(q, best, 1) / np.take_along_axis(p, best, 1)
     lowest = num_given / np.maximum(num_images, 1)
-    priors: NDArray[np.float64] = np.where(num_given > 0, np.clip(prior, lowest, 1.0), 0.0)[:, 0]
-    return priors
+    return np.asarray(np.where(num_given > 0, np.clip(prior, lowest, 1.0), 0.0)[:, 0])
 
 
 def given_share(counts: Counts) -> NDArray[np.float64]:
     """Return the share of images with each class as a given positive, from histograms [T,L,bins]."""
-    share: NDArray[np.float64] = counts[POSITIVE].sum(1) / np.maximum(counts.sum((0, 2)), 1)
-    return share
+    return np.asarray(counts[POSITIVE].sum(1) / np.maximum(counts.sum((0, 2)), 1))
 
 
 def _from_top(counts: Counts) -> Counts:

@@ -302,8 +302,7 @@ def class_ratios(
     if positives_per_image <= 1 or not extra.sum():
         return np.full(len(counts), float(positives_per_image))
     level = (positives_per_image - 1) * counts.sum() / extra.sum()
-    ratios: NDArray[np.float64] = 1 + level * extra / np.maximum(counts, 1)
-    return ratios
+    return np.asarray(1 + level * extra / np.maximum(counts, 1))
 
 
 def at_level(
@@ -314,5 +313,4 @@ def at_level(
     if extra <= 0:
         return np.full(len(counts), float(positives_per_image))
     level = (positives_per_image - 1) * counts.sum() / extra
-    scaled: NDArray[np.float64] = 1 + level * (ratios - 1)
-    return scaled
+    return np.asarray(1 + level * (ratios - 1))

@@ -92,8 +92,7 @@ class Thresholds:
         return {**values, "given_first": True} if self.given_first else values
 
     def approximate_classes(self) -> list[int]:
-        found: list[int] = [] if self.approximate is None else np.flatnonzero(self.approximate).tolist()
-        return found
+        return [] if self.approximate is None else list(np.flatnonzero(self.approximate).tolist())
 
     def to(self, device: torch.device | str) -> Thresholds:
         import torch
@@ -183,8 +182,7 @@ def expected_counts(
     counts: NDArray[np.int64], positives_per_image: float | NDArray[np.float64]
 ) -> NDArray[np.int64]:
     """Return the expected positives p_i = round(K * count_i) of each class; K is a number or [L]."""
-    num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
-    return num_expected
+    return np.asarray(np.rint(positives_per_image * counts), np.int64)
 
 
 def pseudo_positive_counts(

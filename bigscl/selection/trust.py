@@ -248,8 +248,7 @@ def _offsets(counts: NDArray[np.int64], logits: Floats, totals: Floats) -> Float
         middle = (low + high) / 2
         too_many = (counts * _sigmoid(logits + middle[:, None])).sum(1) > totals
         low, high = np.where(too_many, low, middle), np.where(too_many, middle, high)
-    offsets: Floats = (low + high) / 2
-    return offsets
+    return np.asarray((low + high) / 2)
 
 
 CENTERS = np.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, BINS)
@@ -265,15 +264,13 @@ def _histograms(logits: Floats, is_open: NDArray[np.bool_]) -> NDArray[np.int64]
 def _logits(values: Floats) -> Floats:
     small = float(_sigmoid(np.array(-LARGEST_LOGIT)))
     inside = np.clip(values, small, 1 - small)
-    logits: Floats = np.clip(np.log(inside / (1 - inside)), -LARGEST_LOGIT, LARGEST_LOGIT)
-    return logits
+    return np.asarray(np.clip(np.log(inside / (1 - inside)), -LARGEST_LOGIT, LARGEST_LOGIT))
 
 
 def _sigmoid(logits: Floats) -> Floats:
     values: Floats = 0.5 * (1 + np.tanh(0.5 * logits))
     # Below 1, so that the logarithm of what is left is finite.
-    below: Floats = np.minimum(values, 1 - 1e-12)
-    return below
+    return np.asarray(np.minimum(values, 1 - 1e-12))
 
 
 def _all_classes(values: Ranked, rows: NDArray[np.bool_]) -> Array:

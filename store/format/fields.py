@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +117,7 @@ def read_object(data: bytes, place: str, remedy: str, *path: str, sealed: bool =
 def to_dataclass(kind: type[Kind], values: Mapping[str, Any], place: str, remedy: str) -> Kind:
     """Return JSON values as a dataclass, checked by its types; fields of later versions are ignored."""
     try:
-        parsed: Kind = _adapter(kind).validate_python(values)
+        parsed: Kind = _adapter(cast(Any, kind)).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name, said = ".".join(map(str, first["loc"])), first["msg"]

@@ -75,8 +75,7 @@ class Data:
 
     def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return `[n,L]`: which classes are annotated positives."""
-        mask: NDArray[np.bool_] = self.index.labels_of(ids, self.labels) == 1
-        return mask
+        return np.asarray(self.index.labels_of(ids, self.labels) == 1)
 
     def present(self, ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return `[n,L]`: which classes are present; None if the shards do not say."""

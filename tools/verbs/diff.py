@@ -135,8 +135,7 @@ def _differing(mine: Rows, its: Rows) -> dict[str, NDArray[np.bool_]]:
 def _unequal(mine: Array, its: Array) -> NDArray[np.bool_]:
     """Return which rows have different bits: numpy compares float16 39 times slower than integers."""
     bits = [np.ascontiguousarray(array).view(np.uint16) for array in (mine, its)]
-    differs: NDArray[np.bool_] = (bits[0] != bits[1]).any(axis=tuple(range(1, mine.ndim)))
-    return differs
+    return np.asarray((bits[0] != bits[1]).any(axis=tuple(range(1, mine.ndim))))
 
 
 def _heatmaps_differ(mine: Rows, its: Rows) -> NDArray[np.bool_]:
