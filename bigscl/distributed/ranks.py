@@ -92,6 +92,7 @@ class GlooRanks:
 
     @normal_tensors
     def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Send each rank its payload, in rank order; return the payloads for this rank, in rank order."""
         sent = [len(payload) for payload in payloads]
         lengths = torch.empty(self.world_size, dtype=torch.int64)
         dist.all_to_all_single(lengths, torch.tensor(sent), group=self._group)
@@ -126,6 +127,7 @@ class SingleProcess(store.SingleProcess):
     wait_seconds = 0.0
 
     def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Return the only payload."""
         return list(payloads)
 
     def sum(self, values: Sequence[float]) -> list[float]:

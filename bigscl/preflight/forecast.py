@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bigscl.common.text import size
 from bigscl.config import Config
@@ -94,12 +95,10 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
     workers = [len(stream.shards) for streams in plan.whole.streams for stream in streams]
     # Several workers may read parts of one shard.
     ranks = [len({n for each in streams for n in each.shards.tolist()}) for streams in plan.whole.streams]
-    logged = min(config.log.score_classes, spec.top_scores or config.log.score_classes)
-    log_bytes = config.schedule.epochs * epoch_bytes(spec.num_samples, spec.num_classes, logged)
     return Forecast(
         phases=tuple(_phases(config, spec, plan.whole)),
         disk_bytes=disk_needed(config, spec, plan.whole.num_steps),
-        score_log_bytes=log_bytes if config.store.kind == "disk" else 0,
+        score_log_bytes=_score_log_bytes(config, spec),
         num_steps=plan.num_steps,
         samples_per_rank=Share(fewest=min(samples), most=max(samples)),
         shards_per_rank=Share(fewest=min(ranks), most=max(ranks)),
@@ -107,6 +106,13 @@ def forecast(config: Config, spec: StoreSpec, plan: EpochPlan) -> Forecast:
         idle_workers=workers.count(0),
         imbalance=max(samples) / (sum(samples) / len(samples)) - 1,
         busy_share=sum(samples) / (len(samples) * plan.whole.batch_size * plan.whole.num_steps),
+    )
+
+
+def _score_log_bytes(config: Config, spec: StoreSpec) -> int:
+    kept = config.log.score_classes if config.store.kind == "disk" else 0
+    return config.schedule.epochs * epoch_bytes(
+        spec.num_samples, spec.num_classes, min(kept, spec.top_scores or kept)
     )
 
 
@@ -144,7 +150,10 @@ def _phase(
 
 
 def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: int) -> int:
-    """Return how many shards of a rank are in RAM at most, read `ahead` and written `behind` its batches."""
+    """Return how many shards of a rank are in RAM at once, at most: each from its first batch to its last.
+
+    Rows are read `ahead` batches before their step and written up to `behind` batches after it.
+    """
     batches = list(plan.batches(rank))
     if not batches:
         return 0
@@ -152,14 +161,21 @@ def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: 
     steps = np.repeat(np.arange(len(batches)), [len(ids) for ids in batches])
     _, places = np.unique(shards, return_inverse=True)
     first = np.full(places.max() + 1, len(batches))
-    end = np.zeros(places.max() + 1, np.int64)
+    last = np.zeros(places.max() + 1, np.int64)
     np.minimum.at(first, places, steps)
-    np.maximum.at(end, places, steps + ahead + behind + 1)
-    opened, closed = (np.bincount(moments, minlength=end.max() + 1) for moments in (first, end))
+    np.maximum.at(last, places, steps)
+    return _most_at_once(first, last + ahead + behind)
+
+
+def _most_at_once(first: NDArray[np.int64], last: NDArray[np.int64]) -> int:
+    """Return the largest number of the intervals [first, last] that share a step."""
+    opened = np.bincount(first, minlength=last.max() + 2)
+    closed = np.bincount(last + 1, minlength=last.max() + 2)
     return int(np.cumsum(opened - closed).max())
 
 
 def warnings(config: Config, needs: Forecast, free_bytes: int | None, ram_bytes: int) -> Iterator[str]:
+    """Yield what will fail or be slow, and what to do about it."""
     if needs.idle_workers:
         yield (
             f"{needs.idle_workers} loader workers get no batch: lower data.workers or data.batch_size, or "
@@ -229,9 +245,8 @@ def disk_moments(config: Config, num_steps: int) -> Iterator[DiskMoment]:
     start = [current]
     for epoch in range(config.schedule.epochs):
         for last in _saves(config, num_steps):
-            layout, slots = current[0], config.store.slots
-            free = (slot for slot in range(slots) if (layout, slot) not in {*kept, current})
-            current = (layout, next(free, slots - 1))
+            layout = current[0]
+            current = (layout, _free_slot({*kept, current}, layout, config.store.slots))
             on_disk[layout].add(current[1])
             if last and epoch + 1 == config.compact_after:
                 current = (1, 0)
@@ -253,6 +268,11 @@ def _saves(config: Config, num_steps: int) -> list[bool]:
     steps = -(-num_steps // config.optimizer.accumulate)
     within = 0 if every is None else min((steps - 1) // every, config.keep_checkpoints + 1)
     return [False] * within + [True]
+
+
+def _free_slot(named: set[tuple[int, int]], layout: int, slots: int) -> int:
+    """Return the lowest slot that no retained snapshot names."""
+    return next((slot for slot in range(slots) if (layout, slot) not in named), slots - 1)
 
 
 def disk_needed(config: Config, spec: StoreSpec, num_steps: int) -> int:
@@ -279,6 +299,7 @@ def _shard_files(spec: StoreSpec, group: GroupSpec) -> int:
 
 
 def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> int:
+    """Return the bytes of snapshots and zarr.json files."""
     arrays = max(len(stored_plans(spec, group)) for group in groups)
     snapshot = SNAPSHOT_BYTES + NUMBER_BYTES * (spec.num_shards * (1 + arrays) + 2 * spec.num_classes)
     retained = config.keep_checkpoints + 2
@@ -286,6 +307,7 @@ def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> in
 
 
 def _history_bytes(config: Config, spec: StoreSpec, epochs: int) -> int:
+    """Return the bytes that the history of the tracked samples takes after so many epochs."""
     history_samples = min(config.store.history_samples, spec.num_samples)
     without = epochs if config.compact_after is None else min(epochs, config.compact_after - 1)
     without = without if config.store.warmup_heatmaps == "scores" else 0
@@ -334,6 +356,7 @@ def doubtful_validation(config: Config, val: Index | None) -> Iterator[str]:
 
 
 def _describe_division(needs: Forecast, num_shards: int, world_size: int) -> str:
+    """Return how busy the ranks are, and what would change that."""
     idle = 1 - needs.busy_share
     line = f"ranks are idle {idle:.1%} of an epoch"
     if needs.imbalance > idle / 2:
