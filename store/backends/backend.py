@@ -11,10 +11,11 @@ import os
 import shutil
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlparse
 
 import zarr.abc.store
@@ -33,57 +34,57 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Small files and a Zarr store under one prefix. Keys use '/' and are relative to the prefix."""
 
     url: str
 
+    @abstractmethod
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A Zarr store over the same files."""
-        ...
 
+    @abstractmethod
     def read(self, key: str) -> bytes | None:
         """The file's bytes, or None if there is none."""
-        ...
 
+    @abstractmethod
     def create(self, key: str, data: bytes) -> None:
         """Create a file, whole and durable, or raise AlreadyExists."""
-        ...
 
+    @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
         """Create or overwrite a file; readers see the old or the new bytes, never a mixture."""
-        ...
 
-    def delete(self, key: str) -> None:
-        """Remove a file if it is there."""
-        ...
-
+    @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove files, those that are there."""
-        ...
 
-    def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix."""
-        ...
-
+    @abstractmethod
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Replace a file's content if it is exactly `old`; of several writers, one gets True.
 
         `new` must be unlike anything others write: where an answer got lost, finding it there is success.
         """
-        ...
 
+    @abstractmethod
     def names(self, prefix: str) -> list[str]:
         """Sorted names directly below a prefix, files and folders alike."""
-        ...
 
+    @abstractmethod
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of every file below a prefix."""
-        ...
+
+    def delete(self, key: str) -> None:
+        """Remove a file if it is there."""
+        self.delete_many([key])
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below a prefix."""
+        self.delete_many([key for key, _ in self.sizes(prefix)])
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Return when these files will survive a power cut."""
-        ...
+        """Return when these files will survive a power cut, if they would not anyway."""
+        return
 
 
 def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
@@ -98,7 +99,7 @@ def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """A directory, on a local disk or a shared file system."""
 
     def __init__(self, root: Path) -> None:
@@ -254,7 +255,7 @@ class LocalBackend:
             os.close(descriptor)
 
 
-class MemoryBackend:
+class MemoryBackend(Backend):
     """Files in the memory of this process; they end with it."""
 
     def __init__(self, url: str) -> None:
@@ -286,16 +287,9 @@ class MemoryBackend:
         with self._lock:
             self._files[key] = cpu.Buffer.from_bytes(data)
 
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._files.pop(key, None)
-
     def delete_many(self, keys: Iterable[str]) -> None:
         for key in list(keys):
-            self.delete(key)
-
-    def delete_tree(self, prefix: str) -> None:
-        self.delete_many(self._below(prefix))
+            self._files.pop(key, None)
 
     def names(self, prefix: str) -> list[str]:
         skip = len(prefix) + 1 if prefix else 0
@@ -304,9 +298,6 @@ class MemoryBackend:
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         for key in self._below(prefix):
             yield key, len(self._files[key])
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
 
     def _below(self, prefix: str) -> list[str]:
         return [key for key in list(self._files) if not prefix or key.startswith(f"{prefix}/")]

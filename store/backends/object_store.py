@@ -10,6 +10,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
+from bigscl.store.backends.backend import Backend
 from bigscl.store.backends.retries import NotImplementedByServer, RetryPolicy
 from bigscl.store.backends.schemes import Location
 from bigscl.store.errors import AlreadyExists
@@ -18,7 +19,7 @@ T = TypeVar("T")
 DELETE_THREADS = 8
 
 
-class ObjectBackend:
+class ObjectBackend(Backend):
     """A prefix of a bucket; a PUT is durable and whole when it returns."""
 
     def __init__(self, location: Location) -> None:
@@ -100,9 +101,6 @@ class ObjectBackend:
     def replace(self, key: str, data: bytes) -> None:
         self._put(key, data, "overwrite")
 
-    def delete(self, key: str) -> None:
-        self.delete_many([key])
-
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects, those that are there; on S3 a thousand with one request."""
         import obstore
@@ -122,9 +120,6 @@ class ObjectBackend:
         with contextlib.suppress(FileNotFoundError):
             self._call(f"delete {key}", lambda: obstore.delete(self._store, key))
 
-    def delete_tree(self, prefix: str) -> None:
-        self.delete_many(key for key, _ in self.sizes(prefix))
-
     def names(self, prefix: str) -> list[str]:
         import obstore
 
@@ -143,9 +138,6 @@ class ObjectBackend:
             return [(entry["path"], entry["size"]) for page in pages for entry in page]
 
         yield from self._call(f"list {prefix or 'the store'}", list_all)
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
 
 
 def _retried(name: str, doing: str) -> Any:
