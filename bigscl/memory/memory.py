@@ -414,9 +414,8 @@ class Memory(AbstractContextManager["Memory"]):
                 return
             if self._canaries is not None:
                 chunks = self._canaries.noted(chunks)
-            labels = label_counts(self._annotations, self._answered)
             selection, self.class_ratios = rule.select(
-                chunks, self._annotations, labels, self.class_ratios, self._ranks
+                chunks, self._annotations, self._labels, self.class_ratios, self._ranks
             )
             if floors is not None:
                 selection = floors.marked(selection, self._ranks)
@@ -433,6 +432,10 @@ class Memory(AbstractContextManager["Memory"]):
 
     def _class_name(self, number: int) -> str:
         return f"class {number}"
+
+    @property
+    def _labels(self) -> NDArray[np.int64]:
+        return label_counts(self._annotations, self._answered)
 
     def _compact(self) -> None:
         """From now on keep only the heatmaps of each image's top classes."""
