@@ -89,7 +89,9 @@ def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
             f"{backend.url}: uses {', '.join(unknown)}, which this version does not read. Upgrade bigscl."
         )
     if not FEATURES.keys() <= features.keys():
-        raise OtherFormat(f"{backend.url}: written before version 0.2.0. Use another place for a new store.")
+        raise OtherFormat(
+            f"{backend.url}: written by a revision before version 0.2.0. Use another place for a new store."
+        )
     return StoreSpec.from_json(described, place, REMEDY)
 
 
