@@ -133,7 +133,7 @@ class StoreReader:
         return bytes_by_array(self.backend.sizes(""))
 
     def load_shard(self, shard: int, check: Check | None = None) -> Rows:
-        """All rows of a shard, or initial values; waits, as `check` lets it, for what a cache lacks."""
+        """All rows of a shard, or initial values; waits for a stale cache until `check` raises."""
         return Rows(self.spec.num_classes, **self._load(shard, check=check))
 
     def _load(
@@ -169,7 +169,7 @@ class StoreReader:
         return rows
 
     def peek(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
-        """As `read_without_initial_value`, for screens: only these rows if uncompressed, unchecked."""
+        """As `read_without_initial_value`, fast, for screens: reads single rows if it can, unchecked."""
         wanted = np.asarray(ids, dtype=np.int64)
         if self.group.codec != "none" or not len(wanted):
             return self.read_without_initial_value(wanted)

@@ -288,7 +288,7 @@ class RehearsalTrainer(Trainer):
         self._clock.after_step(window, count)
 
     def _step_seconds(self, clock: "_StepClock", *, exchange: bool) -> float:
-        """Return the seconds of a step on a batch that is there, at rate 0, and its memory update."""
+        """Return the seconds of a step with its memory update, at rate 0, on a batch at hand."""
         self._one_step(clock, exchange)
         self.wait_for_device()
         # All ranks must make as many: each hears the same sum.
