@@ -71,7 +71,7 @@ def ll_cp(
 def large_loss(
     logits: Tensor, labels: Tensor, is_large: Tensor, corrected: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """As `an`, but unknown labels with `is_large` have no loss or are positives; `corrected` are positives."""
+    """As `an`, but unknown labels that are large have no loss or are positives, as `corrected` ones are."""
     is_large = is_large & (labels == -1)
     is_positive = labels == 1
     if corrected is not None:
