@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bigscl.data.loader import Loader
     from bigscl.data.transforms import TrainingTransform
     from bigscl.data.webdataset import RandomResizedCropWithView, SampleIds
-    from bigscl.losses.inputs import LossInputs
+    from bigscl.losses.registry import LossInputs
     from bigscl.memory.lookup import MemoryBatch, RepeatedSample, SampleViews
     from bigscl.memory.memory import Memory
     from bigscl.models.spatial import MapPooling, build_model
@@ -45,7 +45,7 @@ _DEFINED = {
     "Annotations": ("bigscl.store", "Annotations"),
     "Loader": ("bigscl.data.loader", "Loader"),
     "SampleViews": ("bigscl.memory.lookup", "SampleViews"),
-    "LossInputs": ("bigscl.losses.inputs", "LossInputs"),
+    "LossInputs": ("bigscl.losses.registry", "LossInputs"),
     "MapPooling": ("bigscl.models.spatial", "MapPooling"),
     "Memory": ("bigscl.memory.memory", "Memory"),
     "MemoryBatch": ("bigscl.memory.lookup", "MemoryBatch"),

@@ -28,8 +28,14 @@ from bigscl.store.epoch.shard_cache import ShardCache, update
 from bigscl.store.epoch.threads import PASS_THREADS, in_order
 from bigscl.store.epoch.writeback import Writeback
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
-from bigscl.store.format.annotations import Annotations, Ragged
-from bigscl.store.format.answered import Answered, answered_shard, label_counts, with_answers
+from bigscl.store.format.annotations import (
+    Annotations,
+    Answered,
+    Ragged,
+    answered_shard,
+    label_counts,
+    with_answers,
+)
 from bigscl.store.format.array_types import class_dtype
 from bigscl.store.format.fields import SEAL, seal, seal_fault
 from bigscl.store.format.history import history_bytes, history_faults
@@ -55,78 +61,5 @@ from bigscl.store.format.spec import (
     StoreSpec,
 )
 from bigscl.store.heatmap_store import HeatmapStore
-from bigscl.store.reader import InitialValues, Problem, verify
+from bigscl.store.reader import InitialValues, Problem, bytes_by_array, verify
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
-
-__all__ = [
-    "FORMAT",
-    "LEASE_PATIENCE_SECONDS",
-    "MAX_COUNT",
-    "NOT_KEPT",
-    "PACKED_NAME",
-    "PASS_THREADS",
-    "SCHEMES",
-    "SEAL",
-    "STORE_SCHEMES",
-    "Annotations",
-    "Answered",
-    "Array",
-    "Backend",
-    "BadFile",
-    "ChunkCorrupt",
-    "Codec",
-    "GroupSpec",
-    "HeatmapStore",
-    "Holder",
-    "IndexMismatch",
-    "InitialValues",
-    "KeptScores",
-    "LocalBackend",
-    "NotAStore",
-    "ObjectReader",
-    "Prefetcher",
-    "Problem",
-    "Ragged",
-    "Ranked",
-    "Rows",
-    "ShardCache",
-    "SingleProcess",
-    "Snapshot",
-    "SnapshotLog",
-    "StorageOptions",
-    "StoreError",
-    "StoreSpec",
-    "Transport",
-    "Version",
-    "Writeback",
-    "answered_shard",
-    "array_plans",
-    "break_lease",
-    "by_version",
-    "check_creates_once",
-    "choose_classes",
-    "class_dtype",
-    "history_bytes",
-    "history_faults",
-    "in_order",
-    "initial_shard",
-    "is_dead",
-    "label_counts",
-    "list_objects",
-    "on_rank_zero",
-    "open_backend",
-    "process_start",
-    "read_holder",
-    "read_spec",
-    "seal",
-    "seal_fault",
-    "shard_bytes",
-    "snapshot_bytes",
-    "spec_for",
-    "stored_bytes",
-    "stored_plans",
-    "update",
-    "verify",
-    "versions_of",
-    "with_answers",
-]

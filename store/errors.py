@@ -43,7 +43,6 @@ def storage_errors(place: str) -> Iterator[None]:
 
 
 def storage_error(what: str, error: OSError) -> StorageFailed:
-    """The error for an operation that the storage refused."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename and str(error.filename) not in what:
         reason = f"{reason}: {error.filename}"

@@ -13,7 +13,6 @@ import numpy as np
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend, open_backend
 from bigscl.store.backends.schemes import StorageOptions
-from bigscl.store.commit.compaction import check_top, compact_rows, compacted_group
 from bigscl.store.commit.create import (
     FIRST_GROUP,
     check_fingerprint,
@@ -41,9 +40,8 @@ from bigscl.store.commit.snapshots import (
 from bigscl.store.epoch.threads import POLL_SECONDS, Check, in_order, nothing
 from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
 from bigscl.store.format import history
-from bigscl.store.format.annotations import Annotations
-from bigscl.store.format.answered import Answered, answered_shard, with_answers
-from bigscl.store.format.layout import free_slot
+from bigscl.store.format.annotations import Annotations, Answered, answered_shard, with_answers
+from bigscl.store.format.layout import check_top, compact_rows, compacted_group, free_slot
 from bigscl.store.format.quantize import as_stored
 from bigscl.store.format.spec import Codec, GroupSpec, Rows, StoreSpec
 from bigscl.store.format.zarr_group import ArrayGroup, describe_group, described
@@ -319,10 +317,7 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         return self._snapshot
 
     def drop_snapshots(self, keep: Iterable[int] = ()) -> None:
-        """Keep only these snapshots and the current one; delete array groups that none of them names.
-
-        What rank 0 wants kept counts.
-        """
+        """Keep only these snapshots, as rank 0 names them, and the current one."""
         self.announce_drop(keep)
         on_rank_zero(self._transport, self.drop_announced)
         self.note_drop()
@@ -331,10 +326,7 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
     # the ranks go on. A rank that finds no free slot meanwhile waits until these snapshots are gone.
 
     def announce_drop(self, keep: Iterable[int] = ()) -> None:
-        """Agree with the other ranks on the snapshots that `drop_announced` will drop; collective.
-
-        Until then nothing may be committed, rolled back or compacted.
-        """
+        """Agree with all ranks on the snapshots to drop; nothing may be committed until they are."""
         self._check_writable()
         kept = {*keep, self._snapshot.id}
 
@@ -412,21 +404,12 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         old arrays.
         """
         self._check_writable()
-        assert self.annotations is not None
-        check_top(self.annotations, top)
+        annotations = self.annotations
+        assert annotations is not None
+        check_top(annotations, top)
         if self.spec.top_scores is not None and top > self.spec.top_scores:
             raise UserError(f"top: {top}, but rows keep the scores of {self.spec.top_scores} classes only")
         group = compacted_group(self._arrays.spec, self._snapshot.generation, top, slots, codec)
-        return self._rewrite(group, self._compacted, self._snapshot.attributes, progress)
-
-    def _rewrite(
-        self,
-        group: GroupSpec,
-        change: Callable[[GroupSpec, int, Rows], Rows],
-        attributes: Mapping[str, Any],
-        progress: Callable[[int], None],
-    ) -> Snapshot:
-        """Write `change(group, shard, rows)` of all shards into a new array group, as one new snapshot."""
         if self._pending:
             raise StoreError(
                 f"{self.backend.url}: commit before rewriting: {len(self._pending)} shards pending"
@@ -440,7 +423,10 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
             digests = self._snapshot.digests_of(shard)
             arrays = self._arrays.read(shard, self._snapshot.slots[shard], digests=digests)
             rows = Rows(self.spec.num_classes, **arrays)
-            return shard, Written(slot, new.write(shard, slot, change(new.spec, shard, rows)))
+            ids = shard * self.spec.rows_per_shard + np.arange(len(rows))
+            rows = compact_rows(rows, annotations.of_shard(shard), self.spec, group)
+            rows = as_stored(rows, group, ids, self._snapshot.epoch)
+            return shard, Written(slot, new.write(shard, slot, rows))
 
         try:
             for done, (shard, written) in enumerate(in_order(rewrite, share), 1):
@@ -449,7 +435,7 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
         except Exception as error:
             self._failure = error
         try:
-            return self._commit(new, self._snapshot.epoch, self._snapshot.step, attributes)
+            return self._commit(new, self._snapshot.epoch, self._snapshot.step, self._snapshot.attributes)
         except BaseException:
             self._pending = {}
             self._failure = None
@@ -467,12 +453,6 @@ class HeatmapStore(StoreReader, AbstractContextManager["HeatmapStore"]):
 
         on_rank_zero(self._transport, make)
         return ArrayGroup.open(self.backend, self.spec, group.name, read_only=False)
-
-    def _compacted(self, group: GroupSpec, shard: int, rows: Rows) -> Rows:
-        assert self.annotations is not None
-        ids = shard * self.spec.rows_per_shard + np.arange(len(rows))
-        compacted = compact_rows(rows, self.annotations.of_shard(shard), self.spec, group)
-        return as_stored(compacted, group, ids, self._snapshot.epoch)
 
     # Answers
 

@@ -3,7 +3,7 @@
 # Shapes: N rows, L classes, W side of a heatmap.
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from bigscl.store.commit.snapshots import Snapshot, SnapshotLog, Written
 from bigscl.store.epoch.threads import Check, in_order
 from bigscl.store.errors import BadFile, ChunkCorrupt, StoreError
 from bigscl.store.format import history
-from bigscl.store.format.annotations import Annotations
-from bigscl.store.format.answered import ATTRIBUTE, Answered, with_answers
+from bigscl.store.format.annotations import ATTRIBUTE, Annotations, Answered, with_answers
 from bigscl.store.format.array_types import ARRAYS, Domain
 from bigscl.store.format.layout import initial_shard, split_by_shard
 from bigscl.store.format.spec import Array, GroupSpec, Ranked, Rows, StoreSpec
@@ -130,18 +129,11 @@ class StoreReader:
         return list(self._log.read_all().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes on the storage by array, as `group/array`, and of everything else by its folder or file."""
-        totals: dict[str, int] = {}
-        for key, size in self.backend.sizes(""):
-            name = "/".join(key.split("/")[: 2 if key.startswith("arrays-") else 1])
-            totals[name] = totals.get(name, 0) + size
-        return totals
+        """Bytes on the storage by array, as `bytes_by_array`."""
+        return bytes_by_array(self.backend.sizes(""))
 
     def load_shard(self, shard: int, check: Check | None = None) -> Rows:
-        """All rows of a shard as last saved or committed; initial values if it never was.
-
-        If a cache still shows an older version, this waits; `check` raises to end that.
-        """
+        """All rows of a shard, or initial values; waits for a stale cache until `check` raises."""
         return Rows(self.spec.num_classes, **self._load(shard, check=check))
 
     def _load(
@@ -164,48 +156,45 @@ class StoreReader:
         """The rows of these samples, in their order. For looking around: threads read whole shards."""
         wanted = np.asarray(ids, dtype=np.int64)
         self.check_ids(wanted)
-        gathered: dict[str, Array] = {}
+        if not len(wanted):
+            return self.load_shard(0).take(slice(0, 0))
 
-        def load(shard: int, positions: Array, places: Array) -> tuple[Array, dict[str, Array]]:
+        def load(part: tuple[int, Array, Array]) -> tuple[Array, dict[str, Array]]:
+            shard, positions, places = part
             return places, {name: array[positions] for name, array in self._load(shard).items()}
 
         parts = split_by_shard(wanted, self.spec.rows_per_shard)
-        for places, rows in in_order(lambda part: load(*part), parts):
-            for name, array in rows.items():
-                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
-                out[places] = array
+        rows = self._gathered(len(wanted), in_order(load, parts))
         self._check_still_retained()
-        if not gathered:
-            return self.load_shard(0).take(slice(0, 0))
-        return Rows(self.spec.num_classes, **gathered)
+        return rows
 
     def peek(self, ids: Iterable[int] | NDArray[np.int64]) -> Rows:
-        """As `read_without_initial_value`, in milliseconds, for screens: reads only these rows if possible.
-
-        That is so unless chunks are compressed. What is read so is not compared with its checksum.
-        """
+        """As `read_without_initial_value`, fast, for screens: reads single rows if it can, unchecked."""
         wanted = np.asarray(ids, dtype=np.int64)
         if self.group.codec != "none" or not len(wanted):
             return self.read_without_initial_value(wanted)
         self.check_ids(wanted)
         shards, positions = np.divmod(wanted, self.spec.rows_per_shard)
         slots = np.array([self._version(int(shard)).slot for shard in shards])
-        there, parts = slots >= 0, {}
+        there = slots >= 0
+        parts: list[tuple[Array, Mapping[str, Array]]] = []
         if there.any():
             places = np.stack([shards, slots, positions], axis=1)[there]
-            parts = self.arrays.peek([(int(a), int(b), int(c)) for a, b, c in places])
+            parts.append((there, self.arrays.peek([(int(a), int(b), int(c)) for a, b, c in places])))
             self._check_still_retained()
-        gathered: dict[str, Array] = {}
-        for mask, rows in ((there, parts), (~there, self._initial(wanted[~there]))):
-            for name, array in rows.items():
-                out = gathered.setdefault(name, np.empty((len(wanted), *array.shape[1:]), array.dtype))
-                out[mask] = array
-        found, start = Rows(self.spec.num_classes, **gathered), self.initial_values
+        if not there.all():
+            parts.append((~there, dict(self.read(wanted[~there]).items())))
+        found, start = self._gathered(len(wanted), parts), self.initial_values
         return found if start is None else start.without_initial_value(found, wanted)
 
-    def _initial(self, ids: NDArray[np.int64]) -> dict[str, Array]:
-        """The arrays of samples whose shards were never saved."""
-        return dict(self.read(ids)) if len(ids) else {}
+    def _gathered(self, count: int, parts: Iterable[tuple[Array, Mapping[str, Array]]]) -> Rows:
+        """Return `count` rows from parts of them, each with where its rows belong."""
+        gathered: dict[str, Array] = {}
+        for where, rows in parts:
+            for name, array in rows.items():
+                out = gathered.setdefault(name, np.empty((count, *array.shape[1:]), array.dtype))
+                out[where] = array
+        return Rows(self.spec.num_classes, **gathered)
 
     def scores_by_shard(self, shards: Iterable[int]) -> Iterator[tuple[NDArray[np.int64], Array]]:
         """(ids, scores) of all real samples of each shard, the never-visited with their initial scores."""
@@ -225,10 +214,7 @@ class StoreReader:
     def ranked_by_shard(
         self, shards: Iterable[int], note: Callable[[NDArray[np.int64], Ranked], None] | None = None
     ) -> Iterator[tuple[NDArray[np.int64], Ranked]]:
-        """(ids, what expected positives are ranked by) of all real samples of each shard: see `Rows`.
-
-        `note` is called with the ids and scores of each shard before that.
-        """
+        """(ids, what samples are ranked by) of each shard; `note` is called with its scores before."""
         names = (*SCORES, "spatial_score", "classes") if self.group.spatial_score else SCORES
         for shard in shards:
             ids, rows = self.spec.sample_ids(shard), self._score_rows(shard, names)
@@ -328,6 +314,17 @@ def check_slots(url: str, snapshot: Snapshot, spec: StoreSpec, group: GroupSpec)
             f"{url}: snapshot {snapshot.id} names slot {highest}, the arrays have {group.num_slots}. "
             f"Restore the file from a copy, or use an older snapshot."
         )
+
+
+def bytes_by_array(listing: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the bytes of each array as `group/array`, of the history, of the snapshots and of the rest."""
+    totals: dict[str, int] = {}
+    for key, num_bytes in listing:
+        parts = key.split("/")
+        folder = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else parts[0]
+        name = folder if len(parts) > 1 else "other"
+        totals[name] = totals.get(name, 0) + num_bytes
+    return totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

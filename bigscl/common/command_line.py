@@ -55,10 +55,7 @@ def first_on_this_machine() -> bool:
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with each parameter that is a dataclass replaced by the fields of that dataclass.
-
-    So several commands share a group of options: `def command(store: Store, *, storage: StorageFlags)`.
-    """
+    """Return the function with each parameter that is a dataclass replaced by its fields: shared options."""
     hints = get_type_hints(function, include_extras=True)
     own = inspect.signature(function).parameters
     groups = {name: hints[name] for name in own if is_dataclass(hints[name])}
@@ -70,7 +67,10 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters.append(_keyword(name, parameter.default, hints[name]))
 
     def call(**values: Any) -> Any:
-        given = {name: _take(groups[name], values) for name in groups}
+        given = {
+            name: group(**{field.name: values[field.name] for field in fields(group)})
+            for name, group in groups.items()
+        }
         return function(**given, **{name: values[name] for name in own if name not in groups})
 
     call.__name__, call.__module__ = function.__name__, function.__module__
@@ -90,10 +90,6 @@ def _parameters_of(group: type[Any]) -> Iterator[inspect.Parameter]:
 
 def _keyword(name: str, default: Any, hint: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _take(group: type[Any], values: dict[str, Any]) -> Any:
-    return group(**{field.name: values[field.name] for field in fields(group)})
 
 
 class Command(typer.core.TyperCommand):
@@ -120,7 +116,6 @@ def _repeated(words: Iterable[str], options: tuple[str, ...]) -> Iterator[str]:
 
 
 def make_command(function: Callable[..., Any], name: str, several: tuple[str, ...] = ()) -> Command:
-    """Return a function as a command of typer: its options are its parameters, its help is its docstring."""
     call = with_options(function)
     hints = get_type_hints(call, include_extras=True).values()
     takes_settings = any(_SETTINGS in getattr(hint, "__metadata__", ()) for hint in hints)
@@ -171,23 +166,18 @@ def _run(command: Any, arguments: list[str] | None, program: str) -> int:
         reason = explain(error)
         if in_a_group():
             _leave_group(error, reason, program)
-        if reason is None:
-            _report_bug(error)
-            return 1
-        _say(_line(program, reason))
-        return 2
+        if reason is not None:
+            _say(_line(program, reason))
+            return 2
+        text = "".join(traceback.format_exception(error))
+        if hide(text) == text:
+            raise
+        print(hide(text), file=sys.stderr)
+        return 1
 
 
 def _line(program: str, reason: str) -> str:
     return f"{program}: {printable(hide(reason), keep=chr(10))}"
-
-
-def _report_bug(error: Exception) -> None:
-    """Raise the error again, or print its traceback if that must be without a secret."""
-    text = "".join(traceback.format_exception(error))
-    if hide(text) == text:
-        raise error
-    print(hide(text), file=sys.stderr)
 
 
 def _leave_group(error: Exception, reason: str | None, program: str) -> NoReturn:

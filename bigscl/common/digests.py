@@ -37,18 +37,15 @@ class DigestingFile(io.RawIOBase):
         self._file, self._crc = file, 0
 
     def write(self, data: Any) -> int:
-        """Write some bytes."""
         self._crc = zlib.crc32(data, self._crc)
         return self._file.write(data)
 
     @property
     def digest(self) -> str:
-        """The digest of all bytes so far."""
         return f"{self._crc:08x}"
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's bytes."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -103,7 +100,6 @@ def folder_faults(folder: Path, head: str, remedy: str) -> Iterator[str]:
 
 
 def fault_of(check: Callable[[], object]) -> Iterator[str]:
-    """Yield what keeps a file from being read, if anything does."""
     try:
         check()
     except (BadFile, FileNotFoundError) as error:
@@ -172,13 +168,11 @@ class ArrayFile:
         return name in self._found
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """Return an array, after its checksum was compared."""
         entry = self._zip.getinfo(f"{name}.npy")
         (name_bytes, extra_bytes) = struct.unpack_from("<HH", self._bytes, entry.header_offset + 26)
         start = entry.header_offset + LOCAL_HEADER + name_bytes + extra_bytes
         if entry.compress_type != zipfile.ZIP_STORED or start % ALIGNMENT:
-            found: NDArray[Any] = self._found[name]
-            return found
+            return np.asarray(self._found[name])
         with memoryview(self._bytes)[start : start + entry.file_size] as data:
             if zlib.crc32(data) != entry.CRC:
                 raise zipfile.BadZipFile(f"{name} has another checksum")

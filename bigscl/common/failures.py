@@ -21,7 +21,7 @@ from bigscl.common.user_error import UserError
 # What gloo and NCCL say when another rank is gone, or does not answer in time.
 LOST = re.compile(
     r"third_party/gloo|Connection closed by peer|Connection reset by peer|Broken pipe|timed out|"
-    r"NCCL|ncclRemoteError|ncclSystemError|[Ww]atchdog|connectFullMesh|Socket Timeout",
+    r"NCCL|ncclRemoteError|ncclSystemError|[Ww]atchdog|connectFullMesh|Socket Timeout"
 )
 STOPPED = 75
 """Exit code of a run that a signal stopped before its end: start it again. EX_TEMPFAIL of sysexits.h."""
@@ -114,16 +114,10 @@ def explain(error: Exception) -> str | None:
     if type(error).__module__.startswith("obstore"):
         reason = str(error).splitlines()[0]
         return f"the object store: {reason}. Check bucket, endpoint, region and credentials."
-    if isinstance(error, UserError) or _is_of_the_store(error):
-        return str(error)
-    return None
-
-
-def _is_of_the_store(error: Exception) -> bool:
     # Imported after an error, not before: zarr costs `bigscl --help` half of its time.
     from bigscl.store import StoreError
 
-    return isinstance(error, StoreError)
+    return str(error) if isinstance(error, UserError | StoreError) else None
 
 
 def _explain_os_error(error: OSError) -> str | None:

@@ -1,13 +1,15 @@
-"""Files of a run and files of others: atomic writing, JSON lines, and errors that name the file."""
+"""Files of a run and files of others: atomic writing, JSON lines, tables, and errors that name the file."""
 
+import csv
 import errno
 import importlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +217,6 @@ def remove_folder(path: Path) -> None:
 
 
 def rename_folder(path: Path, name: Path) -> None:
-    """Give a folder another name; a folder that has it already is removed."""
     shutil.rmtree(name, ignore_errors=True)
     _rename(path, name)
 
@@ -235,15 +236,77 @@ def _hidden(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-# Parquet
+# Tables (CSV, TSV, JSON lines, Parquet), and lists of class names
 
 
 def load_pyarrow(path: object, instead: str) -> tuple[Any, Any]:
-    """Return the modules pyarrow and pyarrow.parquet; UserError if they are missing.
-
-    `path` is the file to read or write, `instead` the formats that need no pyarrow.
-    """
+    """Return pyarrow and pyarrow.parquet; UserError, with what to use `instead`, if they are missing."""
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise UserError(f"{path}: needs pyarrow: pip install pyarrow; or use {instead}") from None
+
+
+Row = Mapping[str, Any]
+CheckColumns = Callable[[list[str]], object]
+"""Raises UserError if a file lacks columns; called with those of the file, or of each line of JSON."""
+
+
+def read_table(path: Path, check: CheckColumns, expected: str) -> list[Row]:
+    """Return the rows of a table; BadFile names the line that is wrong and the `expected` columns."""
+    if path.suffix not in READERS:
+        raise UserError(f"{path}: tables are read from {', '.join(READERS)}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there, expected a table ({', '.join(READERS)})")
+    with parse_errors(path, "a table", f"Expected {expected}."):
+        return list(READERS[path.suffix](path, check))
+
+
+def _csv(path: Path, check: CheckColumns, *, delimiter: str = ",") -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True, delimiter=delimiter)
+        check(list(reader.fieldnames or ()))
+        for row in reader:
+            if None in row or None in row.values():
+                raise UserError(f"line {reader.line_num} has another number of columns than the first line")
+            yield row
+
+
+def _jsonl(path: Path, check: CheckColumns) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise UserError("no object")
+                check(list(row))
+            except ValueError as error:
+                raise UserError(f"line {number}: {error}") from None
+            yield row
+
+
+def _parquet(path: Path, check: CheckColumns) -> Iterator[Row]:
+    _, parquet = load_pyarrow(path, ".csv or .jsonl")
+    table = parquet.read_table(path)
+    check(table.column_names)
+    rows: list[Row] = table.to_pylist()
+    yield from rows
+
+
+READERS: dict[str, Callable[[Path, CheckColumns], Iterator[Row]]] = {
+    ".csv": _csv,
+    ".tsv": partial(_csv, delimiter="\t"),
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Return the names in a text file with one on each line; UserError if two are the same."""
+    with parse_errors(path, "a list of class names", "Give a text file with one name per line."):
+        names = path.read_text().splitlines()
+    if not names or len(set(names)) < len(names) or not all(names):
+        raise UserError(f"{path}: expected a different name on each line, found {len(names)} lines")
+    return names

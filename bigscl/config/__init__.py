@@ -13,33 +13,5 @@ from bigscl.config.load import (
     to_yaml,
     with_digest,
 )
-from bigscl.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    RankBy,
-    StoreConfig,
-    ValidationConfig,
-)
+from bigscl.config.schema import CheckpointConfig, Config, DataConfig, RankBy, StoreConfig, ValidationConfig
 from bigscl.data.labels.training_labels import GivenConfig
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "GivenConfig",
-    "RankBy",
-    "StoreConfig",
-    "ValidationConfig",
-    "changed_settings",
-    "checked",
-    "doubtful_settings",
-    "load_config",
-    "load_data_settings",
-    "make_config",
-    "make_objective",
-    "parse_yaml",
-    "to_yaml",
-    "with_digest",
-]

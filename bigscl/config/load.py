@@ -19,7 +19,6 @@ from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
 from bigscl.config.mixing import Mixing
-from bigscl.config.presets import find_config
 from bigscl.config.schema import (
     Config,
     DataConfig,
@@ -61,6 +60,27 @@ class ConfigError(UserError):
     """A configuration that cannot be run; the message lists everything that is wrong with it."""
 
 
+FOLDER = Path(__file__).parent.parent / "configs"
+"""Configs that come with bigscl: complete runs, and files for launchers."""
+
+
+def find_config(path: Path) -> Path:
+    """Return the file that a path means: itself, or the packaged run of that name if there is no file."""
+    # os.path: a name that is too long, or has a NUL, is no file, and no error here.
+    if os.path.exists(path) or path.parent != Path() or path.name in ("", ".."):
+        return path
+    packaged = FOLDER / (path.name if path.suffix == ".yaml" else f"{path.name}.yaml")
+    return packaged if os.path.isfile(packaged) else path
+
+
+def packaged_files() -> dict[str, Path]:
+    """Return all packaged files by their names: `imagenet_resnet50_scl` of a run, else the path."""
+    files = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+    runs = {path.stem: path for path in files if path.parent == FOLDER and path.suffix == ".yaml"}
+    others = (path for path in files if path not in runs.values())
+    return {**runs, **{str(path.relative_to(FOLDER)): path for path in others}}
+
+
 def load_config(path: Path, overrides: Sequence[str] = (), *, to_train: bool = False) -> Config:
     """Return the config of a YAML file and `--section.key value` overrides; ConfigError lists mistakes.
 
@@ -81,7 +101,6 @@ def load_data_settings(path: Path) -> DataConfig:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the sections of a YAML file."""
     try:
         data = path.read_bytes()
         text = data.decode()
@@ -116,10 +135,7 @@ def _check_digest(data: bytes, path: Path) -> None:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return the plain values in a YAML text; ConfigError, with its source, for anything else.
-
-    The number of values is limited: ten lines of aliases can expand to a billion values.
-    """
+    """Return the plain values in a YAML text; ConfigError for anything else, and for bombs of aliases."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -128,19 +144,14 @@ def parse_yaml(text: str, source: str) -> Any:
         _count(node, {}, frozenset())
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        if hide(text) != text:
-            _drop_quotations(error)
+        # The message quotes nothing of a text with secrets.
+        for name in ("context_mark", "problem_mark") if hide(text) != text else ():
+            if (mark := getattr(error, name, None)) is not None:
+                mark.buffer = None
         reason = printable(" ".join(str(error).split()))
     except Exception as error:  # PyYAML raises many types of error for malformed tags.
         reason = reason_of(error)
     raise ConfigError(f"{printable(source)}: cannot be read: {reason}. Expected YAML: `key: value`.")
-
-
-def _drop_quotations(error: yaml.YAMLError) -> None:
-    """Let the message of an error quote nothing of its text, which has secrets."""
-    for name in ("context_mark", "problem_mark"):
-        if (mark := getattr(error, name, None)) is not None:
-            mark.buffer = None
 
 
 def _count(node: yaml.Node, counts: dict[int, int], inside: frozenset[int]) -> int:
@@ -171,7 +182,6 @@ def make_config(values: dict[str, Any], source: str = "config", *, to_train: boo
 
 
 def _not_installed(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of a network and of trackers that this machine does not have."""
     model, log = values.get("model"), values.get("log")
     if isinstance(model, dict) and isinstance(backbone := model.get("backbone"), str):
         from bigscl.models.families import check_backbone
@@ -190,10 +200,7 @@ def _not_installed(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _with_preprocessing(values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the values with the preprocessing of the weights, if they ask for it, and what prevents that.
-
-    From here on its settings are like those of a file: a saved config has them all.
-    """
+    """Return the values with the preprocessing of the weights, if they ask for it, and what prevents it."""
     data, model = values.get("data"), values.get("model")
     if not isinstance(data, dict) or not isinstance(model, dict) or data.get("preprocessing") != "weights":
         return values, []
@@ -252,15 +259,14 @@ def make_objective(
     Other settings are those of single losses, as in a config: `hill={"margin": 0.5}`.
     """
     given = {"base": base, "consistency": consistency, "norm": norm, "gamma": gamma, "smoothing": smoothing}
-    plain = {name: _plain(value) for name, value in (given | settings).items()}
+    plain = {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in (given | settings).items()
+    }
     made = _validated(TypeAdapter(_OwnObjective), {"objective": plain}, "objective").objective
     if problems := list(_idle_settings(made)):
         raise ConfigError(_listed("objective", problems))
     return made
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 @cache
@@ -347,7 +353,6 @@ def _conflicts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of settings of a store that is not there."""
     # The number of slots is also that of the checkpoints that are kept.
     for name in [field.name for field in fields(store) if field.name not in ("kind", "slots")]:
         if getattr(store, name) != getattr(StoreConfig(), name):
@@ -355,7 +360,6 @@ def _idle_store(store: StoreConfig) -> Iterator[tuple[str, str]]:
 
 
 def _idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of settings of the optimizer that would have no effect."""
     if optimizer.fused and optimizer.name not in ("adam", "adamw"):
         yield "optimizer.fused", f"has no effect with optimizer.name {optimizer.name}"
     if not optimizer.decay_norms_and_biases and not optimizer.weight_decay:
@@ -363,29 +367,21 @@ def _idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _mixing_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of Mixup and CutMix that cannot be, or would have no effect."""
     data, mix, base = config.data, config.data.mix, config.objective.base
     if mix is None:
         return
     if not (mix.mixup or mix.cutmix) or not mix.probability or data.batch_size < 2:
-        yield (
-            "data.mix",
-            "mixes no images: needs mixup or cutmix, a probability, and batches of 2 or more",
-        )
+        yield ("data.mix", "mixes no images: needs mixup or cutmix, a probability, and batches of 2 or more")
     elif mix.cutmix_share != Mixing().cutmix_share and not (mix.mixup and mix.cutmix):
         yield "data.mix.cutmix_share", "has no effect without both mixup and cutmix"
     if not BASES[base].mixes:
         able = ", ".join(name for name, term in BASES.items() if term.mixes)
-        yield (
-            "data.mix",
-            f"objective.base {base} has no loss of two images in one; choose {able}",
-        )
+        yield ("data.mix", f"objective.base {base} has no loss of two images in one; choose {able}")
     if data.erase is not None:
         yield "data.mix", "the memory leaves out one box of a view; choose it or data.erase"
 
 
 def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of settings of the selection that would have no effect."""
     selection, store = config.selection, config.store
     if "expected" not in config.objective.needs:
         for name in ("by", "per_class"):
@@ -399,7 +395,6 @@ def _idle_selection(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of settings of the objective that would have no effect."""
     if objective.consistency == "none" and objective.norm != "mse":
         yield "objective.norm", "has no effect without consistency"
     default, used = Objective(), BASES[objective.base].setting
@@ -409,7 +404,6 @@ def _idle_settings(objective: Objective) -> Iterator[tuple[str, str]]:
 
 
 def _late_starts(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, problem) of a part of the loss that would start after the end of the run."""
     term = BASES[config.objective.base]
     start = getattr(term.settings(config.objective), "start_epoch", 0)
     if term.setting is not None and start and start >= config.schedule.epochs:
@@ -432,10 +426,7 @@ def doubtful_settings(config: Config) -> Iterator[str]:
 
 
 def changed_settings(before: Path, config: Config) -> list[str]:
-    """List the settings that differ from a saved config, as `section.key: value`; none if there is no file.
-
-    Raises ConfigError if the file cannot be read.
-    """
+    """Return `section.key: value` of the settings that differ from a saved config, if there is one."""
     if not before.exists():
         return []
     values = _read(before)
@@ -448,7 +439,6 @@ def changed_settings(before: Path, config: Config) -> list[str]:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every setting in nested sections."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -481,16 +471,13 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[last] = value
 
 
-def _dotted(location: tuple[str | int, ...]) -> str:
-    # Members of a union appear as types or literals; users know only the keys they wrote.
-    return ".".join(str(part) for part in location if not str(part).endswith(("]", "float", "int")))
-
-
 def _by_setting(errors: Iterable[Any]) -> list[tuple[str, str]]:
     """Return (dotted path, complaint) of each setting: the members of a union have one complaint together."""
     by_setting: dict[str, str] = {}
     for error in errors:
-        path, complaint = _dotted(error["loc"]), _complaint(error)
+        # Members of a union appear as types or literals; users know only the keys they wrote.
+        path = ".".join(part for part in map(str, error["loc"]) if not part.endswith(("]", "float", "int")))
+        complaint = _complaint(error)
         if complaint == UNKNOWN:
             reason = ABSENT.get(path.rpartition(".")[2])
             complaint += _nearest(path) if reason is None else f": {reason}"

@@ -50,10 +50,7 @@ class Mixing:
     """Share of the mixed images that have CutMix, if there is Mixup too."""
 
     def rows(self, ids: Sequence[int], *, size: int, seed: int, epoch: int) -> NDArray[np.float32]:
-        """Return a `MixRow` for each image of a batch, float32 [B,5], with boxes of whole pixels.
-
-        They depend on these arguments alone: they are the same on any rank, and after a restart.
-        """
+        """Return a `MixRow` for each image of a batch, [B,5]; it depends on these arguments alone."""
         rows = np.tile(np.array(MixRow(), np.float32), (len(ids), 1))
         # An odd batch has one without a neighbour. One generator serves the batch: a sample comes once per
         # epoch, so its first id names it.
@@ -86,15 +83,11 @@ def beta(alpha: float, uniform: Numbers) -> Numbers:
     places = np.arange(len(uniform))
     # Far apart they are 0 and 1.
     apart = (log_y - log_x)[places, first].clip(-700, 700)
-    shares: Numbers = 1 / (1 + np.exp(apart))
-    return shares
+    return np.asarray(1 / (1 + np.exp(apart)))
 
 
 def pasted_boxes(kept: Numbers, centres: Numbers, size: int) -> NDArray[Any]:
-    """Return (left, top, width, height) in pixels of boxes of area `1 - kept` around centres.
-
-    As in the paper's code: a box around a centre near the edge is cut off there, so it is smaller.
-    """
+    """Return boxes in pixels of area `1 - kept` around centres, cut off at the edge as by the paper."""
     side = (size * np.sqrt(1 - kept)).astype(np.int64)[:, None]
     middle = (centres * size).astype(np.int64)
     start, end = (middle - side // 2).clip(0, size), (middle + side // 2).clip(0, size)

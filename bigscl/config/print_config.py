@@ -58,7 +58,6 @@ class Setting:
 
 
 def all_settings() -> Iterator[Setting]:
-    """Yield every setting of a run, each section before its settings."""
     yield from _settings(Config, "")
 
 
@@ -102,13 +101,9 @@ def _sentences_below(kind: type[Any]) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     sentences = {}
     for node, after in itertools.pairwise(body.body):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and isinstance(after, ast.Expr)
-        ):
-            assert isinstance(after.value, ast.Constant)
-            sentences[node.target.id] = str(after.value.value)
+        match node, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                sentences[name] = str(text)
     return sentences
 
 
@@ -117,7 +112,6 @@ def _default(field: Any) -> Any:
 
 
 def _section_in(hint: Any) -> type[Any] | None:
-    """Return the dataclass that a field holds, or may hold."""
     return next((part for part in (hint, *typing.get_args(hint)) if is_dataclass(part)), None)  # type: ignore[return-value]
 
 
@@ -148,7 +142,6 @@ def _words(schema: dict[str, Any]) -> str:
 
 
 def settings_page() -> str:
-    """Return the page of all settings, as Markdown."""
     lines = [HEAD, "| setting | default | values | |", "|---|---|---|---|"]
     for setting in all_settings():
         if setting.is_section:

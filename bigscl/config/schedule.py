@@ -82,15 +82,12 @@ class Schedule:
 
     @property
     def epochs(self) -> int:
-        """Epochs of the whole run."""
         return self.warmup.epochs + self.main.epochs
 
     def phase_start(self, epoch: int) -> int:
-        """Return the first epoch of an epoch's phase."""
         return 0 if self.is_warmup(epoch) else self.warmup.epochs
 
     def is_warmup(self, epoch: int) -> bool:
-        """Whether an epoch of the run belongs to the warm-up."""
         if not 0 <= epoch < self.epochs:
             raise UserError(f"epoch: found {epoch}, expected 0 to {self.epochs - 1}")
         return epoch < self.warmup.epochs

@@ -114,7 +114,6 @@ class DataConfig:
             object.__setattr__(self, "shorter", shorter_side(size))
 
     def training_transform(self, seed: int, epoch: int) -> TrainingTransform:
-        """Return the transform of an epoch of training."""
         return TrainingTransform(
             size=self.size,
             seed=seed,
@@ -126,7 +125,6 @@ class DataConfig:
         )
 
     def evaluation_transform(self) -> EvaluationTransform:
-        """Return the transform of validation and evaluation."""
         assert self.shorter is not None
         return EvaluationTransform(
             size=self.eval_size or self.size,
@@ -221,7 +219,6 @@ class StoreConfig:
         return None if kept is None or kept >= num_classes else kept
 
     def options(self) -> StorageOptions:
-        """Return how to reach an object store."""
         return StorageOptions(endpoint=self.endpoint, region=self.region, anonymous=self.anonymous)
 
 
@@ -354,7 +351,6 @@ class Config:
 
     @property
     def store_url(self) -> str:
-        """Where the store is, if it is on disk."""
         return self.store.url or str(self.run / "store")
 
     @property

@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,14 +54,13 @@ def folder(
         child.name for child in _class_folders(splits_there.get("train") or next(iter(splits_there.values())))
     ]
     short = Resize(size=resize, mode="short") if resize is not None else None
-    settings: dict[str, Any] = {"resize": resize, "seed": seed}
     return Shards(
         kind="folder",
         classes=classes,
         parts={
             split: _part(split, path, classes, flat, short, seed, source) for split, path in wanted.items()
         },
-        settings=settings,
+        settings={"resize": resize, "seed": seed},
         samples_per_shard=samples_per_shard,
     )
 
@@ -139,7 +137,6 @@ def _by_class_folder(path: Path) -> list[tuple[str, str, str]]:
 
 
 def _by_ground_truth(path: Path, flat: FlatLabels | None) -> list[tuple[str, str, str]]:
-    """Return (key, file, class) of every image of a flat folder."""
     files = sorted(_image_files(path))
     if not files:
         raise UserError(f"{path}: no images and no class folders")

@@ -1,19 +1,22 @@
-"""Multi-label datasets: the common part of VOC and COCO.
+"""Multi-label datasets with boxes: Pascal VOC and COCO.
 
 The single-positive protocol is that of Cole et al. (CVPR 2021), bit for bit.
 """
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.files import BadFile
-from bigscl.common.text import printable
+from bigscl.common.files import BadFile, parse_errors
+from bigscl.common.text import printable, reason_of
 from bigscl.common.user_error import UserError
 from bigscl.datasets.writer import ImageFile, MultiLabel, Resize, Sample, Shards, key_of
 
@@ -31,20 +34,22 @@ class BoxedImage:
 
     @property
     def labels(self) -> tuple[int, ...]:
-        """The classes of the objects, ascending."""
         return tuple(sorted({box[0] for box in self.boxes}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """The number of labels of each image that training sees, and the seed that draws them."""
+    """How a dataset is written: the labels of each image that training sees, its size, the size of shards."""
 
-    num_positives: int
-    num_negatives: int
-    seed: int
+    num_positives: int = 1
+    num_negatives: int = 0
+    seed: int = SEED
+    resize: int | None = None
+    samples_per_shard: int = 1000
 
-    def samples(self, images: Sequence[BoxedImage], num_classes: int, resize: Resize | None) -> list[Sample]:
+    def samples(self, images: Sequence[BoxedImage], num_classes: int) -> list[Sample]:
         """Return one sample per image of an official set, with all labels and the given ones."""
+        square = None if self.resize is None else Resize(size=self.resize, mode="square")
         matrix = label_matrix([image.labels for image in images], num_classes)
         positives, negatives = draw_given(
             matrix, seed=self.seed, num_positives=self.num_positives, num_negatives=self.num_negatives
@@ -52,7 +57,7 @@ class Protocol:
         return [
             Sample(
                 key=key_of(Path(image.path.name)),
-                image=ImageFile(path=str(image.path), resize=resize),
+                image=ImageFile(path=str(image.path), resize=square),
                 label=MultiLabel(full=image.labels, given=given, negatives=absent, boxes=image.boxes),
                 source="/".join(image.path.parts[-2:]),
             )
@@ -62,34 +67,25 @@ class Protocol:
 
 def multi_label_shards(
     kind: str,
-    *,
     classes: Sequence[str],
     official_train: Sequence[BoxedImage],
     official_val: Sequence[BoxedImage],
     protocol: Protocol,
-    resize: int | None,
-    samples_per_shard: int,
 ) -> Shards:
     """Return `train` and `val` from the official training set, and `test`, the official validation set."""
-    square = Resize(size=resize, mode="square") if resize is not None else None
-    samples = protocol.samples(official_train, len(classes), square)
+    samples = protocol.samples(official_train, len(classes))
     training, validation = split(len(samples), seed=protocol.seed)
-    settings: dict[str, Any] = {
-        "num_positives": protocol.num_positives,
-        "num_negatives": protocol.num_negatives,
-        "seed": protocol.seed,
-        "resize": resize,
-    }
+    settings = asdict(protocol)
     return Shards(
         kind=kind,
         classes=classes,
         parts={
             "train": [samples[row] for row in training],
             "val": [samples[row] for row in validation],
-            "test": protocol.samples(official_val, len(classes), square),
+            "test": protocol.samples(official_val, len(classes)),
         },
+        samples_per_shard=settings.pop("samples_per_shard"),
         settings=settings,
-        samples_per_shard=samples_per_shard,
     )
 
 
@@ -116,7 +112,6 @@ def existing_folder(path: Path, what: str) -> Path:
 
 
 def existing(path: Path, what: str) -> Path:
-    """Return the path; raise an error that says what was expected if nothing is there."""
     if not path.exists():
         raise FileNotFoundError(f"{printable(str(path))}: not there, expected {what}")
     return path
@@ -128,10 +123,7 @@ def existing(path: Path, what: str) -> Path:
 def draw_given(
     labels: NDArray[np.bool_], *, seed: int = SEED, num_positives: int = 1, num_negatives: int = 0
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return (given positives, given negatives) of each row of a `[N, L]` label matrix.
-
-    A row with fewer labels gives all of them. The positives do not depend on `num_negatives`.
-    """
+    """Return (given positives, given negatives) of each row of a `[N, L]` matrix: as many as there are."""
     if num_positives < 1 or num_negatives < 0:
         raise UserError(
             f"given labels: {num_positives} positives and {num_negatives} negatives, "
@@ -155,3 +147,136 @@ def split(num_samples: int, *, seed: int = SEED) -> tuple[NDArray[np.int64], NDA
     # np.round is half to even, as in the published splits.
     num_training = num_samples - int(np.round(VALIDATION_SHARE * num_samples))
     return np.sort(order[:num_training]), np.sort(order[num_training:])
+
+
+# Pascal VOC: a VOCdevkit folder
+
+# fmt: off
+VOC_CLASSES = (
+    "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
+    "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
+    "tvmonitor",
+)
+# fmt: on
+
+
+def voc(source: Path, *, year: int, protocol: Protocol) -> Shards:
+    """Return the shards of VOC: official `train` gives train and val, official `val` is the test part."""
+    root = _root(source, year)
+    train, val = (_official_voc(root, name) for name in ("train", "val"))
+    return multi_label_shards("voc", VOC_CLASSES, train, val, protocol)
+
+
+def _root(source: Path, year: int) -> Path:
+    """Return the folder that holds `Annotations`: `source`, or VOC<year> or VOCdevkit/VOC<year> in it."""
+    existing_folder(source, "a VOCdevkit folder")
+    for root in (source, source / f"VOC{year}", source / "VOCdevkit" / f"VOC{year}"):
+        if (root / "Annotations").is_dir():
+            return root
+    raise FileNotFoundError(
+        f"{source}: no folder Annotations in it, nor in VOC{year} or VOCdevkit/VOC{year}. "
+        f"Point to the VOCdevkit, and name its year."
+    )
+
+
+def _official_voc(root: Path, name: str) -> list[BoxedImage]:
+    """Return the images of an official set by file name, without those whose objects are all difficult."""
+    listing = existing(root / "ImageSets" / "Main" / f"{name}.txt", "the list of images of an official set")
+    with parse_errors(listing, "a list of images", "Unpack the devkit again."):
+        keys = sorted(listing.read_text().split())
+    images = [_read_image(root, key) for key in keys]
+    return [image for image in images if image.boxes]
+
+
+def _read_image(root: Path, key: str) -> BoxedImage:
+    annotation = existing(root / "Annotations" / f"{key}.xml", "the annotation of a listed image")
+    with parse_errors(annotation, "well-formed XML", "Unpack the devkit again."):
+        tree = ElementTree.parse(annotation).getroot()
+    width, height = _number(tree, "size/width", annotation), _number(tree, "size/height", annotation)
+    boxes = [
+        _voc_box(item, width, height, annotation)
+        for item in tree.findall("object")
+        if item.findtext("difficult", "0").strip() != "1"
+    ]
+    image = existing(root / "JPEGImages" / f"{key}.jpg", "a listed image")
+    return BoxedImage(path=image, boxes=tuple(boxes))
+
+
+def _voc_box(item: ElementTree.Element, width: float, height: float, file: Path) -> Box:
+    name = item.findtext("name", "").strip()
+    if name not in VOC_CLASSES:
+        raise BadFile(f"{file}: object {name!r} is none of the {len(VOC_CLASSES)} VOC classes")
+    x0, y0, x1, y1 = (_number(item, f"bndbox/{edge}", file) for edge in ("xmin", "ymin", "xmax", "ymax"))
+    # VOC counts pixels from 1 and includes the last one.
+    with parse_errors(file, "an annotation of VOC", "Unpack the devkit again."):
+        left, top = fraction(x0 - 1, width), fraction(y0 - 1, height)
+        return VOC_CLASSES.index(name), left, top, fraction(x1, width), fraction(y1, height)
+
+
+def _number(element: ElementTree.Element, path: str, file: Path) -> float:
+    text = element.findtext(path)
+    try:
+        return float(text or "")
+    except ValueError:
+        raise BadFile(f"{file}: {path} is {text!r}, expected a number") from None
+
+
+# COCO: a folder of images and an instances file
+
+
+def coco(source: Path, *, year: int, protocol: Protocol) -> Shards:
+    """Return the shards of COCO: official `train` gives train and val, official `val` is the test part."""
+    existing_folder(source, "a folder with annotations/ and the images")
+    classes, official_train = _official_coco(source, f"train{year}")
+    val_classes, official_val = _official_coco(source, f"val{year}")
+    if classes != val_classes:
+        raise BadFile(f"{source}: the categories of train{year} and val{year} differ, expected the same list")
+    return multi_label_shards("coco", classes, official_train, official_val, protocol)
+
+
+def _official_coco(source: Path, name: str) -> tuple[list[str], list[BoxedImage]]:
+    """Return (class names, images with boxes), ids sorted as strings."""
+    file = existing(source / "annotations" / f"instances_{name}.json", "COCO's instances file")
+    folder = existing_folder(source / name, "the folder of its images")
+    with parse_errors(file, "well-formed JSON", "Unpack the annotations again."):
+        # Outlines are most of the file and are not needed: they are dropped while it is read.
+        content = json.loads(
+            file.read_bytes(), object_pairs_hook=lambda pairs: {k: v for k, v in pairs if k != "segmentation"}
+        )
+    try:
+        classes, boxes = [category["name"] for category in content["categories"]], _coco_boxes(content)
+        if wrong := [name for name in classes if not isinstance(name, str) or not name.isprintable()]:
+            raise UserError(f"the category {wrong[0]!r} has no printable name")
+        names = {str(image["id"]): image["file_name"] for image in content["images"] if image["id"] in boxes}
+        if strange := [name for name in names.values() if not _is_inside(name)]:
+            raise UserError(f"the file name {strange[0]!r} is not that of a file in the folder")
+    except KeyError as error:
+        raise BadFile(f"{file}: {error} is used but missing, expected an instances file of COCO") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BadFile(f"{file}: {reason_of(error)}; expected an instances file of COCO") from None
+    return classes, [
+        BoxedImage(
+            path=existing(folder / names[key], f"an image named in {file.name}"), boxes=boxes[int(key)]
+        )
+        for key in sorted(names)
+    ]
+
+
+def _is_inside(name: Any) -> bool:
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _coco_boxes(content: dict[str, Any]) -> dict[int, tuple[Box, ...]]:
+    """Return the boxes of each image that has any, crowds included; classes are in the file's order."""
+    numbers = {category["id"]: number for number, category in enumerate(content["categories"])}
+    sides = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for item in content["annotations"]:
+        image = item["image_id"]
+        if type(image) is not int:
+            raise UserError(f"the image id {image!r} is not a number")
+        (width, height), (left, top, box_width, box_height) = sides[image], item["bbox"]
+        x0, y0 = fraction(left, width), fraction(top, height)
+        x1, y1 = fraction(left + box_width, width), fraction(top + box_height, height)
+        boxes[image].append((numbers[item["category_id"]], x0, y0, x1, y1))
+    return {image: tuple(own) for image, own in boxes.items()}

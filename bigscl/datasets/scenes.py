@@ -37,7 +37,6 @@ class Digit:
     height: int
 
     def overlaps(self, other: "Digit") -> bool:
-        """Return whether the two rectangles share a pixel."""
         return (
             self.left < other.left + other.width
             and other.left < self.left + self.width
@@ -68,14 +67,12 @@ class Scene:
     digits: tuple[Digit, ...]
 
     def encoded(self) -> tuple[str, bytes]:
-        """Return ("png", content of the picture file)."""
         buffer = io.BytesIO()
         # Level 1 takes half the time of the default for files a tenth larger.
         Image.fromarray(self.pixels()).save(buffer, format="PNG", compress_level=1)
         return "png", buffer.getvalue()
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Return the picture `[SIDE, SIDE, 3]`."""
         random = np.random.RandomState(self.seed)
         picture = _background(random)
         for digit in self.digits:
@@ -90,12 +87,11 @@ def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
     for number, part in enumerate(SOURCES):
         pictures = [_scene(part, sources[part], (seed, number, index)) for index in range(sizes[part])]
         parts[part] = _samples(part, pictures)
-    settings: dict[str, Any] = {"seed": seed, "sizes": sizes}
     return Shards(
         kind="scenes",
         classes=[str(digit) for digit in range(10)],
         parts=parts,
-        settings=settings,
+        settings={"seed": seed, "sizes": sizes},
         samples_per_shard=samples_per_shard,
     )
 

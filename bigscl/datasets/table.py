@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from bigscl.common.files import BadFile, parse_errors
-from bigscl.common.tables import Row, read_table
+from bigscl.common.files import BadFile, Row, parse_errors, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.url_secrets import public, take
 from bigscl.common.user_error import UserError
-from bigscl.datasets.multilabel import Box
 from bigscl.datasets.writer import (
     ImageFile,
     MultiLabel,
@@ -38,6 +36,7 @@ LABEL_NAMES = (
 SPLIT_NAMES = ("split", "subset", "partition", "set", "fold")
 SPLITS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 EDGES = ("x0", "y0", "x1", "y1")
+Edges = tuple[float, float, float, float]
 LONGEST_NUMBER = 9
 
 
@@ -66,7 +65,7 @@ class LabelledImage:
     image: Picture
     source: str
     labels: list[str | int] = field(default_factory=list)
-    boxes: list[tuple[str | int, tuple[float, ...]]] = field(default_factory=list)
+    boxes: list[tuple[str | int, Edges]] = field(default_factory=list)
 
 
 Parts = dict[str, dict[str, LabelledImage]]
@@ -99,9 +98,11 @@ def table(path: Path, images: Path | None, options: TableOptions) -> Shards:
             boxes = _boxes(row, labels)
         of_split = parts.setdefault(split, {})
         if source not in of_split:
-            image = _image(folder, source, short)
-            if isinstance(image, ImageFile) and not Path(image.path).is_file():
-                missing[image.path] = None
+            image: Picture = RemoteImage(url=take(source), resize=short)
+            if "://" not in source:
+                image = ImageFile(path=str(folder / source), resize=short)
+                if not Path(image.path).is_file():
+                    missing[image.path] = None
             of_split[source] = LabelledImage(image=image, source=public(take(source)))
         of_split[source].labels += [label for label in labels if label not in of_split[source].labels]
         of_split[source].boxes += boxes
@@ -127,12 +128,11 @@ def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> S
         # RandomState, because its stream is fixed: any version of numpy gives the same shards.
         order = np.random.RandomState(options.seed).permutation(len(written["train"]))
         written["train"] = [written["train"][row] for row in order]
-    settings: dict[str, Any] = {"resize": options.resize, "seed": options.seed, "full": list(options.full)}
     return Shards(
         kind=kind,
         classes=classes,
         parts=dict(sorted(written.items(), key=lambda part: part[0] != "train")),
-        settings=settings,
+        settings={"resize": options.resize, "seed": options.seed, "full": list(options.full)},
         samples_per_shard=options.samples_per_shard,
     )
 
@@ -150,7 +150,7 @@ def _samples(images: Sequence[LabelledImage], numbers: "_Numbers", full: bool) -
             else MultiLabel(
                 full=own if full else None,
                 given=own,
-                boxes=tuple(_box(numbers.of(label, image.source), edges) for label, edges in image.boxes),
+                boxes=tuple((numbers.of(label, image.source), *edges) for label, edges in image.boxes),
             ),
         )
         for image, own in zip(images, labels, strict=True)
@@ -170,7 +170,6 @@ class _Columns:
 
     @classmethod
     def of(cls, names: list[str], options: TableOptions) -> "_Columns":
-        """Return the columns that the options name, or those with usual names."""
         return cls(
             image=_needed("images", names, options.image, IMAGE_NAMES, "--image-column"),
             label=_needed("labels", names, options.label, LABEL_NAMES, "--label-column"),
@@ -222,7 +221,7 @@ def _split_name(value: Any) -> str:
     return SPLITS.get(name.lower(), name.lower())
 
 
-def _boxes(row: Row, labels: list[str | int]) -> list[tuple[str | int, tuple[float, ...]]]:
+def _boxes(row: Row, labels: list[str | int]) -> list[tuple[str | int, Edges]]:
     """Return (class, edges) of each box of a row; its own columns hold the box of its only label."""
     value = row.get("boxes")
     if isinstance(value, str):
@@ -233,21 +232,13 @@ def _boxes(row: Row, labels: list[str | int]) -> list[tuple[str | int, tuple[flo
         if len(labels) != 1:
             raise UserError(f"a box ({', '.join(EDGES)}) and {len(labels)} labels, expected one label")
         boxes.append((labels[0], tuple(float(edge) for edge in edges)))  # type: ignore[arg-type]
-    for _, box in boxes:
+    checked: list[tuple[str | int, Edges]] = []
+    for label, box in boxes:
         if len(box) != 4 or not (0 <= box[0] <= box[2] <= 1 and 0 <= box[1] <= box[3] <= 1):
             raise UserError(f"box {box}, expected {', '.join(EDGES)} as fractions of the image, 0 to 1")
-    return boxes
-
-
-def _box(number: int, edges: tuple[float, ...]) -> Box:
-    left, top, right, bottom = (round(edge, 5) for edge in edges)
-    return number, left, top, right, bottom
-
-
-def _image(folder: Path, source: str, resize: Resize | None) -> ImageFile | RemoteImage:
-    if "://" in source:
-        return RemoteImage(url=take(source), resize=resize)
-    return ImageFile(path=str(folder / source), resize=resize)
+        x0, y0, x1, y1 = (round(edge, 5) for edge in box)
+        checked.append((label, (x0, y0, x1, y1)))
+    return checked
 
 
 def _short(options: TableOptions) -> Resize | None:
@@ -284,7 +275,6 @@ class _Numbers:
         self._numbers: Mapping[str, int] = {name: number for number, name in enumerate(names)}
 
     def of(self, label: str | int, source: str) -> int:
-        """Return the number of a label; a name comes first."""
         if str(label) in self._numbers:
             return self._numbers[str(label)]
         number = _as_number(label)
@@ -310,7 +300,6 @@ class DatasetImage:
     resize: Resize | None
 
     def encoded(self) -> tuple[str, bytes]:
-        """Return (extension by content, bytes)."""
         value = self.rows[self.row][self.column]
         content = value["bytes"] if value["bytes"] is not None else Path(value["path"]).read_bytes()
         return encoded_image(content, self.resize)
@@ -334,8 +323,8 @@ def hugging_face(name: str, options: TableOptions, *, config: str | None = None)
         if getattr(rows, "_indices", None) is not None:
             rows = rows.flatten_indices()
         parts[_split_name(split)] = _images_of_split(rows, name, split, image, label, options)
-        if options.class_names is None:
-            options = _with_class_names(options, rows.features[label])
+        if options.class_names is None and (names := _names_of(rows.features[label])) is not None:
+            options = replace(options, class_names=tuple(names))
     return _shards("hf", parts, options, name)
 
 
@@ -355,11 +344,6 @@ def _names_of(kind: Any) -> list[str] | None:
     inner = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else kind)
     names = getattr(inner, "names", None)
     return list(names) if names else None
-
-
-def _with_class_names(options: TableOptions, kind: Any) -> TableOptions:
-    names = _names_of(kind)
-    return options if names is None else replace(options, class_names=tuple(names))
 
 
 def _images_of_split(

@@ -64,7 +64,6 @@ class Sample:
     """The path of the image in the dataset, or its URL; in the member `json`."""
 
     def members(self) -> list[tuple[str, bytes]]:
-        """Return (extension, content) of the tar members of this sample."""
         return [self.image.encoded(), *self.label_members()]
 
     def label_members(self) -> list[tuple[str, bytes]]:
@@ -96,12 +95,10 @@ class Shards:
             _check_keys(part, samples)
 
     def names(self, part: str) -> list[str]:
-        """Return the file names of the shards of a part."""
         count = -(-len(self.parts[part]) // self.samples_per_shard)
         return [f"{part}-{shard:06d}.tar" for shard in range(count)]
 
     def chunk(self, part: str, shard: int) -> Sequence[Sample]:
-        """Return the samples of one shard."""
         first = shard * self.samples_per_shard
         return self.parts[part][first : first + self.samples_per_shard]
 

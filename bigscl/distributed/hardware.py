@@ -41,7 +41,6 @@ def _bf16_works() -> bool:
 
 
 def machine_ram_bytes() -> int:
-    """Return the bytes of RAM of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

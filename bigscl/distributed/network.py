@@ -40,10 +40,7 @@ def choose_interface(timeout_minutes: float = 30.0) -> None:
 
 
 def _interface_for_ranks(master: str, timeout: timedelta) -> str | None:
-    """Return the interface towards the master; on the master's own node, the one that other nodes know.
-
-    There its name may be that of the loopback: the ranks of the other nodes tell which address it has.
-    """
+    """Return the interface towards the master; on its own node, that of the address other nodes know."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     _meeting.append(store)
     name = interface_towards(master)
@@ -82,7 +79,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def _resolve(host: str) -> tuple[int, Any]:
-    """The family and the address of a socket to a host."""
     family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     return family, address
 
@@ -92,7 +88,6 @@ def _interface_with(address: str) -> str | None:
 
 
 def addresses_of(interface: str) -> set[str]:
-    """The IP addresses of a network interface, on Linux."""
     addresses = set()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

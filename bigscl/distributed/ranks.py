@@ -70,14 +70,12 @@ class GlooRanks:
 
     @normal_tensors
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """Return the payloads of all ranks in rank order on rank 0, None elsewhere."""
         payloads: list[bytes] | None = [b""] * self.world_size if self.rank == 0 else None
         dist.gather_object(payload, payloads, dst=0, group=self._group)
         return payloads
 
     @normal_tensors
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Return rank 0's payload, on every rank."""
         box = [payload]
         dist.broadcast_object_list(box, src=0, group=self._group)
         assert box[0] is not None
@@ -85,7 +83,6 @@ class GlooRanks:
 
     @normal_tensors
     def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sum of the arrays of all ranks, on every rank."""
         totals = torch.from_numpy(counts.copy())
         dist.all_reduce(totals, group=self._group)
         return totals.numpy()
@@ -103,12 +100,10 @@ class GlooRanks:
         return [part.tobytes() for part in np.split(incoming.numpy(), np.cumsum(came)[:-1])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return each number summed over the ranks, on every rank."""
         return self.start_sum(values)()
 
     @normal_tensors
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """Start to sum each number over the ranks, while this rank does something else."""
         # float64 holds every count exactly.
         totals = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(totals, group=self._group, async_op=True)
@@ -142,29 +137,21 @@ class SingleProcess(store.SingleProcess):
     wait_seconds = 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the numbers unchanged."""
         return list(values)
 
     def start_sum(self, values: Sequence[float]) -> PendingSum:
-        """Return a call that returns the numbers unchanged."""
         return lambda: list(values)
 
 
 def process_group(timeout_minutes: float | None = None) -> Ranks:
-    """Return the group this process belongs to: all ranks of torch.distributed, or this process alone.
-
-    A rank that waits for longer than the timeout gives the others up.
-    """
+    """Return all ranks of torch.distributed, which wait for each other up to the timeout, or this process."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooRanks(None if timeout_minutes is None else timedelta(minutes=timeout_minutes))
     return SingleProcess()
 
 
 def failure_on_any(ranks: Ranks, action: Callable[[], object]) -> str:
-    """Run the action on every rank; return the reason of the first failure on every rank, or nothing.
-
-    Only expected errors count: of the store, of values and of files.
-    """
+    """Run the action on every rank; return the first expected failure (store, value, file) on every rank."""
     reason = ""
     try:
         action()
@@ -172,13 +159,8 @@ def failure_on_any(ranks: Ranks, action: Callable[[], object]) -> str:
         reason = str(error)
     except OSError as error:
         reason = explain(error) or f"{type(error).__name__}: {error}"
-    reports = ranks.gather(reason.encode())
-    answer = None if reports is None else _first_failure([report.decode() for report in reports])
+    reports, answer = ranks.gather(reason.encode()), None
+    if reports is not None:
+        rank, first = next(((rank, report) for rank, report in enumerate(reports) if report), (0, b""))
+        answer = first + (f" (on rank {rank})".encode() if rank else b"")
     return ranks.broadcast(answer).decode()
-
-
-def _first_failure(reasons: list[str]) -> bytes:
-    failed = [rank for rank, reason in enumerate(reasons) if reason]
-    if not failed:
-        return b""
-    return (reasons[failed[0]] + (f" (on rank {failed[0]})" if failed[0] else "")).encode()

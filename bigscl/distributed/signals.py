@@ -114,19 +114,15 @@ class Interrupts:
         now = time.monotonic()
         if self._stop is None:
             self._exit(STOPPED, f"stopped by {number.name} {self._wording.too_early}")
-        elif self._is_second(number, now):
-            self._exit(130, self._wording.second)
+        elif self._interrupted_at is not None and number != signal.SIGUSR1:
+            # Torch's launcher turns Ctrl-C into SIGTERM.
+            if now - self._interrupted_at >= SAME_REQUEST_SECONDS:
+                self._exit(130, self._wording.second)
         elif number == signal.SIGINT and self._interrupted_at is None:
             self._interrupted_at = now
             self._print(self._wording.first)
         self._asked = True
         self._stop()
-
-    def _is_second(self, number: signal.Signals, now: float) -> bool:
-        """Return whether the user interrupts a second time. Torch's launcher turns Ctrl-C into SIGTERM."""
-        if self._interrupted_at is None or number == signal.SIGUSR1:
-            return False
-        return now - self._interrupted_at >= SAME_REQUEST_SECONDS
 
     def _launcher_is_gone(self) -> bool:
         """Return whether the launcher is dead. A shell that started the run may end before it."""

@@ -16,7 +16,6 @@ Norm = Literal["mse", "rms", "l2"]
 
 
 def none(logits: Tensor) -> Tensor:
-    """No consistency."""
     return at_least_float32(logits).new_zeros(len(logits))
 
 
@@ -47,10 +46,7 @@ def _spatial(
 
 
 def scl_dense(maps: Tensor, target: Tensor, *, norm: Norm = "mse", weight: Tensor | None = None) -> Tensor:
-    """Spatial consistency of the score maps with the heatmaps of all classes, both [B,L,G,G].
-
-    `weight` [B,1,G,G] is that of each cell's squared difference.
-    """
+    """Spatial consistency with the heatmaps of all classes [B,L,G,G]; `weight` [B,1,G,G] is that of cells."""
     squares = _weighted((maps - target.detach()).square(), weight)
     return _reduce(squares.sum((1, 2, 3)), maps.shape[1:].numel(), norm)
 

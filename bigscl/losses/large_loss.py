@@ -1,18 +1,20 @@
-"""Large losses are rejected or corrected (Kim et al. 2022): LL-R, LL-Ct and LL-Cp. No torch import."""
+"""Large losses are rejected or corrected (Kim et al. 2022), also of boosted logits (2023)."""
 
-# Shapes: B batch, L classes; 8 classes share a byte.
+# Shapes: B batch, L classes, G side of the score map; 8 classes share a byte.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from bigscl.common.bounds import Share
 from bigscl.losses.cross_entropy import at_least_float32, weighted
-from bigscl.losses.inputs import LossInputs
-from bigscl.losses.registry import GlobalBatch, base_loss, section
+from bigscl.losses.registry import GlobalBatch, LossInputs, base_loss, section
 from bigscl.losses.state import RunFacts, SampleRows, TrainedBatch, check_bytes
 
 if TYPE_CHECKING:
@@ -30,10 +32,7 @@ class LargeLoss:
     """Share of a batch's labels: ll_r and ll_ct treat `epoch * rate` of them, ll_cp `rate` in each epoch."""
 
     def rate_at(self, epoch: int, *, lasting: bool) -> float:
-        """Return the share of a batch's labels whose loss counts as large in an epoch: none in the first.
-
-        It grows from epoch to epoch, unless corrections last: then as many are added in each epoch.
-        """
+        """Return the share of labels with a large loss: it grows by the epoch unless corrections last."""
         return min((min(epoch, 1) if lasting else epoch) * self.rate, 1.0)
 
 
@@ -72,10 +71,7 @@ def ll_cp(
 def large_loss(
     logits: Tensor, labels: Tensor, is_large: Tensor, corrected: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """As `an`, but unknown labels with `is_large` [B,L] have no loss or count as positives.
-
-    Those that were `corrected` before are positives. See `find_large` for which losses are large.
-    """
+    """As `an`, but unknown labels that are large have no loss or are positives, as `corrected` ones are."""
     is_large = is_large & (labels == -1)
     is_positive = labels == 1
     if corrected is not None:
@@ -123,12 +119,10 @@ def num_large(num_labels: int, rate: float) -> int:
 # The threshold over all ranks
 
 
-def _threshold(inputs: LossInputs | None, batch: GlobalBatch, settings: LargeLoss) -> dict[str, Any]:
-    return global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=False))
-
-
-def _lasting_threshold(inputs: LossInputs | None, batch: GlobalBatch, settings: LargeLoss) -> dict[str, Any]:
-    return global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=True))
+def _threshold(
+    inputs: LossInputs | None, batch: GlobalBatch, settings: LargeLoss, *, lasting: bool = False
+) -> dict[str, Any]:
+    return global_threshold(inputs, batch, settings.rate_at(batch.epoch, lasting=lasting))
 
 
 def global_threshold(inputs: LossInputs | None, batch: GlobalBatch, rate: float) -> dict[str, Any]:
@@ -169,15 +163,12 @@ class LabelCorrections(SampleRows):
         self._num_classes, self._settings = num_classes, settings
 
     def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
-        """Return the corrections of a batch in earlier epochs."""
         return {"corrections": self.of(ids, device)}
 
     def of(self, ids: Tensor, device: torch.device) -> Tensor:
-        """Return the corrections of some samples, bool [B,L]."""
         return unpack(self.rows_of("bits", ids, device), self._num_classes)
 
     def update(self, trained: TrainedBatch) -> None:
-        """Add the labels whose loss was large, one call later."""
         given = trained.inputs
         assert given.epoch is not None
         rate = self._settings.rate_at(given.epoch, lasting=True)
@@ -216,11 +207,61 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def _corrections(run: RunFacts) -> LabelCorrections:
-    annotations = run.annotations
-    return LabelCorrections(len(annotations.given), annotations.num_classes, run.settings)
+    return LabelCorrections(len(run.annotations.given), run.annotations.num_classes, run.settings)
+
+
+# BoostLU: large losses of logits with boosted positive evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoostLu:
+    """Logits boosted where the map has positive evidence (Kim et al. 2023)."""
+
+    alpha: Annotated[float, Field(ge=1)] = 5.0
+    """Factor of the map's positive logits, before the mean over its cells; 1 changes nothing."""
+    scheme: Scheme = "reject"
+    """Whether unknown labels with a large loss have none (as ll_r) or count as positives (as ll_ct)."""
+    rate: Share = 0.005
+    """Share of a batch's labels: `epoch * rate` of them have a large loss."""
+
+    def rate_at(self, epoch: int) -> float:
+        """Return the share of a batch's labels whose loss counts as large in an epoch."""
+        return min(epoch * self.rate, 1.0)
+
+
+def boostlu(
+    logits: Tensor,
+    labels: Tensor,
+    logit_map: Tensor,
+    epoch: int,
+    threshold: Tensor | None = None,
+    *,
+    settings: BoostLu,
+) -> Tensor:
+    """As `ll_r` or `ll_ct`, for the mean of the map with its positive cells times alpha.
+
+    Networks that are trained with missing labels look at the same regions as those with all labels, but find
+    less evidence there; the factor makes up for it.
+    """
+    boosted = boosted_logits(logits, logit_map, settings.alpha)
+    is_large = find_large_losses(boosted, labels, None, settings.rate_at(epoch), threshold)
+    return large_loss(boosted, labels, is_large, None, settings.scheme)
+
+
+def boosted_logits(logits: Tensor, logit_map: Tensor, alpha: float) -> Tensor:
+    """Return the mean of the map with its positive cells times alpha; `logits` are its plain mean."""
+    return at_least_float32(logits) + (alpha - 1) * at_least_float32(logit_map).relu().mean((2, 3))
+
+
+def _boosted_threshold(inputs: LossInputs | None, batch: GlobalBatch, settings: BoostLu) -> dict[str, Any]:
+    if inputs is not None:
+        assert inputs.logit_map is not None, "boostlu needs the map"
+        inputs = replace(inputs, logits=boosted_logits(inputs.logits, inputs.logit_map, settings.alpha))
+    return global_threshold(inputs, batch, settings.rate_at(batch.epoch))
 
 
 SETTING = section("large_loss", LargeLoss, "ll_r, ll_ct and ll_cp")
 base_loss("ll_r", ll_r, setting=SETTING, statistics=_threshold)
 base_loss("ll_ct", ll_ct, setting=SETTING, statistics=_threshold)
-base_loss("ll_cp", ll_cp, setting=SETTING, statistics=_lasting_threshold, state=_corrections)
+base_loss("ll_cp", ll_cp, setting=SETTING, statistics=partial(_threshold, lasting=True), state=_corrections)
+base_loss("boostlu", boostlu, setting=section("boostlu", BoostLu), statistics=_boosted_threshold)

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from bigscl.common.bounds import NonNegative
 from bigscl.losses import registry
 from bigscl.losses.consistency import Norm
-from bigscl.losses.inputs import LossInputs, MixedInputs
-from bigscl.losses.registry import LossTerm
+from bigscl.losses.registry import LossInputs, LossTerm, MixedInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["BASES", "CONSISTENCIES", "Base", "Consistency", "Loss", "Norm", "Objective", "Ramp"]
 
 # Every file of this folder may add losses: the folder is the table.
 for _file in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -53,7 +50,6 @@ class Ramp:
     """Where the ramp starts; gamma is 0 before it."""
 
     def at(self, progress: float) -> float:
-        """Return gamma after `progress` epochs."""
         since = progress - self.start_epoch
         if since < 0:
             return 0.0
@@ -76,7 +72,6 @@ class _Objective:
 
     @property
     def terms(self) -> tuple[LossTerm, LossTerm]:
-        """Its two losses."""
         return BASES[self.base], CONSISTENCIES[self.consistency]
 
     @property
@@ -87,12 +82,10 @@ class _Objective:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it needs a store."""
         return any(term.needs_memory for term in self.terms)
 
     @property
     def needs_k(self) -> bool:
-        """Whether K must be known: for a loss itself, or to select the expected positives."""
         return any(term.needs_k for term in self.terms)
 
     @property

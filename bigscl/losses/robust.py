@@ -151,10 +151,7 @@ class GeneralizedRobust:
 
 
 def gr(
-    logits: Tensor,
-    labels: Tensor,
-    progress: float,
-    settings: GeneralizedRobust = GeneralizedRobust(),
+    logits: Tensor, labels: Tensor, progress: float, settings: GeneralizedRobust = GeneralizedRobust()
 ) -> Tensor:
     """Generalised robust loss (Chen et al. 2024): v [k (1 - f^q2) / q2 + (1 - k) (1 - (1 - f)^q3) / q3].
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bigscl.losses.cross_entropy import at_least_float32, negatives, positives, probabilities
-from bigscl.losses.inputs import LossInputs
-from bigscl.losses.registry import GlobalBatch, base_loss
-from bigscl.losses.single_positive import bce
-from bigscl.losses.state import RunFacts, SampleRows, TrainedBatch, check_bytes
+from bigscl.losses.cross_entropy import at_least_float32, bce, negatives, positives, probabilities
+from bigscl.losses.registry import GlobalBatch, LossInputs, base_loss
+from bigscl.losses.state import SampleRows, TrainedBatch, check_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +88,6 @@ def _both_mean_counts(inputs: LossInputs | None, batch: GlobalBatch, _: None) ->
 
 
 def _mean_counts(counted: list[Tensor | None], batch: GlobalBatch) -> dict[str, Any]:
-    """Return mean numbers of predicted positives over the global batch."""
     import torch
 
     zero = torch.zeros((), device=batch.device)
@@ -125,11 +122,9 @@ class LabelEstimator(SampleRows):
 
     @property
     def logits(self) -> Tensor:
-        """The label logits [N,L]."""
         return self.tables["logits"]
 
     def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
-        """Return the estimates of a batch."""
         return {"estimates": self.of(ids, device)}
 
     def of(self, ids: Tensor, device: torch.device) -> Tensor:
@@ -146,11 +141,7 @@ class LabelEstimator(SampleRows):
         self.step(trained.ids, copies["gradient"], trained.rate, ready)
 
     def step(
-        self,
-        ids: Tensor,
-        gradient: Tensor,
-        learning_rate: float,
-        ready: Callable[[], object] = lambda: None,
+        self, ids: Tensor, gradient: Tensor, learning_rate: float, ready: Callable[[], object] = lambda: None
     ) -> None:
         """Update these samples' rows by one step of Adam, by a gradient that is valid once `ready` returns.
 
@@ -169,9 +160,7 @@ class LabelEstimator(SampleRows):
         logits[rows] -= RATE_FACTOR * learning_rate * mean / (square.sqrt() + EPSILON)
 
 
-def _estimator(run: RunFacts) -> LabelEstimator:
-    return LabelEstimator(run.annotations, run.seed)
-
-
 base_loss("epr", epr, statistics=_mean_count)
-base_loss("role", role, statistics=_both_mean_counts, state=_estimator)
+base_loss(
+    "role", role, statistics=_both_mean_counts, state=lambda run: LabelEstimator(run.annotations, run.seed)
+)

@@ -63,7 +63,6 @@ class EpochThreads:
         )
 
     def read(self, ids: NDArray[np.int64]) -> Rows:
-        """Return the rows of a batch, now."""
         asked = time.perf_counter()
         self._cache.check()
         rows = self._cache.gather(ids, self._allocate)
@@ -90,14 +89,12 @@ class EpochThreads:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Seconds that the step waited, by what it waited for."""
         data = sum(one.waits.data for one in self._prefetchers)
         heatmaps = sum(one.waits.heatmaps for one in self._prefetchers) + self._read_seconds
         written = self.writeback.wait_seconds
         return {"wait_data": data, "wait_heatmaps": heatmaps, "wait_writeback": written}
 
     def close(self) -> None:
-        """End all threads."""
         self._closed = True
         for prefetcher in self._prefetchers:
             prefetcher.close()
@@ -145,13 +142,11 @@ class EpochVisits:
         self._writers, self.borrowed = plan.writers, plan.borrowed(self._ranks.rank)
 
     def check_new(self, rows: NDArray[np.int64]) -> None:
-        """Raise RepeatedSample if the epoch has had one of these rows."""
         if self.rows[rows].any():
             sample = rows[self.rows[rows]][0]
             raise RepeatedSample(f"sample {sample} comes a second time in epoch {self.epoch}. {ONCE}")
 
     def note(self, rows: NDArray[np.int64], *, skipped: bool = False) -> None:
-        """Note that rows were updated or skipped."""
         self.rows[rows] = True
         self._shards.update({*np.unique(rows // self._spec.rows_per_shard).tolist()} - self.borrowed)
         if skipped:

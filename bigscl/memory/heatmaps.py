@@ -64,7 +64,10 @@ def blend(
     """
     new, mask = to_image(maps, views, heatmaps.shape[-1])
     if erased is not None:
-        mask &= ~_hidden(views, erased, heatmaps.shape[-1])
+        # The image cells whose centre is in the erased box of the network's input.
+        x, y = _relative(_centres(heatmaps.shape[-1], views), views).unbind(1)
+        x = torch.where(_flipped(views)[:, None], 1 - x, x)
+        mask &= ~_within(torch.stack([x, y], 1), erased)
     kept = momentum if counts is None or not debiased else _debiased(counts, momentum)[:, None]
     updated = (kept * heatmaps.float() + (1 - kept) * new).to(heatmaps.dtype)
     blended = torch.where(mask[:, None], updated, heatmaps)
@@ -79,10 +82,7 @@ def outside(boxes: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def blend_scores(scores: Tensor, pooled: Tensor, momentum: float, visits: Tensor | None = None) -> Tensor:
-    """Return scores [B,L] after a visit: `momentum * scores + (1 - momentum) * pooled`, in their dtype.
-
-    With `visits`, the number of earlier visits of each image [B], the average is debiased as in `blend`.
-    """
+    """Return scores [B,L] after a visit, in their dtype; debiased by the `visits` [B], as in `blend`."""
     kept = momentum if visits is None else _debiased(visits, momentum)[:, None]
     return (kept * scores.float() + (1 - kept) * pooled.float()).to(scores.dtype)
 
@@ -130,7 +130,6 @@ def _box(boxes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flipped(views: Tensor) -> Tensor:
-    """Return which views are mirrored, [B]."""
     return view_flips(views) != 0
 
 
@@ -151,13 +150,6 @@ def _within(positions: Tensor, boxes: Tensor) -> Tensor:
     starts, extents = _box(boxes)
     x, y = ((positions >= starts) & (positions < starts + extents)).unbind(1)
     return y[:, :, None] & x[:, None, :]
-
-
-def _hidden(views: Tensor, erased: Tensor, size: int) -> Tensor:
-    """Return the image cells [B,size,size] whose centre is in the erased box of the network's input."""
-    x, y = _relative(_centres(size, views), views).unbind(1)
-    x = torch.where(_flipped(views)[:, None], 1 - x, x)
-    return _within(torch.stack([x, y], 1), erased)
 
 
 def _weights(positions_B2N: Tensor, cells: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bigscl.common.user_error import UserError
 from bigscl.config import StoreConfig
 from bigscl.data.crops import Box, ViewRow, box_extents, check_rows
-from bigscl.losses.inputs import LossInputs
+from bigscl.losses.registry import LossInputs
 from bigscl.memory.heatmaps import (
     blend,
     blend_scores,
@@ -74,7 +74,6 @@ class GivenClasses:
         self._places = torch.arange(most, device=device)
 
     def to(self, device: torch.device) -> "GivenClasses":
-        """Return the same on another device."""
         moved = copy(self)
         moved._offsets, moved._classes = self._offsets.to(device), self._classes.to(device)
         moved._places = self._places.to(device)
@@ -156,10 +155,7 @@ class MemoryBatch:
 
     @property
     def selection_score(self) -> Tensor:
-        """Values that rank expected positives, float16 [B,L]: the spatial score if it is kept.
-
-        Classes whose scores are not kept have NOT_KEPT, which no threshold expects.
-        """
+        """Values that rank expected positives, float16 [B,L]; NOT_KEPT for scores that are not kept."""
         scores, spatial = self.scores, self.arrays.get("spatial_score")
         kept = self.arrays.get("score_classes")
         if kept is not None:
@@ -169,10 +165,7 @@ class MemoryBatch:
         return scores.scatter(1, self.classes, spatial)
 
     def target(self, side: int) -> Tensor:
-        """Return what score maps of this side should agree with: the heatmaps as the views see them.
-
-        [B,L,side,side], or [B,k,side,side] of `classes`.
-        """
+        """Return the heatmaps as the views see them, [B,L,side,side], or [B,k,side,side] of `classes`."""
         if self.heatmaps is None:
             # Only scores, until the top classes are chosen: the score stands for every cell.
             return self.scores.float()[:, :, None, None].expand(-1, -1, side, side)
@@ -250,9 +243,12 @@ def to_device(
         return torch.as_tensor(array).to(device, non_blocking=True)
 
     def as_used(array: NDArray[Any]) -> Tensor:
-        # torch indexes by int64, and has few operations on wider unsigned integers.
-        wide = array.dtype.kind == "u" and array.dtype.itemsize > 1
-        return _as_int64(move(_signed(array)), array.dtype) if wide else move(array)
+        # torch indexes by int64, and has few operations on wider unsigned integers. Every device can convert
+        # their bits as signed ones.
+        if array.dtype.kind != "u" or array.dtype.itemsize == 1:
+            return move(array)
+        signed = array.view(np.dtype(f"i{array.dtype.itemsize}"))
+        return move(signed).long() & np.iinfo(array.dtype).max
 
     arrays = {name: as_used(array) for name, array in rows.items() if name not in HOST_ARRAYS}
     if "score_classes" in arrays:
@@ -269,15 +265,6 @@ def to_device(
         momentum=momentum,
         source=source,
     )
-
-
-def _signed(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the bits of unsigned integers as signed ones, which every device can convert."""
-    return array.view(np.dtype(f"i{array.dtype.itemsize}"))
-
-
-def _as_int64(bits: Tensor, dtype: np.dtype[Any]) -> Tensor:
-    return bits.long() & np.iinfo(dtype).max
 
 
 def to_rows(arrays: Mapping[str, NDArray[Any]], num_classes: int) -> Rows:
@@ -325,34 +312,19 @@ def updated_scores(stored: MemoryBatch, logits: Tensor, settings: StoreConfig) -
 def updated_averages(
     stored: MemoryBatch, logits: Tensor, maps: Tensor | None, settings: StoreConfig
 ) -> dict[str, Tensor]:
-    """Return the running averages of a batch after its prediction, by the names of the store's arrays.
-
-    `logits` [B,L] are those of the pooled prediction, `maps` [B,L,G,G] are probabilities.
-    """
+    """Return the new averages of a batch by array, from logits [B,L] and probability maps [B,L,G,G]."""
     updated = _updated(stored, logits, maps, settings)
     if stored.erased is None:
         return updated
     is_hidden = (box_extents(stored.erased) >= 1).all(1)
-    before = {**stored.arrays, **_kept_before(stored)}
-    return {name: _where(is_hidden, before[name].to(value.dtype), value) for name, value in updated.items()}
-
-
-def _kept_before(stored: MemoryBatch) -> dict[str, Tensor]:
-    """Return what the rows of a batch keep of their scores, by the names of the store's arrays."""
-    kept = stored.arrays.get("score_classes")
-    if kept is None:
-        return {}
+    before = dict(stored.arrays)
+    if (kept := before.get("score_classes")) is not None:
+        before["scores"] = stored.scores.gather(1, kept)
+        before["score_floor"] = stored.scores.scatter(1, kept, 0).amax(1)  # all other classes have it
     return {
-        "scores": stored.scores.gather(1, kept),
-        "score_classes": kept,
-        # All other classes have it.
-        "score_floor": stored.scores.scatter(1, kept, 0).amax(1),
+        name: torch.where(is_hidden.view(-1, *[1] * (new.ndim - 1)), before[name].to(new.dtype), new)
+        for name, new in updated.items()
     }
-
-
-def _where(rows: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return some rows of the first tensor, and the others of the second."""
-    return torch.where(rows.view(-1, *[1] * (first.ndim - 1)), first, second)
 
 
 def _updated(

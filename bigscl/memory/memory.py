@@ -39,8 +39,7 @@ from bigscl.memory.lookup import (
 from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
 from bigscl.memory.score_history import ScoreLog
 from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
-from bigscl.selection.ranking import counted
-from bigscl.selection.rule import SelectionRule, selection_rule
+from bigscl.selection.ranking import SelectionRule, counted, selection_rule
 from bigscl.selection.thresholds import FloorCounts, Thresholds, approximate_text
 from bigscl.selection.trust import Canaries
 from bigscl.store import (
@@ -65,7 +64,6 @@ Batch = TypeVar("Batch")
 
 @contextmanager
 def show_nothing(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Do long work without showing it."""
     yield lambda done: None
 
 
@@ -147,12 +145,14 @@ class Memory(AbstractContextManager["Memory"]):
         self._annotations, self._settings, self._rule = annotations, settings, rule
         self._device, self._ranks = device, ranks
         self._threads: EpochThreads | None = None
+        name = f"own-loop-{uuid.uuid4().hex[:12]}" if start is None else start.run
+        run = on_rank_zero(ranks, name.encode).decode()
         self.store = open_store(
             settings,
             annotations,
             heatmap_size=heatmap_size,
             ranks=ranks,
-            run=self._new_name() if start is None else start.run,
+            run=run,
             snapshot=None if start is None else start.snapshot,
             ranking=rank_by == "spatial",
         )
@@ -170,11 +170,7 @@ class Memory(AbstractContextManager["Memory"]):
             self.store.close()
             raise
 
-    def _new_name(self) -> str:
-        return on_rank_zero(self._ranks, lambda: f"own-loop-{uuid.uuid4().hex[:12]}".encode()).decode()
-
     def _answer(self) -> None:
-        """Change the rows by answers that are newer than they are."""
         self._answered = self.store.answer(self._answered)
         started = None
         if self._answered.late.any():
@@ -454,12 +450,10 @@ class Memory(AbstractContextManager["Memory"]):
             logger.warning("selection after epoch %d: %s", self.epoch, approximate_text(selection, names))
 
     def _class_name(self, number: int) -> str:
-        """Return the name of a class for messages."""
         return f"class {number}"
 
     @property
     def _labels(self) -> NDArray[np.int64]:
-        """The labels of each class, without what only answers named."""
         return label_counts(self._annotations, self._answered)
 
     def _compact(self) -> None:
@@ -506,11 +500,9 @@ class Memory(AbstractContextManager["Memory"]):
         self._named = number
 
     def _drop_unneeded(self) -> None:
-        """Drop the snapshots that no state dict needs."""
         self.drop_snapshots({self._named})
 
     def _show_work(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
-        """Show long work; an own loop shows its own."""
         return show_nothing(title, total)
 
     def drop_snapshots(self, keep: set[int]) -> None:

@@ -31,10 +31,7 @@ def open_store(
     snapshot: int | None,
     ranking: bool = False,
 ) -> HeatmapStore:
-    """Open the store for writing at a snapshot, by default the newest; create it unless a later one is named.
-
-    All ranks call it together. Newer snapshots than the one asked for are dropped.
-    """
+    """Open the store for writing at a snapshot (default: the newest), on all ranks; create it if new."""
     url = _writable_url(settings, ranks, run)
     if not snapshot:
         on_rank_zero(ranks, lambda: _create(url, settings, annotations, heatmap_size, ranking))
@@ -139,7 +136,6 @@ def check_store(store: HeatmapStore, settings: StoreConfig, heatmap_size: int, r
 
 
 def check_arguments(annotations: object, settings: object, positives_per_image: float | None) -> None:
-    """Refuse arguments of other types, which users pass by mistake."""
     if not isinstance(annotations, Annotations):
         found = type(annotations).__name__
         raise UserError(f"annotations: found {found}, expected Annotations. Pass index.annotations().")

@@ -87,7 +87,6 @@ class SnapshotState:
 
 
 def find_snapshot(store: HeatmapStore, state: Mapping[str, Any]) -> int:
-    """Return the retained snapshot that a state dict names."""
     if not isinstance(state.get("snapshot"), int) or not isinstance(state.get("run"), str):
         raise UserError(f"state: found {sorted(map(str, state))}, expected what Memory.state_dict returned")
     retained = {snapshot.id: snapshot for snapshot in store.snapshots()}
@@ -107,7 +106,6 @@ def find_snapshot(store: HeatmapStore, state: Mapping[str, Any]) -> int:
 
 
 def find_empty(store: HeatmapStore) -> int:
-    """Return a retained snapshot of the beginning."""
     for snapshot in store.snapshots():
         if is_empty(snapshot):
             return snapshot.id
@@ -118,5 +116,4 @@ def find_empty(store: HeatmapStore) -> int:
 
 
 def is_empty(snapshot: Snapshot) -> bool:
-    """Return whether no row was updated yet."""
     return max(snapshot.slots, default=-1) < 0

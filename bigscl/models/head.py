@@ -71,7 +71,6 @@ class Head:
     dropout: str | None = None
 
     def linear(self, network: nn.Module) -> nn.Linear:
-        """Return the linear layer."""
         module = network.get_submodule(self.name)
         assert isinstance(module, nn.Linear)
         return module
@@ -171,15 +170,11 @@ class _Call:
     output: Tensor
 
     def gives(self, kind: type[nn.Module], value: Tensor) -> bool:
-        """Return whether this is a layer of that kind which returned `value`."""
         return isinstance(self.module, kind) and _same(self.output, value)
 
 
 def _probe(network: nn.Module, backbone: str) -> tuple[list[_Call], Tensor, Tensor]:
-    """Return the last call of every module, in the order in which they ended, the output, and the image.
-
-    The image is square only if the network takes no other.
-    """
+    """Return the last call of every module, in order of their end, the output, and the image."""
     side = _side_of_images(network)
     try:
         return _run_on(network, backbone, PROBE_HEIGHT, PROBE_WIDTH)

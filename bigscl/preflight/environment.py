@@ -44,10 +44,7 @@ LITTLE_SHARED_MEMORY = 2**30
 
 
 def check_environment(place: str | None, options: StorageOptions) -> dict[str, Any] | None:
-    """Return versions, devices and problems of all processes of the launcher, on rank 0 (None elsewhere).
-
-    They also check that all of them share `place`.
-    """
+    """Return versions, devices and problems of all processes, on rank 0, and whether they share `place`."""
     with _launched_ranks() as ranks:
         mine = _environment(place)
         payloads = ranks.gather(json.dumps(mine).encode())
@@ -65,7 +62,6 @@ def check_environment(place: str | None, options: StorageOptions) -> dict[str, A
 
 @contextmanager
 def _launched_ranks() -> Iterator[Transport]:
-    """Yield the processes of the launcher as one group, or this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield process_group()
         return
@@ -96,16 +92,11 @@ def _not_connected() -> None:
 
 
 def _environment(place: str | None) -> dict[str, Any]:
-    """Return what one process finds on its machine."""
     devices = [
         {"name": torch.cuda.get_device_name(n), "bytes": torch.cuda.get_device_properties(n).total_memory}
         for n in range(torch.cuda.device_count())
     ]
-    backends = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    available = (dist.is_gloo_available(), dist.is_nccl_available(), dist.is_mpi_available())
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
@@ -119,7 +110,7 @@ def _environment(place: str | None) -> dict[str, Any]:
         "devices": devices,
         # It takes seconds, so one process per node tries it.
         "bf16": _bf16() if os.environ.get("LOCAL_RANK", "0") == "0" else None,
-        "backends": backends,
+        "backends": dict(zip(("gloo", "nccl", "mpi"), available, strict=True)),
         "free_bytes": None if place is None else free_bytes(place),
         "launched": "WORLD_SIZE" in os.environ,
         "address": address_of_ranks(),
@@ -154,7 +145,6 @@ def _version(package: str) -> str | None:
 
 
 def _problems(processes: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what is wrong with each process, and with all of them together."""
     for name in NEEDED:
         versions = {process["versions"][name] for process in processes}
         if None in versions:
@@ -186,10 +176,7 @@ def _problems_of_host(host: str, one: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems_between_hosts(processes: list[dict[str, Any]]) -> Iterator[str]:
-    loopback = sorted(
-        {process["host"] for process in processes if (process["address"] or "").startswith("127.")}
-    )
-    if loopback:
+    if loopback := sorted({one["host"] for one in processes if (one["address"] or "").startswith("127.")}):
         yield (
             f"ranks on {', '.join(loopback)} listen on the loopback address only, which other nodes cannot "
             f"reach: set GLOO_SOCKET_IFNAME to the interface that they share"
@@ -255,26 +242,30 @@ def probe_place(
     all read it again. Files and folders made for this are deleted again.
     """
     token = ranks.broadcast(uuid.uuid4().hex.encode() if ranks.rank == 0 else None).decode()
-    missing = _missing_folders(place)
-    _wait_for_all(ranks)
+    key = f"bigscl-preflight-{token}"
+    own = f"{key}-{ranks.rank}"
+    path = Path(place).absolute()
+    # The folders that writing will create, the innermost first.
+    parents = () if "://" in place else (path, *path.parents)
+    missing = [folder for folder in parents if not folder.exists()]
+    _shared(ranks, None)
 
     def without(content: bytes, from_ranks: list[int]) -> list[int]:
         """Return the ranks whose file does not get this content before long."""
         deadline = time.monotonic() + patience_seconds
-        keys = {rank: _key(token, rank) for rank in from_ranks}
-        return [rank for rank, key in keys.items() if not _sees(place, options, key, content, deadline)]
+        return [rank for rank in from_ranks if not _sees(place, options, f"{key}-{rank}", content, deadline)]
 
     old, new = f"{token} old".encode(), f"{token} new".encode()
-    failures = _shared(ranks, _write(place, options, _key(token, ranks.rank), old))
+    failures = _shared(ranks, _write(place, options, own, old))
     unseen = without(old, _able(failures))
     all_unseen = _shared(ranks, unseen)
     if failures[ranks.rank] is None:
-        failures[ranks.rank] = _write(place, options, _key(token, ranks.rank), new, over=True)
+        failures[ranks.rank] = _write(place, options, own, new, over=True)
     failures = _shared(ranks, failures[ranks.rank])
     all_stale = _shared(ranks, without(new, [rank for rank in _able(failures) if rank not in unseen]))
     with contextlib.suppress(Exception):  # without permission to write there is none to delete
-        open_backend(place, options).delete(_key(token, ranks.rank))
-    _wait_for_all(ranks)
+        open_backend(place, options).delete(own)
+    _shared(ranks, None)  # all have read
     with contextlib.suppress(OSError):  # the first rank of a node deletes it
         for folder in missing:
             folder.rmdir()
@@ -287,15 +278,6 @@ def _shared(ranks: Transport, mine: Any) -> list[Any]:
     values = None if payloads is None else json.dumps([json.loads(payload) for payload in payloads]).encode()
     shared: list[Any] = json.loads(ranks.broadcast(values))
     return shared
-
-
-def _wait_for_all(ranks: Transport) -> None:
-    """Return when every process has called this."""
-    _shared(ranks, None)
-
-
-def _key(token: str, rank: int) -> str:
-    return f"bigscl-preflight-{token}-{rank}"
 
 
 def _able(failures: list[str | None]) -> list[int]:
@@ -321,7 +303,6 @@ def _write(
 
 
 def _sees(place: str, options: StorageOptions, key: str, content: bytes, deadline: float) -> bool:
-    """Return whether this process sees what another one wrote."""
     while True:
         try:
             if open_backend(place, options).read(key) == content:
@@ -331,14 +312,6 @@ def _sees(place: str, options: StorageOptions, key: str, content: bytes, deadlin
         if time.monotonic() > deadline:
             return False
         time.sleep(0.5)
-
-
-def _missing_folders(place: str) -> list[Path]:
-    """Return the folders that writing will create, the innermost first."""
-    if "://" in place:
-        return []
-    path = Path(place).absolute()
-    return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def _place_problems(

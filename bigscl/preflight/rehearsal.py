@@ -8,31 +8,36 @@ earlier one wrote.
 import logging
 import os
 import resource
+import shutil
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from bigscl.config import Config
+from bigscl.config import CheckpointConfig, Config
 from bigscl.config.schedule import EpochPlan
+from bigscl.data.epoch_plan import Plan, Stream, batch_lengths
 from bigscl.data.loader import Batch
-from bigscl.distributed.ranks import Ranks, process_group
+from bigscl.distributed.ranks import process_group
 from bigscl.memory.epoch_io import to_host
 from bigscl.memory.lookup import MemoryBatch, updated_averages
 from bigscl.preflight.device_check import Difference, ReferenceCheck, precisions_to_check, worst
-from bigscl.preflight.rehearsal_plan import EpochType, ScratchFolders, first_batches, rehearsal_config
+from bigscl.store import open_backend
 from bigscl.train import Stopped, Trainer, Window
 from bigscl.training.accelerator import start_accelerator
 from bigscl.training.metrics_log import Meter
 from bigscl.training.model_state import map_side
 
 logger = logging.getLogger(__name__)
+Facts = dict[str, Any]
 
 PREPARED_PER_WORKER = 2
 """Batches that a loader worker prepares ahead."""
@@ -43,60 +48,114 @@ REPETITION_SECONDS = 10.0
 """Of a step that is measured alone: at most so many, and so long together if that allows the fewest."""
 
 
-# What is measured
+NEVER = 10**9
+PATIENCE_SECONDS = 10.0
+"""How long the removal of the folder is tried while other threads and ranks may still write into it."""
+
+
+# The plan: a short epoch of each type that a run has, in folders that are removed in the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochTypeMeasurement:
-    """Measurements of one rank for a type of epochs."""
+class EpochType:
+    """Epochs of a run that cost the same: the same parameters train, and the store has the same layout."""
 
-    first_epoch: int
-    last_epoch: int
+    epochs: range
     is_warmup: bool
-    layout: str
-    """Of the store: scores, dense or topk; none without a store."""
-    steps: int
-    """Timed steps."""
-    images: int
-    """Images of all ranks in them."""
-    seconds: float
-    waits: dict[str, float]
-    """Shares of the time that the step waited on this rank, by what for."""
-    step_seconds: float
-    """A step of one batch alone, with the exchange of gradients."""
-    compute_seconds: float
-    """The same without the exchange."""
-    save_seconds: float
-    """Seconds that training waits at a save within an epoch: open shards are written and committed, and the
-    checkpoint is copied, or written if that is not done in the background."""
-    end_seconds: float
-    """The end of an epoch: selection, commit, checkpoint, and compaction where it falls due."""
+    is_compacted: bool
+    """Whether the heatmaps are those of the top classes only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Measurements of one rank."""
+def epoch_types(config: Config) -> list[EpochType]:
+    compact_after = config.compact_after or NEVER
+    bounds = {0, config.schedule.warmup.epochs, compact_after, config.schedule.epochs}
+    edges = sorted(edge for edge in bounds if edge <= config.schedule.epochs)
+    return [
+        EpochType(
+            epochs=range(first, last),
+            is_warmup=config.schedule.is_warmup(first),
+            is_compacted=first >= compact_after,
+        )
+        for first, last in pairwise(edges)
+    ]
 
-    host: str
-    device: str
-    precision: str
-    kinds: list[EpochTypeMeasurement]
-    differences: list[Difference]
-    """From the reference, by precision and quantity."""
-    loader_images_per_second: float
-    """Of this rank's loader alone, without a network."""
-    skipped: int
-    """Images that could not be read."""
-    process_bytes: int
-    """Peak of this process in RAM."""
-    worker_bytes: int
-    """Peak of its largest loader worker."""
-    gpu_bytes: int | None
-    """Peak of allocated memory on the GPU."""
-    gpu_total_bytes: int | None
-    checkpoint_bytes: int
-    seconds: float
-    """Of the whole rehearsal."""
+
+def rehearsal_config(config: Config, folder: Path, place: str | None) -> Config:
+    """Return the config of the rehearsal: an epoch of each kind, neither validated nor tracked."""
+    kinds = epoch_types(config)
+    num_warmup = sum(kind.is_warmup for kind in kinds)
+    num_first_layout = sum(not kind.is_compacted for kind in kinds)
+    schedule, compacts = config.schedule, config.store.top is not None
+    return replace(
+        config,
+        run=folder,
+        schedule=replace(
+            schedule,
+            warmup=replace(schedule.warmup, epochs=num_warmup),
+            main=replace(schedule.main, epochs=len(kinds) - num_warmup),
+        ),
+        store=replace(
+            config.store,
+            url=None if place is None else f"{place}/store",
+            compact_after=num_first_layout if compacts else None,
+        ),
+        selection=replace(config.selection, start_epoch=1),
+        checkpoint=CheckpointConfig(background=config.checkpoint.background),
+        validation=replace(config.validation, every_epochs=NEVER),
+        log=replace(config.log, trackers=(), pictures_every=0, ids=False),
+    )
+
+
+def first_batches(plan: Plan, count: int, rows_per_shard: int) -> Plan:
+    """Return the plan with at most the first `count` batches of each rank."""
+
+    def cut(stream: Stream, batches: int) -> Stream:
+        ids = stream.ids[: sum(batch_lengths(len(stream.ids), plan.batch_size)[: max(0, batches)])]
+        return Stream(shards=stream.shards[np.isin(stream.shards, ids // rows_per_shard)], ids=ids)
+
+    def cut_all(streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
+        # Streams take turns: the first one may have a batch more than the last.
+        return tuple(cut(stream, -(-(count - turn) // len(streams))) for turn, stream in enumerate(streams))
+
+    return replace(plan, streams=tuple(cut_all(streams) for streams in plan.streams))
+
+
+class ScratchFolders:
+    """A folder beside that of the run, on the same storage, and a place beside the run's store."""
+
+    def __init__(self, config: Config, token: str) -> None:
+        self._options = config.store.options()
+        self.folder = config.run.with_name(f"{config.run.name}.preflight-{token}")
+        url = config.store.url if config.store.kind == "disk" else None
+        self.store_place = None if url is None else f"{url.rstrip('/')}.preflight-{token}"
+        # Folders that must be created for a local path, the innermost first.
+        places = [Path(place).absolute() for place in (str(self.folder), url or "") if "://" not in place]
+        self._missing = [parent for place in places for parent in place.parents if not parent.exists()]
+
+    @property
+    def place(self) -> str:
+        return self.store_place or str(self.folder)
+
+    def remove(self) -> None:
+        """Remove all of it; repeatedly, if something is still being written."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.store_place is not None:
+                with suppress(Exception):  # an error of the storage was reported by the run itself
+                    open_backend(self.store_place, self._options).delete_tree("")
+            if not self.folder.exists():
+                break
+            if time.monotonic() > deadline:
+                logger.warning("%s: could not be removed. Delete it by hand.", self.folder)
+                return
+            time.sleep(0.1)
+        for parent in self._missing:
+            with suppress(OSError):  # not empty: others use it meanwhile
+                parent.rmdir()
+
+
+# Real steps
 
 
 class RehearsalTrainer(Trainer):
@@ -130,8 +189,11 @@ class RehearsalTrainer(Trainer):
         rows = self.data.train.rows_per_shard
         return replace(plan, remaining=first_batches(plan.whole, count, rows))
 
-    def measure(self, kinds: list[EpochType]) -> Measurement:
-        """Rehearse each kind of epochs, then the loader alone."""
+    def measure(self, kinds: list[EpochType]) -> Facts:
+        """Rehearse each kind of epochs, then the loader alone; return the measurements of this rank.
+
+        Speeds of the loader are those without a network; `worker_bytes` is the peak of the largest worker.
+        """
         started = time.perf_counter()
         measured = []
         for epoch, kind in enumerate(kinds):
@@ -143,18 +205,21 @@ class RehearsalTrainer(Trainer):
         with self.metrics.working("comparing this device with the CPU"):
             differences = self._differences()
         self._check_stop()
-        return Measurement(
-            host=os.uname().nodename,
-            device=self._device_name(),
-            precision=self._precision,
-            kinds=measured,
-            differences=differences,
-            loader_images_per_second=loader,
-            skipped=len(self._skipped),
-            checkpoint_bytes=_checkpoint_bytes(self.folder.path),
-            seconds=time.perf_counter() - started,
+        gpu = self.device.type == "cuda"
+        folders = (self.folder.path / "checkpoints").glob("step-*")
+        checkpoints = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+        return {
+            "host": os.uname().nodename,
+            "device": torch.cuda.get_device_name(self.device) if gpu else self.device.type,
+            "precision": self._precision,
+            "kinds": measured,
+            "differences": [asdict(difference) for difference in differences],
+            "loader_images_per_second": loader,
+            "skipped": len(self._skipped),
+            "checkpoint_bytes": max(checkpoints, default=0),
+            "seconds": time.perf_counter() - started,
             **usage,
-        )
+        }
 
     @property
     def _precision(self) -> str:
@@ -162,11 +227,7 @@ class RehearsalTrainer(Trainer):
         precision: str = self.accelerator.mixed_precision
         return {"no": "fp32"}.get(precision, precision)
 
-    def _device_name(self) -> str:
-        gpu = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if gpu else self.device.type
-
-    def _peak_memory(self) -> dict[str, Any]:
+    def _peak_memory(self) -> Facts:
         """Return the peaks so far; the comparison with the CPU, which comes later, needs more."""
         gpu, unit = self.device.type == "cuda", 1 if sys.platform == "darwin" else 1024
         return {
@@ -178,7 +239,14 @@ class RehearsalTrainer(Trainer):
 
     # A kind of epochs
 
-    def _measure_kind(self, epoch: int, kind: EpochType) -> EpochTypeMeasurement:
+    def _measure_kind(self, epoch: int, kind: EpochType) -> Facts:
+        """Rehearse a kind of epochs: `layout` of the store, none without one; `images` of all ranks.
+
+        `waits` are shares of the time that the step waited on this rank, by what for. `step_seconds` is a
+        step of one batch alone with the exchange of gradients, `compute_seconds` the same without. Training
+        waits for `save_seconds` at a save within an epoch, for `end_seconds` at its end: selection, commit,
+        checkpoint, and compaction where it falls due.
+        """
         plan = self.plan(epoch)
         self.state.enter_phase(epoch)
         self.step.prepare_buckets()
@@ -197,34 +265,30 @@ class RehearsalTrainer(Trainer):
         self.saver.finish()
         end = _seconds(lambda: self.finish_epoch(epoch))
         self.saver.finish()
-        return EpochTypeMeasurement(
-            first_epoch=kind.epochs.start,
-            last_epoch=kind.epochs.stop - 1,
-            is_warmup=kind.is_warmup,
-            layout=layout,
-            steps=clock.timed,
-            images=clock.images,
-            seconds=clock.seconds,
-            waits=clock.waits,
-            step_seconds=step,
-            compute_seconds=compute,
-            save_seconds=save,
-            end_seconds=end,
-        )
+        return {
+            "first_epoch": kind.epochs.start,
+            "last_epoch": kind.epochs.stop - 1,
+            "is_warmup": kind.is_warmup,
+            "layout": layout,
+            "steps": clock.timed,
+            "images": clock.images,
+            "seconds": clock.seconds,
+            "waits": clock.waits,
+            "step_seconds": step,
+            "compute_seconds": compute,
+            "save_seconds": save,
+            "end_seconds": end,
+        }
 
     def train_step(
         self, window: Window, num_batches: int, meter: Meter, count: int, rate: float, gamma: float
     ) -> None:
-        """Make a step of the run, and note the time."""
         super().train_step(window, num_batches, meter, count, rate, gamma)
         assert self._clock is not None
         self._clock.after_step(window, count)
 
     def _step_seconds(self, clock: "_StepClock", *, exchange: bool) -> float:
-        """Return the seconds of one step with a batch that is there already, and its memory update.
-
-        The learning rate is 0, so the weights stay.
-        """
+        """Return the seconds of a step with its memory update, at rate 0, on a batch at hand."""
         self._one_step(clock, exchange)
         self.wait_for_device()
         # All ranks must make as many: each hears the same sum.
@@ -267,16 +331,12 @@ class RehearsalTrainer(Trainer):
     # The loader alone
 
     def _loader_speed(self) -> float:
-        """Return images/s of this rank's loader without a network, on the samples of another epoch.
-
-        Most of these are in other shards, which no cache holds yet.
-        """
+        """Return images/s of this rank's loader alone, mostly from shards that no cache holds."""
         plan = self._cut(super().plan(1))
         with self.metrics.working("measuring the loader alone"):
             return _images_per_second(self._loader(plan, 1), self._prepared_batches)
 
     def wait_for_device(self) -> None:
-        """Return when the GPU has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -288,7 +348,6 @@ class RehearsalTrainer(Trainer):
             raise Stopped
 
     def close(self) -> None:
-        """Close the store, remove all that was written, and leave the group."""
         self.workers.close()
         self.memory.close()
         self.ranks.sum([0])  # until all ranks have closed it
@@ -315,11 +374,9 @@ class _StepClock:
 
     @property
     def timed(self) -> int:
-        """Number of timed steps."""
         return self._num_steps - self._settling
 
     def after_step(self, window: Window, count: int) -> None:
-        """Count a step; start or stop the watch where it falls due."""
         self._done += 1
         for batch, stored in window:
             # The largest: the last one of a small dataset may have a single image.
@@ -360,12 +417,6 @@ def _images_per_second(loader: Any, prepared: int) -> float:
     return images / (time.perf_counter() - started) if images else 0.0
 
 
-def _checkpoint_bytes(run: Path) -> int:
-    """Return the bytes of the largest checkpoint."""
-    folders = list((run / "checkpoints").glob("step-*"))
-    return max((sum(file.stat().st_size for file in folder.iterdir()) for folder in folders), default=0)
-
-
 @contextmanager
 def rehearsal(
     config: Config, num_steps: int, clean_up_with: Callable[[Callable[[], None]], None]
@@ -377,7 +428,8 @@ def rehearsal(
     """
     start_accelerator(replace(config, log=replace(config.log, trackers=())))  # joins the ranks
     ranks = process_group(config.hardware.timeout_minutes)
-    folders = ScratchFolders(config, _shared_token(ranks))
+    token = ranks.broadcast(uuid.uuid4().hex[:8].encode() if ranks.rank == 0 else None).decode()
+    folders = ScratchFolders(config, token)
     clean_up_with(folders.remove)
     short = rehearsal_config(config, folders.folder, folders.store_place)
     try:
@@ -386,7 +438,3 @@ def rehearsal(
     except BaseException:
         folders.remove()
         raise
-
-
-def _shared_token(ranks: Ranks) -> str:
-    return ranks.broadcast(uuid.uuid4().hex[:8].encode() if ranks.rank == 0 else None).decode()

@@ -38,7 +38,6 @@ class Speed:
 
     @property
     def both(self) -> float:
-        """Bytes per second that can be read and then written."""
         return 1 / (1 / self.read + 1 / self.write)
 
 
@@ -79,7 +78,6 @@ def _unlabelled(spec: StoreSpec, shards: int) -> Annotations:
 
 
 def _round(store: HeatmapStore, threads: int, number: int) -> tuple[float, float]:
-    """Return the seconds to read all shards, and to write and commit them."""
     rows = _random_rows(store)
     shards = range(store.spec.num_shards)
     with ThreadPoolExecutor(threads, thread_name_prefix="probe") as pool:

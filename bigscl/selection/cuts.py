@@ -32,35 +32,17 @@ GATHER_KEYS = 2**17
 Keys = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeyLayout:
-    """Where class, score and id are in a key."""
+    """Where class, score and id are in a key: as many bits as possible are left to ids."""
 
-    id_bits: int
-    first_keys: Keys
-    """[L]: below all keys of each class."""
-
-    @classmethod
-    def of(cls, num_classes: int) -> "KeyLayout":
-        """Return the layout that leaves most bits to ids."""
-        class_bits = max(1, (num_classes - 1).bit_length())
-        first_keys = np.arange(num_classes, dtype=np.uint64) << np.uint64(64 - class_bits)
-        return cls(id_bits=64 - SCORE_BITS - class_bits, first_keys=first_keys)
-
-    @property
-    def num_classes(self) -> int:
-        """L."""
-        return len(self.first_keys)
-
-    @property
-    def max_id(self) -> int:
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.class_shift = 64 - max(1, (num_classes - 1).bit_length())
+        self.id_bits = self.class_shift - SCORE_BITS
+        self.max_id = (1 << self.id_bits) - 1
         """Ids are below this one: the key 0 is the cut of a class that takes all."""
-        return (1 << self.id_bits) - 1
-
-    @property
-    def class_shift(self) -> int:
-        """Bits below the class."""
-        return SCORE_BITS + self.id_bits
+        self.first_keys = np.arange(num_classes, dtype=np.uint64) << np.uint64(self.class_shift)
+        """[L]: below all keys of each class."""
 
     def pack(self, classes: NDArray[np.int64], bits: NDArray[np.uint16], ids: NDArray[np.int64]) -> Keys:
         """Return the keys [k] of samples for classes, by the bits of their scores."""
@@ -68,15 +50,12 @@ class KeyLayout:
         return self.first_keys[classes] | (bits.astype(np.uint64) << np.uint64(self.id_bits)) | inverted
 
     def classes_of(self, keys: Keys) -> NDArray[np.int64]:
-        """Return the classes in keys."""
         return (keys >> np.uint64(self.class_shift)).view(np.int64)
 
     def bits_of(self, keys: Keys) -> NDArray[np.uint16]:
-        """Return the bits of the scores in keys."""
         return ((keys >> np.uint64(self.id_bits)) & np.uint64(2**SCORE_BITS - 1)).astype(np.uint16)
 
     def ids_of(self, keys: Keys) -> NDArray[np.int64]:
-        """Return the ids in keys."""
         return self.max_id - (keys & np.uint64(self.max_id)).view(np.int64)
 
     def reaching(self, cuts: Keys, keys: Keys) -> Keys:
@@ -111,14 +90,14 @@ class KeyLayout:
         bits = self._checked(ids, scores, self.num_classes)
         # Blocks of half a megabyte: three passes over a block in the cache cost little more than one.
         rows = max(1, 2**18 // max(1, bits.shape[1]))
-        blocks = [slice(start, start + rows) for start in range(0, len(ids), rows)]
-        return joined([self._keys_of_block(ids[block], bits[block], floor) for block in blocks])
-
-    def _keys_of_block(self, ids: NDArray[np.int64], bits: NDArray[np.uint16], floor: Keys) -> Keys:
-        # A score equal to that of the floor needs an id as low, which most blocks do not have.
-        needed = self.bits_of(floor) + (self.ids_of(floor) < ids.min())
-        rows, classes = np.divmod(np.flatnonzero(bits >= needed), bits.shape[1])
-        return self.reaching(floor, self.pack(classes, bits[rows, classes], ids[rows]))
+        parts = []
+        for start in range(0, len(ids), rows):
+            own_ids, own_bits = ids[start : start + rows], bits[start : start + rows]
+            # A score equal to that of the floor needs an id as low, which most blocks do not have.
+            needed = self.bits_of(floor) + (self.ids_of(floor) < own_ids.min())
+            places, classes = np.divmod(np.flatnonzero(own_bits >= needed), bits.shape[1])
+            parts.append(self.reaching(floor, self.pack(classes, own_bits[places, classes], own_ids[places])))
+        return joined(parts)
 
     def _checked(self, ids: NDArray[np.int64], scores: Array, width: int) -> NDArray[np.uint16]:
         """Return the bits [n,width] of the scores; raise UserError if they cannot be ranked."""
@@ -143,7 +122,6 @@ class KeyLayout:
 
 
 def joined(parts: list[Keys]) -> Keys:
-    """Return all keys of the parts."""
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
 
@@ -197,10 +175,7 @@ class PartOfCut:
 
 
 def part_of_cut(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> PartOfCut:
-    """Return where the `wanted[i]` highest keys of class i end, from the keys in each part of its range.
-
-    `counts` has the parts of all classes, one class after the other.
-    """
+    """Return where the `wanted[i]` highest keys of class i end, from counts of keys by class and part."""
     counts = counts.reshape(len(wanted), -1)
     from_above = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
     reaches = from_above >= wanted[:, None]

@@ -11,7 +11,6 @@ from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.index import Index, true_labels
 from bigscl.losses.objective import BASES
-from bigscl.selection.class_ratios import labelled_ratios
 from bigscl.selection.thresholds import expected_counts
 
 logger = logging.getLogger(__name__)
@@ -92,6 +91,18 @@ def k_per_class(
         )
     shares = (true_labels(val, val.ids())[0] == 1).mean(0)
     return labelled_ratios(shares, counts, num_samples)
+
+
+def labelled_ratios(
+    shares: NDArray[np.float64], counts: NDArray[np.int64], num_samples: int
+) -> NDArray[np.float64]:
+    """Return K_c of each class from the share of fully labelled images that show it, at least 1.
+
+    `counts` are the annotated positives of each class in the `num_samples` training images, which show as
+    many classes as the labelled ones. A class without annotated positives has 1: nothing can be found of it.
+    """
+    ratios: NDArray[np.float64] = np.maximum(shares * num_samples / np.maximum(counts, 1), 1)
+    return np.where(counts > 0, ratios, 1.0)
 
 
 def has_full_labels(val: Index) -> bool:

@@ -92,12 +92,9 @@ class Thresholds:
         return {**values, "given_first": True} if self.given_first else values
 
     def approximate_classes(self) -> list[int]:
-        """Return the classes whose expected positives may not be exact."""
-        found: list[int] = [] if self.approximate is None else np.flatnonzero(self.approximate).tolist()
-        return found
+        return [] if self.approximate is None else list(np.flatnonzero(self.approximate).tolist())
 
     def to(self, device: torch.device | str) -> Thresholds:
-        """Return the thresholds as tensors on a device."""
         import torch
 
         score, tie_id = torch.as_tensor(self.score).to(device), torch.as_tensor(self.tie_id).to(device)
@@ -126,7 +123,6 @@ class Thresholds:
 
     @property
     def any(self) -> bool:
-        """Whether there are any expected positives."""
         return bool((self.tie_id >= 0).any())
 
     def same_as(self, other: Thresholds) -> bool:
@@ -152,7 +148,6 @@ class FloorCounts:
         self._counts = np.zeros(ONE + 1, np.int64)
 
     def note(self, ids: NDArray[np.int64], scores: Ranked) -> None:
-        """Count the floors of some samples."""
         assert isinstance(scores, KeptScores)
         bits = np.minimum(scores.floors.view(np.uint16), ONE)
         self._counts += np.bincount(bits, minlength=ONE + 1)
@@ -186,12 +181,8 @@ def approximate_text(thresholds: Thresholds, names: Sequence[str]) -> str:
 def expected_counts(
     counts: NDArray[np.int64], positives_per_image: float | NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Return the expected positives p_i = round(K * count_i) of each class, from its given positives.
-
-    K is one number, or one for each class.
-    """
-    num_expected: NDArray[np.int64] = np.rint(positives_per_image * counts).astype(np.int64)
-    return num_expected
+    """Return the expected positives p_i = round(K * count_i) of each class; K is a number or [L]."""
+    return np.asarray(np.rint(positives_per_image * counts), np.int64)
 
 
 def pseudo_positive_counts(

@@ -83,7 +83,6 @@ class Trust:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Trust":
-        """Return what `to_json` described."""
         numbers = {name: _number(value) for name, value in values.items() if name != "groups"}
         groups = tuple(
             Group(**{name: one[name] if name == "name" else _number(one[name]) for name in one})
@@ -100,7 +99,6 @@ class Trust:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough hidden labels for an estimate."""
         return self.hidden >= FEWEST and not np.isnan(self.precision)
 
     @property
@@ -124,7 +122,6 @@ class Trust:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Return the figures to log."""
         values = self.to_json()
         return {
             "hidden_labels": self.hidden,
@@ -134,7 +131,6 @@ class Trust:
         }
 
     def of_groups(self) -> list[str]:
-        """Return a line for each group of classes."""
         return [
             f"{one.name} ({one.classes} classes): "
             + ("none mined" if np.isnan(one.precision) else f"at most about {one.precision:.0%} right")
@@ -174,10 +170,7 @@ def estimate(
     epochs: int,
     num_samples: int,
 ) -> Trust:
-    """Return how far to trust the mined labels of `labelled` images.
-
-    `hidden` [n] are the hidden labels of the canaries; `labels` [L] counts all labels of each class.
-    """
+    """Return how far to trust labels mined in `labelled`; `hidden` [n] are those of the canaries."""
     found = canaries.mined[np.arange(len(hidden)), hidden]
     images, classes = np.nonzero(labelled.mined)
     known = {"precision": np.nan, "low": np.nan, "high": np.nan, "recall": 0.0}
@@ -255,8 +248,7 @@ def _offsets(counts: NDArray[np.int64], logits: Floats, totals: Floats) -> Float
         middle = (low + high) / 2
         too_many = (counts * _sigmoid(logits + middle[:, None])).sum(1) > totals
         low, high = np.where(too_many, low, middle), np.where(too_many, middle, high)
-    offsets: Floats = (low + high) / 2
-    return offsets
+    return np.asarray((low + high) / 2)
 
 
 CENTERS = np.linspace(-LARGEST_LOGIT, LARGEST_LOGIT, BINS)
@@ -272,15 +264,13 @@ def _histograms(logits: Floats, is_open: NDArray[np.bool_]) -> NDArray[np.int64]
 def _logits(values: Floats) -> Floats:
     small = float(_sigmoid(np.array(-LARGEST_LOGIT)))
     inside = np.clip(values, small, 1 - small)
-    logits: Floats = np.clip(np.log(inside / (1 - inside)), -LARGEST_LOGIT, LARGEST_LOGIT)
-    return logits
+    return np.asarray(np.clip(np.log(inside / (1 - inside)), -LARGEST_LOGIT, LARGEST_LOGIT))
 
 
 def _sigmoid(logits: Floats) -> Floats:
     values: Floats = 0.5 * (1 + np.tanh(0.5 * logits))
     # Below 1, so that the logarithm of what is left is finite.
-    below: Floats = np.minimum(values, 1 - 1e-12)
-    return below
+    return np.asarray(np.minimum(values, 1 - 1e-12))
 
 
 def _all_classes(values: Ranked, rows: NDArray[np.bool_]) -> Array:
@@ -297,12 +287,7 @@ class Canaries:
     """The hidden labels of a run: notes what their images are ranked by while a selection reads the store."""
 
     def __init__(
-        self,
-        hidden: Ragged,
-        negatives: Ragged,
-        annotations: Annotations,
-        *,
-        momentum: float | None,
+        self, hidden: Ragged, negatives: Ragged, annotations: Annotations, *, momentum: float | None
     ) -> None:
         """`annotations` are what training sees; `momentum` is None if averages have no initial value."""
         rows = np.flatnonzero(hidden.lengths)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bigscl.config.mixing import Mixing, MixRow
 from bigscl.data.loader import Batch
 from bigscl.losses.cross_entropy import at_least_float32
-from bigscl.losses.inputs import PER_IMAGE, LossInputs, MixedInputs
+from bigscl.losses.registry import PER_IMAGE, LossInputs, MixedInputs
 from bigscl.memory.heatmaps import outside
 
 SHARE = MixRow._fields.index("share")

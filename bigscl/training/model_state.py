@@ -13,9 +13,7 @@ from bigscl.config.schedule import Schedule
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.objective import BASES
 from bigscl.losses.state import LossState, RunFacts
-from bigscl.models.averaging import WeightAverage
-from bigscl.models.spatial import SpatialClassifier, build_model
-from bigscl.models.sync_batchnorm import synchronize_batchnorm
+from bigscl.models.spatial import SpatialClassifier, WeightAverage, build_model, synchronize_batchnorm
 from bigscl.store import Annotations
 from bigscl.training.checkpoint.checkpoint_folder import (
     Checkpoint,

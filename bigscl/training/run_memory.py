@@ -17,7 +17,7 @@ from bigscl.memory.lookup import Ids, MemoryBatch
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
 from bigscl.memory.open_memory import checked_settings
 from bigscl.memory.score_history import ScoreLog
-from bigscl.selection.rule import selection_rule
+from bigscl.selection.ranking import selection_rule
 from bigscl.selection.trust import Canaries
 from bigscl.training.run_folder import Run
 

@@ -13,9 +13,8 @@ from bigscl.config import Config
 from bigscl.data.loader import Batch, normalize
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.cross_entropy import probabilities
-from bigscl.losses.inputs import LossInputs, MixedInputs
 from bigscl.losses.objective import Loss
-from bigscl.losses.registry import GlobalBatch
+from bigscl.losses.registry import GlobalBatch, LossInputs, MixedInputs
 from bigscl.losses.state import TrainedBatch
 from bigscl.memory.epoch_io import copy_to_host
 from bigscl.memory.lookup import MemoryBatch, updated_scores

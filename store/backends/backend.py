@@ -11,10 +11,11 @@ import os
 import shutil
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlparse
 
 import zarr.abc.store
@@ -33,57 +34,57 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Small files and a Zarr store under one prefix. Keys use '/' and are relative to the prefix."""
 
     url: str
 
+    @abstractmethod
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
         """A Zarr store over the same files."""
-        ...
 
+    @abstractmethod
     def read(self, key: str) -> bytes | None:
         """The file's bytes, or None if there is none."""
-        ...
 
+    @abstractmethod
     def create(self, key: str, data: bytes) -> None:
         """Create a file, whole and durable, or raise AlreadyExists."""
-        ...
 
+    @abstractmethod
     def replace(self, key: str, data: bytes) -> None:
         """Create or overwrite a file; readers see the old or the new bytes, never a mixture."""
-        ...
 
-    def delete(self, key: str) -> None:
-        """Remove a file if it is there."""
-        ...
-
+    @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove files, those that are there."""
-        ...
 
-    def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix."""
-        ...
-
+    @abstractmethod
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """Replace a file's content if it is exactly `old`; of several writers, one gets True.
 
         `new` must be unlike anything others write: where an answer got lost, finding it there is success.
         """
-        ...
 
+    @abstractmethod
     def names(self, prefix: str) -> list[str]:
         """Sorted names directly below a prefix, files and folders alike."""
-        ...
 
+    @abstractmethod
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of every file below a prefix."""
-        ...
+
+    def delete(self, key: str) -> None:
+        """Remove a file if it is there."""
+        self.delete_many([key])
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below a prefix."""
+        self.delete_many([key for key, _ in self.sizes(prefix)])
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Return when these files will survive a power cut."""
-        ...
+        """Return when these files will survive a power cut, if they would not anyway."""
+        return
 
 
 def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
@@ -98,7 +99,7 @@ def _own_errors(method: Callable[P, T]) -> Callable[P, T]:
     return wrapped
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """A directory, on a local disk or a shared file system."""
 
     def __init__(self, root: Path) -> None:
@@ -111,7 +112,6 @@ class LocalBackend:
 
     @_own_errors
     def read(self, key: str) -> bytes | None:
-        """The file's bytes, or None if there is none."""
         try:
             return (self.root / key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -202,7 +202,6 @@ class LocalBackend:
 
     @_own_errors
     def delete(self, key: str) -> None:
-        """Remove a file if it is there, and sync its folder."""
         path = self.root / key
         path.unlink(missing_ok=True)
         if path.parent.exists():
@@ -219,14 +218,12 @@ class LocalBackend:
 
     @_own_errors
     def delete_tree(self, prefix: str) -> None:
-        """Remove a folder, or the whole store for an empty prefix."""
         path = self.root / prefix
         if path.exists():
             shutil.rmtree(path)
 
     @_own_errors
     def names(self, prefix: str) -> list[str]:
-        """Sorted names in a folder; nothing if there is none."""
         try:
             return sorted(os.listdir(self.root / prefix))
         except (FileNotFoundError, NotADirectoryError):
@@ -235,7 +232,6 @@ class LocalBackend:
             return []
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every file below a folder."""
         for folder, _, names in os.walk(self.root / prefix):
             for name in names:
                 path = Path(folder, name)
@@ -259,7 +255,7 @@ class LocalBackend:
             os.close(descriptor)
 
 
-class MemoryBackend:
+class MemoryBackend(Backend):
     """Files in the memory of this process; they end with it."""
 
     def __init__(self, url: str) -> None:
@@ -268,23 +264,19 @@ class MemoryBackend:
         self._lock = threading.Lock()
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr's MemoryStore over the same dict."""
         return MemoryStore(self._files, read_only=read_only)
 
     def read(self, key: str) -> bytes | None:
-        """The file's bytes, or None if there is none."""
         found = self._files.get(key)
         return None if found is None else found.to_bytes()
 
     def create(self, key: str, data: bytes) -> None:
-        """Exclusive."""
         with self._lock:
             if key in self._files:
                 raise AlreadyExists(f"{self.url}/{key}: exists already")
             self._files[key] = cpu.Buffer.from_bytes(data)
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
-        """Compare and set under a lock."""
         with self._lock:
             if self.read(key) != old:
                 return False
@@ -292,36 +284,20 @@ class MemoryBackend:
         return True
 
     def replace(self, key: str, data: bytes) -> None:
-        """Overwrite."""
         with self._lock:
             self._files[key] = cpu.Buffer.from_bytes(data)
 
-    def delete(self, key: str) -> None:
-        """Remove a file if it is there."""
-        with self._lock:
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in list(keys):
             self._files.pop(key, None)
 
-    def delete_many(self, keys: Iterable[str]) -> None:
-        """Remove files, those that are there."""
-        for key in list(keys):
-            self.delete(key)
-
-    def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix."""
-        self.delete_many(self._below(prefix))
-
     def names(self, prefix: str) -> list[str]:
-        """Sorted names directly below a prefix."""
         skip = len(prefix) + 1 if prefix else 0
         return sorted({key[skip:].split("/")[0] for key in self._below(prefix)})
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of everything below a prefix."""
         for key in self._below(prefix):
             yield key, len(self._files[key])
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
 
     def _below(self, prefix: str) -> list[str]:
         return [key for key in list(self._files) if not prefix or key.startswith(f"{prefix}/")]
@@ -375,5 +351,4 @@ def check_creates_once(backend: Backend) -> None:
 
 
 def forget_memory(url: str) -> None:
-    """Remove a named memory store."""
     _memories.pop(url, None)

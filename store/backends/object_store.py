@@ -10,6 +10,7 @@ from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
 
+from bigscl.store.backends.backend import Backend
 from bigscl.store.backends.retries import NotImplementedByServer, RetryPolicy
 from bigscl.store.backends.schemes import Location
 from bigscl.store.errors import AlreadyExists
@@ -18,7 +19,7 @@ T = TypeVar("T")
 DELETE_THREADS = 8
 
 
-class ObjectBackend:
+class ObjectBackend(Backend):
     """A prefix of a bucket; a PUT is durable and whole when it returns."""
 
     def __init__(self, location: Location) -> None:
@@ -28,11 +29,9 @@ class ObjectBackend:
         self._store = location.client(prefix=location.path.strip("/"))
 
     def zarr_store(self, *, read_only: bool) -> zarr.abc.store.Store:
-        """Zarr over the same client."""
         return RetryingStore(self._store, self._patience, read_only=read_only)
 
     def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None if there is none."""
         found = self._get(key)
         return None if found is None else found[0]
 
@@ -100,12 +99,7 @@ class ObjectBackend:
         return True
 
     def replace(self, key: str, data: bytes) -> None:
-        """A plain PUT."""
         self._put(key, data, "overwrite")
-
-    def delete(self, key: str) -> None:
-        """Remove an object if it is there."""
-        self.delete_many([key])
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects, those that are there; on S3 a thousand with one request."""
@@ -126,12 +120,7 @@ class ObjectBackend:
         with contextlib.suppress(FileNotFoundError):
             self._call(f"delete {key}", lambda: obstore.delete(self._store, key))
 
-    def delete_tree(self, prefix: str) -> None:
-        """Remove all objects below a prefix."""
-        self.delete_many(key for key, _ in self.sizes(prefix))
-
     def names(self, prefix: str) -> list[str]:
-        """Sorted names directly below a prefix."""
         import obstore
 
         found = self._call(
@@ -142,7 +131,6 @@ class ObjectBackend:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every object below a prefix."""
         import obstore
 
         def list_all() -> list[tuple[str, int]]:
@@ -151,8 +139,15 @@ class ObjectBackend:
 
         yield from self._call(f"list {prefix or 'the store'}", list_all)
 
-    def sync(self, keys: Iterable[str]) -> None:
-        """Nothing to do."""
+
+def _retried(name: str, doing: str) -> Any:
+    """Return the method of zarr's ObjectStore of this name, which works on one key, with retries."""
+    above = getattr(ObjectStore, name)
+
+    async def method(self: "RetryingStore", key: str, *args: Any, **kwargs: Any) -> Any:
+        return await self._patience.wait_for(f"{doing} {key}", lambda: above(self, key, *args, **kwargs))
+
+    return method
 
 
 class RetryingStore(ObjectStore[Any]):
@@ -163,64 +158,34 @@ class RetryingStore(ObjectStore[Any]):
         self._patience = patience
 
     def with_read_only(self, read_only: bool = False) -> Self:
-        """The same place, with or without the right to write."""
         return type(self)(self.store, self._patience, read_only=read_only)
 
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        """The object's bytes, or None if there is none."""
-        above = super().get
-        return await self._patience.wait_for(f"read {key}", lambda: above(key, prototype, byte_range))
+    # The words complete "could not ... KEY".
+    get = _retried("get", "read")
+    set = _retried("set", "write")
+    set_if_not_exists = _retried("set_if_not_exists", "write")
+    exists = _retried("exists", "look for")
+    getsize = _retried("getsize", "look for")
+    delete = _retried("delete", "delete")
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Parts of several objects."""
         above, wanted = super().get_partial_values, list(key_ranges)
         return await self._patience.wait_for("read parts of objects", lambda: above(prototype, wanted))
 
-    async def exists(self, key: str) -> bool:
-        """Whether there is such an object."""
-        above = super().exists
-        return await self._patience.wait_for(f"look for {key}", lambda: above(key))
-
-    async def set(self, key: str, value: Buffer) -> None:
-        """Make or overwrite an object."""
-        above = super().set
-        await self._patience.wait_for(f"write {key}", lambda: above(key, value))
-
-    async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Make an object if there is none."""
-        above = super().set_if_not_exists
-        await self._patience.wait_for(f"write {key}", lambda: above(key, value))
-
-    async def delete(self, key: str) -> None:
-        """Remove an object if it is there."""
-        above = super().delete
-        await self._patience.wait_for(f"delete {key}", lambda: above(key))
-
     async def delete_dir(self, prefix: str) -> None:
-        """Remove all objects below a prefix."""
         above = super().delete_dir
         await self._patience.wait_for(f"delete {prefix}", lambda: above(prefix))
 
-    async def getsize(self, key: str) -> int:
-        """Bytes of an object."""
-        above = super().getsize
-        return await self._patience.wait_for(f"look for {key}", lambda: above(key))
-
     def list(self) -> AsyncGenerator[str, None]:
-        """All keys."""
         return self._listed("list the store", super().list)
 
     def list_prefix(self, prefix: str) -> AsyncGenerator[str, None]:
-        """All keys below a prefix."""
         above = super().list_prefix
         return self._listed(f"list {prefix}", lambda: above(prefix))
 
     def list_dir(self, prefix: str) -> AsyncGenerator[str, None]:
-        """The names directly below a prefix."""
         above = super().list_dir
         return self._listed(f"list {prefix}", lambda: above(prefix))
 

@@ -147,11 +147,9 @@ class RetryPolicy:
                 return result
 
     def _attempts(self, doing: str, place: str | None = None) -> _Attempts:
-        if self._reached:
-            seconds = RETRY_SECONDS if self._retry_seconds is None else self._retry_seconds
-        else:
-            first = self._first_contact_seconds
-            seconds = FIRST_CONTACT_SECONDS if first is None else first
+        own = self._retry_seconds if self._reached else self._first_contact_seconds
+        usual = RETRY_SECONDS if self._reached else FIRST_CONTACT_SECONDS
+        seconds = usual if own is None else own
         return _Attempts(place or self._place, doing, self._credentials, seconds)
 
     def _pause(self, attempts: _Attempts, error: Exception) -> float:
@@ -160,12 +158,7 @@ class RetryPolicy:
         self._reached |= "status code:" in str(error)
         if isinstance(error, FileNotFoundError) and NO_BUCKET.search(str(error)):
             return attempts.pause_after(error)
-        means_something = (
-            exceptions.AlreadyExistsError,
-            exceptions.NotSupportedError,
-            exceptions.PreconditionError,
-        )
-        passing = (exceptions.BaseError, ConnectionError)
-        if isinstance(error, passing) and not isinstance(error, means_something):
-            return attempts.pause_after(error)
-        raise error
+        known = (exceptions.AlreadyExistsError, exceptions.NotSupportedError, exceptions.PreconditionError)
+        if isinstance(error, known) or not isinstance(error, exceptions.BaseError | ConnectionError):
+            raise error  # it means something to the caller, or is a bug
+        return attempts.pause_after(error)

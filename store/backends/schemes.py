@@ -19,15 +19,8 @@ from bigscl.store.errors import StoreError
 # The client itself retries single requests whose connection fails or whose answer is 5xx: a listing of many
 # pages or an upload of many parts would otherwise start again from its beginning. Its tries are few, and
 # bodies that break off are not always among them; what it gives up on, `RetryPolicy` retries as a whole.
-RETRY_CONFIG: Any = {
-    "max_retries": 4,
-    "retry_timeout": timedelta(seconds=30),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=50),
-        "max_backoff": timedelta(seconds=2),
-        "base": 2,
-    },
-}
+BACKOFF = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=2), "base": 2}
+RETRY_CONFIG: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30), "backoff": BACKOFF}
 # The client's default of 30 s is for a whole body: too short for large chunks over a slow line. An address
 # that swallows packets is given up on after 5 tries of 5 s.
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "120s"}
@@ -96,7 +89,6 @@ class Location:
 
     @property
     def credentials(self) -> Credentials:
-        """Advice about credentials that are missing or refused."""
         return SCHEMES[self.scheme].credentials
 
     def client(self, prefix: str = "") -> Any:
@@ -105,6 +97,10 @@ class Location:
         settings = {"client_options": client_options, "retry_config": RETRY_CONFIG}
         if prefix:
             settings["prefix"] = prefix
+        if self.endpoint and self.scheme not in ("http", "https"):
+            settings["endpoint"] = self.endpoint
+        if self.options.anonymous and self.scheme not in ("http", "https"):
+            settings["skip_signature"] = True
         return SCHEMES[self.scheme].connect(self, settings)
 
     def object(self) -> tuple[Any, str]:
@@ -118,30 +114,20 @@ def _s3(location: Location, settings: dict[str, Any]) -> Any:
 
     region = location.options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     settings["region"] = region or "us-east-1"
-    if location.endpoint:
-        settings["endpoint"] = location.endpoint
-    if location.options.anonymous:
-        settings["skip_signature"] = True
     return S3Store(location.bucket, **settings)
 
 
 def _gs(location: Location, settings: dict[str, Any]) -> Any:
     from obstore.store import GCSStore
 
-    if location.endpoint:
-        settings["base_url"] = location.endpoint
-    if location.options.anonymous:
-        settings["skip_signature"] = True
+    if "endpoint" in settings:
+        settings["base_url"] = settings.pop("endpoint")
     return GCSStore(location.bucket, **settings)
 
 
 def _az(location: Location, settings: dict[str, Any]) -> Any:
     from obstore.store import AzureStore
 
-    if location.endpoint:
-        settings["endpoint"] = location.endpoint
-    if location.options.anonymous:
-        settings["skip_signature"] = True
     if not os.environ.get(AZURE_ACCOUNT):
         given = _azure_connection()
         if not given:
@@ -151,10 +137,6 @@ def _az(location: Location, settings: dict[str, Any]) -> Any:
             )
         settings |= {name: value for name, value in given.items() if value and name not in settings}
     return AzureStore(location.bucket, **settings)
-
-
-def _azure_endpoint() -> str | None:
-    return os.environ.get("AZURE_STORAGE_ENDPOINT") or _azure_connection().get("endpoint")
 
 
 def _azure_connection() -> dict[str, str | None]:
@@ -235,7 +217,7 @@ SCHEMES = {
     ),
     "az": Scheme(
         connect=_az,
-        endpoint=_azure_endpoint,
+        endpoint=lambda: os.environ.get("AZURE_STORAGE_ENDPOINT") or _azure_connection().get("endpoint"),
         credentials=Credentials(
             missing="Set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or "
             "AZURE_STORAGE_CONNECTION_STRING, or choose anonymous access for public data.",

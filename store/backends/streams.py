@@ -50,7 +50,6 @@ class ObjectReader(io.RawIOBase):
         self._patiently(self._open)
 
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -62,7 +61,6 @@ class ObjectReader(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        """Close the connection."""
         self._parts, self._part = None, memoryview(b"")
         super().close()
 

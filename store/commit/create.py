@@ -10,7 +10,6 @@ import zarr
 
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend
-from bigscl.store.commit.compaction import check_top
 from bigscl.store.commit.lease import KEY as LEASE_KEY
 from bigscl.store.commit.lease import Lease, is_beat
 from bigscl.store.commit.snapshots import FOLDER as SNAPSHOTS
@@ -18,7 +17,8 @@ from bigscl.store.commit.snapshots import Check, Snapshot, SnapshotLog, Version,
 from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore, OtherFormat, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
-from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.fields import read_object, seal
+from bigscl.store.format.layout import check_top
 from bigscl.store.format.spec import FEATURES, FORMAT, SPARSE_SCORES, GroupSpec, StoreSpec
 from bigscl.store.format.zarr_group import describe_group, described
 
@@ -66,23 +66,23 @@ def _interrupted(backend: Backend) -> StoreError:
 
 
 def _parse_spec(backend: Backend, data: bytes) -> StoreSpec:
-    attributes = Fields.parse(data, f"{backend.url}/{ROOT}", REMEDY).optional("attributes")
-    if "bigscl" not in attributes:
+    place = f"{backend.url}/{ROOT}"
+    attributes = read_object(data, place, REMEDY, sealed=False).get("attributes", {})
+    if not isinstance(attributes, dict) or "bigscl" not in attributes:
         raise NotAStore(f"{backend.url}: a Zarr hierarchy, but not a heatmap store. Check the path.")
-    described = attributes.inside("bigscl")
-    version = described.integer("format", 1)
+    path = ("attributes", "bigscl")
+    version = read_object(data, place, REMEDY, *path, sealed=False).get("format")
+    if type(version) is not int:
+        raise BadFile(f"{place}: format: found {version!r:.40}, expected a whole number. {REMEDY}")
     if version != FORMAT:
         remedy = "Upgrade bigscl" if version > FORMAT else "Use another place for a new store"
         raise OtherFormat(
             f"{backend.url}: written in format {version}, this version reads format {FORMAT}. {remedy}."
         )
-    sealed = described.sealed()
-    _check_features(backend, sealed.mapping("features") if "features" in sealed else {})
-    return StoreSpec.from_fields(sealed)
-
-
-def _check_features(backend: Backend, features: Mapping[str, Any]) -> None:
-    """Raise OtherFormat if the store uses a feature that is not known here, or lacks one."""
+    described = read_object(data, place, REMEDY, *path)
+    features = described.get("features", {})
+    if not isinstance(features, dict):
+        raise BadFile(f"{place}: features: found {features!r:.40}, expected a JSON object. {REMEDY}")
     unknown = sorted(name for name, value in features.items() if not _is_known(name, value))
     if unknown:
         raise OtherFormat(
@@ -90,13 +90,12 @@ def _check_features(backend: Backend, features: Mapping[str, Any]) -> None:
         )
     if not FEATURES.keys() <= features.keys():
         raise OtherFormat(
-            f"{backend.url}: written in an unfinished format {FORMAT}, by a revision before version 0.2.0. "
-            f"Use another place for a new store."
+            f"{backend.url}: written by a revision before version 0.2.0. Use another place for a new store."
         )
+    return StoreSpec.from_json(described, place, REMEDY)
 
 
 def _is_known(name: str, value: Any) -> bool:
-    """Return whether this version reads a feature with this parameter."""
     if name == SPARSE_SCORES:
         return type(value) is int and value > 0
     return name in FEATURES and bool(FEATURES[name] == value)
@@ -108,7 +107,6 @@ def first_chunk(backend: Backend) -> str | None:
 
 
 def check_fingerprint(backend: Backend, spec: StoreSpec, annotations: Annotations) -> None:
-    """Refuse to open a store against data it was not made for."""
     if spec.fingerprint != annotations.fingerprint:
         raise IndexMismatch(
             f"{backend.url}: made for data {spec.fingerprint[:12]}, these shards are "
@@ -151,7 +149,6 @@ def _describe(scratch: Backend, spec: StoreSpec, group: GroupSpec) -> None:
 
 
 def present(backend: Backend, keys: Iterable[str]) -> dict[str, bytes]:
-    """The content of those files that are there."""
     found = {key: backend.read(key) for key in keys}
     return {key: data for key, data in found.items() if data is not None}
 
@@ -182,10 +179,7 @@ def spec_for(
     history_samples: int | Collection[int],
     top_scores: int | None = None,
 ) -> StoreSpec:
-    """Return the spec of a store for this data; `history_samples` are a number, or the samples themselves.
-
-    As many `top_scores` as there are classes, or more, are all scores.
-    """
+    """Return the spec of a store for this data; `history_samples` are a number, or the samples themselves."""
     if heatmap_size < 1:
         raise UserError(f"heatmap_size: {heatmap_size}, expected at least 1")
     if top_scores is not None and top_scores < 1:
@@ -250,10 +244,7 @@ def delete_unnamed_groups(backend: Backend, log: SnapshotLog, check: Check) -> N
 
 
 def delete_unnamed_versions(backend: Backend, log: SnapshotLog, check: Check) -> int:
-    """Delete the files of versions that no retained snapshot names, and of writes that were cut short.
-
-    Gives the bytes that were freed.
-    """
+    """Delete files of versions that no retained snapshot names; return the bytes that were freed."""
     listed = list(backend.sizes(""))
     named = {version for kept in log.read_all().values() for version in versions_of(kept)}
     unnamed = {key: size for key, size in listed if key.endswith(PARTIAL) or _is_unnamed(key, named)}

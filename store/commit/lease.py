@@ -19,7 +19,7 @@ from typing import Self
 
 from bigscl.store.backends.backend import Backend, check_creates_once
 from bigscl.store.errors import AlreadyExists, BadFile, LeaseHeld, StoreError
-from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.fields import Number, Whole, read_object, seal, to_dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class Holder:
 
     run: str
     host: str
-    pid: int
+    pid: Whole
     started: str
     """When that process started, as the kernel counts it: a pid alone may have been given to another."""
-    since: float
+    since: Number
     token: str
     machine: str
     """Boot and pid namespace of the holder: the same host name elsewhere says nothing about its pid."""
@@ -53,26 +53,14 @@ class Holder:
         return f"run {self.run!r} (host {self.host}, pid {self.pid})"
 
     def to_bytes(self) -> bytes:
-        """The lease file's content."""
         return json.dumps(seal(asdict(self))).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, place: str = KEY) -> Self:
-        """The holder in a lease file, checked."""
-        fields = Fields.parse(data, place, REMEDY).sealed()
-        return cls(
-            run=fields.text("run"),
-            host=fields.text("host"),
-            pid=fields.integer("pid", 0),
-            started=fields.text("started"),
-            since=fields.number("since"),
-            token=fields.text("token"),
-            machine=fields.text("machine"),
-        )
+        return to_dataclass(cls, read_object(data, place, REMEDY), place, REMEDY)
 
     @classmethod
     def this_process(cls, run: str) -> Self:
-        """The calling process, as a holder."""
         pid = os.getpid()
         return cls(
             run=run,
@@ -86,12 +74,10 @@ class Holder:
 
     @property
     def beat_key(self) -> str:
-        """The file in which it counts its heartbeats."""
         return f"lease-{self.token}.beat"
 
 
 def is_beat(name: str) -> bool:
-    """Whether a file counts a holder's heartbeats."""
     return name.startswith("lease-") and name.endswith(".beat")
 
 
@@ -126,7 +112,6 @@ def _start_without_proc(pid: int) -> str | None:
 
 
 def read_holder(backend: Backend) -> Holder | None:
-    """The holder of the lease, or None."""
     data = backend.read(KEY)
     return None if data is None else _holder_in(backend, data)
 
@@ -174,10 +159,7 @@ class Lease:
         patience_seconds: float = LEASE_PATIENCE_SECONDS,
         beat_seconds: float = BEAT_SECONDS,
     ) -> Self:
-        """The lease, taken over from a holder that is certainly dead; or LeaseHeld, naming the holder.
-
-        StorageFailed where a lease, or a commit, would exclude nobody.
-        """
+        """The lease, taken over from a dead holder; LeaseHeld names a live one."""
         check_creates_once(backend)
         ours = Holder.this_process(run)
         while True:
@@ -213,7 +195,6 @@ class Lease:
                 logger.warning("lease of %s: heartbeat failed: %s", self._backend.url, error)
 
     def is_ours(self) -> bool:
-        """Whether this process still holds the lease."""
         try:
             seen = read_holder(self._backend)
         except BadFile:
@@ -240,7 +221,6 @@ class Lease:
         return LeaseHeld(f"{self._backend.url}: the lease of {self._holder} was overwritten. {REMEDY}")
 
     def release(self) -> None:
-        """Release the lease, if this process still holds it."""
         self._released.set()
         self._thread.join(JOIN_SECONDS)
         _free(self._backend, self._holder.to_bytes())

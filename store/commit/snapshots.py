@@ -6,17 +6,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from bigscl.store.backends.backend import Backend
-from bigscl.store.errors import AlreadyExists, CommitConflict, NotAStore, SnapshotMissing, StoreError
-from bigscl.store.format.fields import Fields, as_table, from_table, numbers_of, sealed_text, to_table
+from bigscl.store.errors import AlreadyExists, BadFile, CommitConflict, NotAStore, SnapshotMissing, StoreError
+from bigscl.store.format.fields import (
+    Number,
+    Table,
+    Whole,
+    as_table,
+    from_table,
+    numbers_of,
+    read_object,
+    sealed_text,
+    to_dataclass,
+    to_table,
+)
 
 FOLDER = "snapshots"
 NO_DIGEST = -1
+OrNone = Annotated[int, Field(strict=True, ge=-1, le=2**31)]
+"""An epoch or a slot; -1: none."""
 Check = Callable[[], None]
 """Raises if the writer has lost its lease."""
 CHUNK = re.compile(r"(arrays-\d+)/\w+/c\.(\d{1,9})\.(\d{1,9})\b")
@@ -29,22 +43,21 @@ REMEDY = "Restore the file from a copy, or remove it: a run then resumes from an
 class Snapshot:
     """For each shard the slot of its version (-1: initial values), and the attributes of the trainer."""
 
-    id: int
-    parent: int | None
-    time: float
+    id: Whole
+    parent: Whole | None
+    time: Number
     run: str
-    epoch: int
-    step: int
-    group: str
-    slots: tuple[int, ...]
+    epoch: OrNone
+    step: Whole
+    group: Annotated[str, Field(pattern=r"^arrays-[0-9]{3,9}$")]
+    slots: tuple[OrNone, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    generation: int = 0
+    generation: Whole = 0
     """Of the writer that made it: one more for each opening for writing."""
-    digests: Mapping[str, bytes] = field(default_factory=dict)
+    digests: Mapping[str, Table] = field(default_factory=dict)
     """By array, for each shard, the digest of its version as int64, little-endian; -1: unknown."""
 
     def digests_of(self, shard: int) -> dict[str, int]:
-        """Return the digests of a shard's version, by array."""
         place = slice(8 * shard, 8 * shard + 8)
         found = {
             name: int.from_bytes(table[place], "little", signed=True) for name, table in self.digests.items()
@@ -52,7 +65,6 @@ class Snapshot:
         return {name: digest for name, digest in found.items() if digest != NO_DIGEST}
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
         # Not asdict, which copies every number of large tables.
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         values["attributes"] = json.loads(json.dumps(self.attributes))
@@ -62,25 +74,15 @@ class Snapshot:
     @classmethod
     def from_bytes(cls, data: bytes, place: str = "snapshot") -> Self:
         """The snapshot in a file, checked; fields of later versions are ignored."""
-        fields = Fields.parse_sealed(data, place, REMEDY)
-        slots = fields.integers("slots", -1, 2**31)
-        group = fields.text("group")
-        if not re.fullmatch(r"arrays-\d{3,9}", group):
-            raise fields.bad(f"group: found {group!r:.40}, expected arrays- and a number")
-        digests = fields.inside("digests")
-        return cls(
-            id=fields.integer("id", 0),
-            parent=None if fields.is_null("parent") else fields.integer("parent", 0),
-            time=fields.number("time"),
-            run=fields.text("run"),
-            epoch=fields.integer("epoch", -1, 2**31),
-            step=fields.integer("step", 0),
-            group=group,
-            slots=slots,
-            attributes=fields.mapping("attributes"),
-            generation=fields.integer("generation", 0),
-            digests={name: digests.table(name, -1, 2**32, len(slots)) for name in digests},
-        )
+        snapshot = to_dataclass(cls, read_object(data, place, REMEDY), place, REMEDY)
+        for name, table in snapshot.digests.items():
+            numbers = (
+                numbers_of(table) if len(table) == 8 * len(snapshot.slots) else np.array([NO_DIGEST - 1])
+            )
+            if ((numbers < NO_DIGEST) | (numbers > 2**32)).any():
+                many = f"{len(snapshot.slots)} numbers (int64) from {NO_DIGEST} to 2**32"
+                raise BadFile(f"{place}: digests: {name}: expected base64 of {many}. {REMEDY}")
+        return snapshot
 
 
 def pack(snapshots: Iterable[Snapshot]) -> bytes:
@@ -92,7 +94,6 @@ def pack(snapshots: Iterable[Snapshot]) -> bytes:
 
 
 def unpack(message: bytes) -> dict[int, Snapshot]:
-    """The snapshots of a message by number, in its order."""
     found = map(Snapshot.from_bytes, message.split(b"\n"))
     return {snapshot.id: snapshot for snapshot in found}
 
@@ -113,7 +114,6 @@ class SnapshotLog:
         return sorted(int(name) for name in names if name.isdigit())
 
     def exists(self, number: int) -> bool:
-        """Whether a snapshot is (still) retained."""
         return self._backend.read(self._key(number)) is not None
 
     def read(self, number: int) -> Snapshot:
@@ -130,12 +130,10 @@ class SnapshotLog:
         place = f"{self._backend.url}/{self._key(number)}"
         snapshot = Snapshot.from_bytes(data, place)
         if snapshot.id != number:
-            what = f"id: found {snapshot.id}, expected {number}, as its name says"
-            raise Fields({}, place, REMEDY).bad(what)
+            raise BadFile(f"{place}: id: found {snapshot.id}, expected {number}, as its name says. {REMEDY}")
         return snapshot
 
     def newest(self) -> int:
-        """The number of the current state."""
         numbers = self.ids()
         if not numbers:
             raise NotAStore(f"{self._backend.url}: has no snapshot. Create a store first, or check the path.")
@@ -198,7 +196,6 @@ class SnapshotLog:
                 self.drop(later)
 
     def drop(self, number: int) -> None:
-        """Remove a snapshot; its slots are free from now on."""
         self._backend.delete(self._key(number))
 
 
@@ -223,10 +220,7 @@ def report(written: Mapping[int, Written], failure: Exception | None) -> bytes:
     """Return the message of a rank to rank 0 at a commit."""
     versions = list(written.values())
     names = sorted({name for version in versions for name in version.digests})
-    columns: dict[str, list[int]] = {
-        "shards": list(written),
-        "slots": [version.slot for version in versions],
-    }
+    columns: dict[str, list[int]] = {"shards": list(written), "slots": [version.slot for version in versions]}
     for name in names:
         columns[f"digest {name}"] = [version.digests.get(name, NO_DIGEST) for version in versions]
     tables = {name: to_table(as_table(numbers)) for name, numbers in columns.items()}
@@ -307,7 +301,6 @@ def by_version(listing: Iterable[tuple[str, int]]) -> Counter[Version]:
 
 
 def versions_of(snapshot: Snapshot) -> set[Version]:
-    """The versions a snapshot names."""
     return {(snapshot.group, slot, shard) for shard, slot in enumerate(snapshot.slots) if slot >= 0}
 
 

@@ -41,14 +41,8 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
     """Pairs batches with their rows, `depth` batches ahead. One thread; it ends with `close`."""
 
     def __init__(
-        self,
-        cache: ShardCache,
-        *,
-        depth: int = 4,
-        allocate: Allocate = np.empty,
-        on_start: OnStart = nothing,
+        self, cache: ShardCache, *, depth: int = 4, allocate: Allocate = np.empty, on_start: OnStart = nothing
     ) -> None:
-        """`on_start` is called in the thread, before anything else: to choose the GPU it allocates for."""
         self.waits = Waits()
         self._cache = cache
         self._allocate = allocate

@@ -70,7 +70,6 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         self._closed = False
 
     def check(self) -> None:
-        """Raise the error of a background thread, if any."""
         if self._failure is not None:
             raise self._failure
 

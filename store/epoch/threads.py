@@ -42,7 +42,6 @@ class BoundedQueue(Generic[Item]):
             self._room.put(None)
 
     def put(self, item: Item, check: Check) -> None:
-        """Add an item when there is room for it."""
         take(self._room, check)
         self._items.put(item)
 

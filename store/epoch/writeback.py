@@ -42,7 +42,6 @@ class Writeback(AbstractContextManager["Writeback"]):
         self._enqueue(scatter)
 
     def skip(self, ids: NDArray[np.int64]) -> None:
-        """These samples get no update this epoch."""
         if len(ids):
             self._enqueue(lambda: self._cache.skip(ids))
 

@@ -1,13 +1,13 @@
 """The arrays of a store, each defined once: where it exists, its shape, its values, how compaction keeps it.
 
-A new array is a class here and an entry in `ARRAYS`: rows carry it by its name from the storage to the
-training device and back. Its axes on the storage are slot, shard, position in the shard, and then those of
-`shape`.
+A new array is an entry in `ARRAYS`: rows carry it by its name from the storage to the training device and
+back. Its axes on the storage are slot, shard, position in the shard, and then those of `shape`.
 """
 
 # Shapes: R rows of a shard, L classes, k kept classes, W side of a heatmap.
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,34 +55,28 @@ class Domain:
     last_epoch: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray(ABC):
-    """One array of a store; the methods of this class are those of an array that exists in every layout."""
+    """One array of a store; by default a single value for each row, in every layout, that starts at zero."""
 
     name: str
-    updated: bool = False
+    exists: Callable[[StoreSpec, GroupSpec], bool] = lambda spec, group: True
+    """Whether a group of this layout has the array."""
+    shape: Callable[[StoreSpec, GroupSpec], tuple[int, ...]] = lambda spec, group: ()
+    """The shape of one row."""
+    chunk_rows: Callable[[StoreSpec, GroupSpec], int] = lambda spec, group: spec.rows_per_shard
+    initialize: Callable[[Array, Start], None] = lambda values, start: None
+    """Fills the zeros of a shard that was never written with its initial values."""
+    compact: Callable[[Compaction], Array] | None = None
+    """Returns the array after a compaction; by default it stays."""
+    updated: bool = True
     """Whether training hands in new values."""
     rounded: bool = False
     """Whether the codec `uint8` rounds its values to a byte each."""
 
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        """Whether a group of this layout has the array."""
-        return True
-
-    @abstractmethod
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        """The shape of one row."""
-
     @abstractmethod
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         """The type of the values."""
-
-    def chunk_rows(self, spec: StoreSpec, group: GroupSpec) -> int:
-        """Rows in one chunk."""
-        return spec.rows_per_shard
-
-    def initialize(self, values: Array, start: Start) -> None:
-        """Fill the zeros of a shard that was never written with its initial values."""
-        return  # most arrays start at zero
 
     @abstractmethod
     def invalid(self, values: Array, domain: Domain) -> NDArray[np.bool_]:
@@ -94,13 +88,11 @@ class StoredArray(ABC):
 
     def compacted(self, compaction: Compaction) -> Array:
         """The array after a compaction."""
-        return compaction.rows[self.name]
+        return compaction.rows[self.name] if self.compact is None else self.compact(compaction)
 
 
-class _Fractions(StoredArray):
+class Fractions(StoredArray):
     """float16 values in [0, 1]."""
-
-    updated = True
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.float16)
@@ -110,93 +102,14 @@ class _Fractions(StoredArray):
         # The maximum first: comparing every value would cost a third of the whole reading.
         if not bits.size or bits.max() <= ONE_BITS:
             return np.zeros(len(values), bool)
-        outside: NDArray[np.bool_] = bits > ONE_BITS
-        return outside
+        return np.asarray(bits > ONE_BITS)
 
     def expected(self, domain: Domain) -> str:
         return "values in [0, 1]"
 
 
-class Scores(_Fractions):
-    """Running average of the predicted probability of each class, or of the highest ones."""
-
-    name = "scores"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return (spec.top_scores or spec.num_classes,)
-
-    def initialize(self, values: Array, start: Start) -> None:
-        kept = start.given
-        values[kept if start.score_classes is None else np.take_along_axis(kept, start.score_classes, 1)] = 1
-
-
-class ScoreFloor(_Fractions):
-    """Score of every class whose own score is not kept: the highest that was left out."""
-
-    name = "score_floor"
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return spec.top_scores is not None
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
-
-
-class Heatmaps(_Fractions):
-    """Running average of each class's score map, for all classes (dense) or the kept ones (topk)."""
-
-    name = "heatmaps"
-    rounded = True
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return group.layout != "scores"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        maps = spec.num_classes if group.top is None else group.top
-        return (maps, spec.heatmap_size, spec.heatmap_size)
-
-    def chunk_rows(self, spec: StoreSpec, group: GroupSpec) -> int:
-        return min(spec.rows_per_shard, DENSE_CHUNK_ROWS) if group.layout == "dense" else spec.rows_per_shard
-
-    def initialize(self, values: Array, start: Start) -> None:
-        kept = start.given
-        values[kept if start.classes is None else np.take_along_axis(kept, start.classes, 1)] = 1
-
-    def compacted(self, compaction: Compaction) -> Array:
-        rows, classes = compaction.rows, compaction.classes
-        if rows.heatmaps is not None:
-            return rows.heatmaps_of(np.arange(len(rows))[:, None], classes)
-        # They start at the score everywhere, at 1 for given classes.
-        start = np.take_along_axis(rows.scores, classes, 1)
-        start[np.take_along_axis(compaction.given, classes, 1)] = 1
-        size = compaction.heatmap_size
-        return np.ascontiguousarray(np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size)))
-
-
-class SpatialScore(_Fractions):
-    """Value by which expected positives of each class with a heatmap are ranked, in place of the score."""
-
-    name = "spatial_score"
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return group.spatial_score and group.layout != "scores"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return (spec.num_classes if group.top is None else group.top,)
-
-    def initialize(self, values: Array, start: Start) -> None:
-        kept = start.given
-        values[kept if start.classes is None else np.take_along_axis(kept, start.classes, 1)] = 1
-
-    def compacted(self, compaction: Compaction) -> Array:
-        # Without heatmaps so far it is the score.
-        return np.take_along_axis(compaction.rows.ranked_by(), compaction.classes, 1)
-
-
-class _Counters(StoredArray):
+class Counts(StoredArray):
     """Numbers of visits."""
-
-    updated = True
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.uint8)
@@ -208,53 +121,11 @@ class _Counters(StoredArray):
         return f"counts up to {MAX_COUNT}"
 
 
-class CellVisits(_Counters):
-    """Visits of each heatmap cell since its initial value."""
-
-    name = "cell_visits"
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return group.layout != "scores"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return (spec.heatmap_size, spec.heatmap_size)
-
-    def compacted(self, compaction: Compaction) -> Array:
-        rows, size = compaction.rows, compaction.heatmap_size
-        if "cell_visits" in rows:
-            return rows["cell_visits"]
-        # Without heatmaps so far, cells of the plain average have not been visited since their start. In the
-        # debiased one a visit of the image counts as one of all its cells.
-        visits = rows["sample_visits"] if compaction.debiased else np.zeros_like(rows["sample_visits"])
-        return np.ascontiguousarray(np.broadcast_to(visits[:, None, None], (len(rows), size, size)))
-
-
-class SampleVisits(_Counters):
-    """Visits of each sample."""
-
-    name = "sample_visits"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
-
-
-class Classes(StoredArray):
-    """The kept classes of each row, ascending."""
-
-    name = "classes"
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return group.layout == "topk"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        assert group.top is not None
-        return (group.top,)
+class ClassIds(StoredArray):
+    """Classes of each row, ascending."""
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return class_dtype(spec.num_classes)
-
-    def initialize(self, values: Array, start: Start) -> None:
-        values[:] = start.classes
 
     def invalid(self, values: Array, domain: Domain) -> NDArray[np.bool_]:
         rising = np.diff(values.astype(np.int64), axis=1, prepend=-1) > 0
@@ -263,43 +134,12 @@ class Classes(StoredArray):
     def expected(self, domain: Domain) -> str:
         return f"class ids ascending within 0..{domain.num_classes - 1}"
 
-    def compacted(self, compaction: Compaction) -> Array:
-        return compaction.classes.astype(class_dtype(compaction.rows.num_classes))
 
-
-class ScoreClasses(Classes):
-    """The classes of each row whose scores are kept, ascending."""
-
-    name = "score_classes"
-    updated = True
-
-    def exists(self, spec: StoreSpec, group: GroupSpec) -> bool:
-        return spec.top_scores is not None
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        assert spec.top_scores is not None
-        return (spec.top_scores,)
-
-    def initialize(self, values: Array, start: Start) -> None:
-        values[:] = start.score_classes
-
-    def compacted(self, compaction: Compaction) -> Array:
-        return compaction.rows[self.name]
-
-
-class LastEpoch(StoredArray):
-    """The last epoch that updated each row."""
-
-    name = "last_epoch"
-
-    def shape(self, spec: StoreSpec, group: GroupSpec) -> tuple[int, ...]:
-        return ()
+class Epochs(StoredArray):
+    """Epochs, or NEVER."""
 
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.int32)
-
-    def initialize(self, values: Array, start: Start) -> None:
-        values[:] = NEVER
 
     def invalid(self, values: Array, domain: Domain) -> NDArray[np.bool_]:
         return np.asarray((values < NEVER) | (values > domain.last_epoch))
@@ -308,21 +148,101 @@ class LastEpoch(StoredArray):
         return f"epochs from -1 to {domain.last_epoch}, the snapshot's epoch"
 
 
+def _set_given(values: Array, given: NDArray[np.bool_], classes: Array | None) -> None:
+    """Set the values of given classes to 1; `classes` are those of the columns, if not all."""
+    values[given if classes is None else np.take_along_axis(given, classes, 1)] = 1
+
+
+def _set_classes(values: Array, classes: Array | None) -> None:
+    assert classes is not None
+    values[:] = classes
+
+
+def _num_maps(spec: StoreSpec, group: GroupSpec) -> int:
+    return spec.num_classes if group.top is None else group.top
+
+
+def _compact_heatmaps(compaction: Compaction) -> Array:
+    rows, classes = compaction.rows, compaction.classes
+    if rows.heatmaps is not None:
+        return rows.heatmaps_of(np.arange(len(rows))[:, None], classes)
+    # They start at the score everywhere, at 1 for given classes.
+    start = np.take_along_axis(rows.scores, classes, 1)
+    start[np.take_along_axis(compaction.given, classes, 1)] = 1
+    size = compaction.heatmap_size
+    return np.ascontiguousarray(np.broadcast_to(start[:, :, None, None], (*classes.shape, size, size)))
+
+
+def _compact_cell_visits(compaction: Compaction) -> Array:
+    rows, size = compaction.rows, compaction.heatmap_size
+    if "cell_visits" in rows:
+        return rows["cell_visits"]
+    # Without heatmaps so far, cells of the plain average have not been visited since their start. In the
+    # debiased one a visit of the image counts as one of all its cells.
+    visits = rows["sample_visits"] if compaction.debiased else np.zeros_like(rows["sample_visits"])
+    return np.ascontiguousarray(np.broadcast_to(visits[:, None, None], (len(rows), size, size)))
+
+
 # In the order in which they are written.
-ARRAYS: dict[str, StoredArray] = {
-    array.name: array
-    for array in (
-        Scores(),
-        ScoreClasses(),
-        ScoreFloor(),
-        Heatmaps(),
-        SpatialScore(),
-        CellVisits(),
-        Classes(),
-        SampleVisits(),
-        LastEpoch(),
-    )
-}
+_ARRAYS: tuple[StoredArray, ...] = (
+    # Running average of the predicted probability of each class, or of the highest ones.
+    Fractions(
+        name="scores",
+        shape=lambda spec, group: (spec.top_scores or spec.num_classes,),
+        initialize=lambda values, start: _set_given(values, start.given, start.score_classes),
+    ),
+    # The classes of each row whose scores are kept.
+    ClassIds(
+        name="score_classes",
+        exists=lambda spec, group: spec.top_scores is not None,
+        shape=lambda spec, group: (spec.top_scores or 0,),
+        initialize=lambda values, start: _set_classes(values, start.score_classes),
+    ),
+    # Score of every class whose own score is not kept: the highest that was left out.
+    Fractions(name="score_floor", exists=lambda spec, group: spec.top_scores is not None),
+    # Running average of each class's score map, for all classes (dense) or the kept ones (topk).
+    Fractions(
+        name="heatmaps",
+        exists=lambda spec, group: group.layout != "scores",
+        shape=lambda spec, group: (_num_maps(spec, group), spec.heatmap_size, spec.heatmap_size),
+        chunk_rows=lambda spec, group: min(
+            spec.rows_per_shard, DENSE_CHUNK_ROWS if group.layout == "dense" else spec.rows_per_shard
+        ),
+        initialize=lambda values, start: _set_given(values, start.given, start.classes),
+        compact=_compact_heatmaps,
+        rounded=True,
+    ),
+    # Value by which expected positives of each class with a heatmap are ranked, in place of the score.
+    Fractions(
+        name="spatial_score",
+        exists=lambda spec, group: group.spatial_score and group.layout != "scores",
+        shape=lambda spec, group: (_num_maps(spec, group),),
+        initialize=lambda values, start: _set_given(values, start.given, start.classes),
+        # Without heatmaps so far it is the score.
+        compact=lambda compaction: np.take_along_axis(compaction.rows.ranked_by(), compaction.classes, 1),
+    ),
+    # Visits of each heatmap cell since its initial value.
+    Counts(
+        name="cell_visits",
+        exists=lambda spec, group: group.layout != "scores",
+        shape=lambda spec, group: (spec.heatmap_size, spec.heatmap_size),
+        compact=_compact_cell_visits,
+    ),
+    # The classes of each row that have a heatmap, where not all have.
+    ClassIds(
+        name="classes",
+        exists=lambda spec, group: group.layout == "topk",
+        shape=lambda spec, group: (group.top or 0,),
+        initialize=lambda values, start: _set_classes(values, start.classes),
+        compact=lambda compaction: compaction.classes.astype(class_dtype(compaction.rows.num_classes)),
+        updated=False,
+    ),
+    # Visits of each sample.
+    Counts(name="sample_visits"),
+    # The last epoch that updated each row.
+    Epochs(name="last_epoch", initialize=lambda values, start: values.fill(NEVER), updated=False),
+)
+ARRAYS = {array.name: array for array in _ARRAYS}
 
 
 def class_dtype(num_classes: int) -> np.dtype[np.generic]:

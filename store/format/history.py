@@ -32,14 +32,12 @@ RECORDED = ("scores", "classes", "heatmaps", "cell_visits")
 
 
 def default_history_samples(spec: StoreSpec, count: int) -> tuple[int, ...]:
-    """Evenly spaced samples."""
     ids = np.concatenate([spec.sample_ids(shard) for shard in range(spec.num_shards)])
     places = np.linspace(0, len(ids) - 1, min(count, len(ids))).astype(np.int64)
     return tuple(ids[places].tolist())
 
 
 def _group(spec: StoreSpec) -> GroupSpec:
-    """The layout of one epoch's values."""
     return GroupSpec(name=FOLDER, layout="topk", top=min(TOP, spec.num_classes))
 
 
@@ -92,7 +90,6 @@ def _open(backend: Backend, spec: StoreSpec, *, read_only: bool) -> dict[str, za
 
 
 def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, given: NDArray[np.bool_]) -> None:
-    """Keep this epoch's rows of the tracked samples."""
     values: dict[str, NDArray[Any]] = {"scores": rows.scores}
     if rows.heatmaps is not None:
         classes = choose_classes(rows.scores, given, TOP)
@@ -108,7 +105,6 @@ def record(backend: Backend, spec: StoreSpec, epoch: int, rows: Rows, given: NDA
 
 
 def _restore_metadata(backend: Backend, spec: StoreSpec) -> None:
-    """Write the metadata again if it was damaged."""
     faults = list(metadata_faults(backend, spec))
     if faults:
         logger.warning("%s/%s: %s. Its metadata is written again", backend.url, *faults[0])

@@ -23,10 +23,7 @@ BLOCK = 2**18
 
 
 def _places() -> NDArray[np.uint16]:
-    """Where each float16, by its bits, lies: 256 times the level below it, and the 256ths towards the next.
-
-    Values outside [0, 1] are at MISSING.
-    """
+    """Where each float16 lies, by its bits: 256 times the level below it, plus 256ths towards the next."""
     places = np.full(2**16, MISSING * 256, np.uint16)
     # In [0, 1] the bits of halves count up with their values, which are whole multiples of 2**-24.
     halves = np.arange(np.float16(1).view(np.uint16) + 1, dtype=np.uint16).view(np.float16)
@@ -48,7 +45,6 @@ def to_bytes(values: Array) -> NDArray[np.uint8]:
 
 
 def from_bytes(levels: Array) -> NDArray[np.float16]:
-    """The values of levels; NaN for MISSING."""
     return _looked_up(_VALUES, levels)
 
 

@@ -1,14 +1,16 @@
 """Parts of a store: values that are written once and never change."""
 
-from collections.abc import ItemsView, Iterator, KeysView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from bigscl.common.user_error import UserError
-from bigscl.store.format.fields import Fields
+from bigscl.store.errors import BadFile
+from bigscl.store.format.fields import Flag, Small, Whole, to_dataclass
 
 FORMAT = 2
 FEATURES = {"packed": ["sample_visits", "last_epoch"]}
@@ -31,12 +33,12 @@ class StoreSpec:
     """Settings that stay the same for the whole life of a store."""
 
     fingerprint: str
-    num_classes: int
-    heatmap_size: int
-    rows_per_shard: int
-    shard_sizes: tuple[int, ...]
-    history_samples: tuple[int, ...] = ()
-    top_scores: int | None = None
+    num_classes: Small
+    heatmap_size: Annotated[int, Field(strict=True, ge=1, le=2**15)]
+    rows_per_shard: Small
+    shard_sizes: tuple[Small, ...]
+    history_samples: tuple[Whole, ...] = ()
+    top_scores: Small | None = None
     """Classes per row whose scores are kept, the highest; None: all."""
 
     @property
@@ -51,37 +53,28 @@ class StoreSpec:
 
     @property
     def num_samples(self) -> int:
-        """Rows that are real samples."""
         return sum(self.shard_sizes)
 
     def sample_ids(self, shard: int) -> NDArray[np.int64]:
-        """The rows of a shard that are real samples."""
         first = shard * self.rows_per_shard
         return np.arange(first, first + self.shard_sizes[shard], dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for the root group's attributes."""
         values = asdict(self)
         top_scores = values.pop("top_scores")
         sparse = {} if top_scores is None else {SPARSE_SCORES: top_scores}
         return {"format": FORMAT, "features": {**FEATURES, **sparse}, **values}
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> Self:
-        """The spec that `to_json` wrote, checked; fields of later versions are ignored."""
-        rows = fields.integer("rows_per_shard", 0, 2**31)
-        sizes = fields.integers("shard_sizes", 0, rows)
-        num_classes, features = fields.integer("num_classes", 1, 2**31), fields.optional("features")
-        is_sparse = SPARSE_SCORES in features
-        return cls(
-            fingerprint=fields.text("fingerprint"),
-            num_classes=num_classes,
-            heatmap_size=fields.integer("heatmap_size", 1, 2**15),
-            rows_per_shard=rows,
-            shard_sizes=sizes,
-            history_samples=fields.integers("history_samples", 0, max(0, rows * len(sizes) - 1)),
-            top_scores=features.integer(SPARSE_SCORES, 1, num_classes - 1) if is_sparse else None,
-        )
+    def from_json(cls, values: Mapping[str, Any], place: str, remedy: str) -> Self:
+        """The spec that `to_json` wrote, checked."""
+        top_scores = values.get("features", {}).get(SPARSE_SCORES)
+        spec = to_dataclass(cls, {**values, "top_scores": top_scores}, place, remedy)
+        last = max(spec.history_samples, default=0), max(spec.shard_sizes, default=0)
+        fits = last[0] <= max(0, spec.num_rows - 1) and last[1] <= spec.rows_per_shard
+        if not fits or spec.num_classes < 1 or not 1 <= (top_scores or 1) <= max(1, spec.num_classes - 1):
+            raise BadFile(f"{place}: its numbers of rows, samples and classes do not fit together. {remedy}")
+        return spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +83,17 @@ class GroupSpec:
 
     name: str = "arrays-000"
     layout: Layout = "dense"
-    top: int | None = None
+    top: Small | None = None
     """Classes kept per row; only for `topk`."""
-    slots: int = 3
+    slots: Annotated[int, Field(strict=True, le=2**15)] = 3
     """Versions of a shard that one writer can keep."""
-    generations: int = GENERATIONS
+    generations: Annotated[int, Field(strict=True, le=2**15)] = GENERATIONS
     """Writers that have slots of their own."""
     codec: Codec = "none"
-    checksum: bool = True
-    debiased: bool = False
+    checksum: Flag = True
+    debiased: Flag = False
     """Whether the first visit replaces the initial values."""
-    spatial_score: bool = False
+    spatial_score: Flag = False
     """Whether expected positives are ranked by spatial scores, not by the scores."""
 
     def __post_init__(self) -> None:
@@ -123,32 +116,11 @@ class GroupSpec:
         return self.slots * self.generations
 
     def slots_of(self, generation: int) -> range:
-        """The slots that a writer may write to."""
         first = generation % self.generations * self.slots
         return range(first, first + self.slots)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for the group's attributes."""
         return asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> Self:
-        """The spec that `to_json` wrote, checked; fields of later versions are ignored."""
-        layout, codec = fields.text("layout"), fields.text("codec")
-        try:
-            return cls(
-                name=fields.text("name"),
-                layout=cast(Layout, layout),
-                top=fields.integer("top", 1, 2**31) if layout == "topk" else None,
-                slots=fields.integer("slots", 2, 2**15),
-                generations=fields.integer("generations", 1, 2**15),
-                codec=cast(Codec, codec),
-                checksum=fields.flag("checksum"),
-                debiased=fields.flag("debiased"),
-                spatial_score=fields.flag("spatial_score"),
-            )
-        except ValueError as error:
-            raise fields.bad(str(error)) from None
 
 
 NOT_KEPT = np.float16(-1)
@@ -206,19 +178,15 @@ class Rows:
         return iter(self._arrays)
 
     def get(self, name: str) -> Array | None:
-        """Return an array; None if the layout does not have it."""
         return self._arrays.get(name)
 
     def keys(self) -> KeysView[str]:
-        """Return the names of the arrays."""
         return self._arrays.keys()
 
     def items(self) -> ItemsView[str, Array]:
-        """Return (name, array) of every array."""
         return self._arrays.items()
 
     def replace(self, **arrays: Array) -> "Rows":
-        """Return the same rows with other values in some arrays."""
         return Rows(self._num_classes, **{**self._arrays, **arrays})
 
     def take(self, positions: Array | slice) -> "Rows":
@@ -230,12 +198,10 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together."""
         return sum(array.nbytes for array in self._arrays.values())
 
     @property
     def num_classes(self) -> int:
-        """L, the number of classes."""
         return self._num_classes or int(self._arrays["scores"].shape[1])
 
     @property
@@ -280,10 +246,7 @@ class Rows:
         return self.classes
 
     def ranked(self) -> Ranked:
-        """Return what expected positives are ranked by: the spatial score if a class has it, else the score.
-
-        Classes whose scores are not kept are not ranked.
-        """
+        """Return what ranks expected positives: the spatial score if a class has it, else the score."""
         kept, spatial = self.kept_scores, self.get("spatial_score")
         if kept is None:
             return self._ranked_classes()
@@ -307,10 +270,7 @@ class Rows:
         return values
 
     def heatmaps_of(self, places: Array, classes: Array) -> Array:
-        """The heatmaps [..., W, W] of these classes of the rows at these places; zeros where none is kept.
-
-        `places` and `classes` have one axis or more, and are broadcast against each other.
-        """
+        """The heatmaps [..., W, W] of classes of rows, both broadcast; zeros where none is kept."""
         if self.heatmaps is None:
             raise UserError("heatmaps: this store holds scores only so far, no heatmaps")
         if self.classes is None:

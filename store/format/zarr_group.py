@@ -26,7 +26,7 @@ from zarr.storage import WrapperStore
 from bigscl.store.backends.backend import Backend, MemoryBackend
 from bigscl.store.epoch.threads import Check, nothing, pauses
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
-from bigscl.store.format.fields import Fields, seal
+from bigscl.store.format.fields import read_object, seal, to_dataclass
 from bigscl.store.format.layout import ArrayPlan, stored_plans
 from bigscl.store.format.quantize import LEVELS
 from bigscl.store.format.spec import Array, Codec, GroupSpec, Rows, StoreSpec
@@ -37,6 +37,8 @@ STALE_SECONDS = 60.0
 """How long caches of NFS and FUSE may show a file that another node has renamed over: NFS's acregmax."""
 REMEDY = "Restore it from a copy, or create the store again at another place."
 CHECKSUM_BYTES = 4
+ZARR_ERRORS = (OSError, LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
+"""Raised by zarr for metadata that is missing or is not its own."""
 # Zarr moves chunks in a thread of its own, which runs each call in its caller's context.
 _seen: ContextVar[dict[str, bytes] | None] = ContextVar("chunk checksums", default=None)
 # Nested chunk folders make deletes slow.
@@ -51,14 +53,12 @@ class WatchedStore(WrapperStore[Store]):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """The bytes of a chunk."""
         value = await self._store.get(key, prototype, byte_range)
         if value is not None and byte_range is None:
             _note(key, value)
         return value
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Store a chunk."""
         await self._store.set(key, value)
         _note(key, value)
 
@@ -101,12 +101,7 @@ def filters(plan: ArrayPlan) -> list[Any]:
     return [{"name": "numcodecs.delta", "configuration": {"dtype": "|u1"}}] if plan.rounded else []
 
 
-def create_array(
-    backend: Backend,
-    path: str,
-    plan: ArrayPlan,
-    compressors: list[Any] | None,
-) -> None:
+def create_array(backend: Backend, path: str, plan: ArrayPlan, compressors: list[Any] | None) -> None:
     """An empty Zarr array: metadata only."""
     zarr.create_array(
         backend.zarr_store(read_only=False),
@@ -202,23 +197,13 @@ class ArrayGroup:
         data = backend.read(f"{name}/zarr.json")
         if data is None:
             raise ChunkCorrupt(f"{place}: is missing, but a snapshot names this array group. {REMEDY}")
-        group = GroupSpec.from_fields(
-            Fields.parse(data, place, REMEDY).inside("attributes").inside("bigscl").sealed()
-        )
+        described = read_object(data, place, REMEDY, "attributes", "bigscl")
+        group = to_dataclass(GroupSpec, described, place, REMEDY)
         if group.name != name:
             raise BadFile(f"{place}: describes {group.name!r:.40}, expected {name!r}. {REMEDY}")
         try:
             return cls(backend, spec, group, read_only=read_only)
-        except (
-            OSError,
-            LookupError,
-            ArithmeticError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            # What zarr raises for metadata that is missing or is not its own.
+        except ZARR_ERRORS as error:
             raise ChunkCorrupt(
                 f"{backend.url}/{name}: the zarr.json of an array cannot be read ({error!r:.200}). {REMEDY}"
             ) from error
@@ -278,15 +263,15 @@ class ArrayGroup:
         return versions
 
     def peek(self, places: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
-        """Single rows, given as (shard, slot, position), without the rest of their chunks.
-
-        Their checksums are not compared. Only for chunks that are not compressed.
-        """
+        """Single rows (shard, slot, position) of uncompressed chunks; checksums are not compared."""
         assert self.spec.codec == "none"
-        parts = [self._bytes_of(plan, *place) for plan in self.plans for place in places]
-
-        prototype = default_buffer_prototype()
-        results, values = iter(all_at_once(self._files.get(key, prototype, part) for key, part in parts)), {}
+        prototype, calls, values = default_buffer_prototype(), [], {}
+        for plan in self.plans:
+            for shard, slot, position in places:
+                part, row = divmod(position, plan.chunks[2])
+                wanted = RangeByteRequest(row * plan.row_bytes, (row + 1) * plan.row_bytes)
+                calls.append(self._files.get(self._key(plan, shard, slot, part), prototype, wanted))
+        results = iter(all_at_once(calls))
         for plan in self.plans:
             rows = [next(results) for _ in places]
             for (shard, slot, _), row in zip(places, rows, strict=True):
@@ -298,14 +283,6 @@ class ArrayGroup:
             stored = np.frombuffer(content, plan.dtype).reshape(-1, *plan.shape[3:]).copy()
             values.update(plan.from_stored(stored))
         return values
-
-    def _bytes_of(
-        self, plan: ArrayPlan, shard: int, slot: int, position: int
-    ) -> tuple[str, RangeByteRequest]:
-        """The file of a row, and its bytes in there."""
-        part, place = divmod(position, plan.chunks[2])
-        start = place * plan.row_bytes
-        return self._key(plan, shard, slot, part), RangeByteRequest(start, start + plan.row_bytes)
 
     def _digest(self, plan: ArrayPlan, shard: int, slot: int, checksums: Mapping[str, bytes]) -> int:
         return digest(checksums.get(key, b"") for key in self._keys(plan, shard, slot))
@@ -345,14 +322,11 @@ class ArrayGroup:
         if isinstance(result, BaseException):
             raise result
         values = np.asarray(result)
-        if self._shows_fill(plan, values):
+        # A chunk that was not there reads as its fill value, which is no valid value.
+        firsts = values.reshape(len(values), -1)[:: plan.chunks[2], 0]
+        if np.isnan(firsts).any() if values.dtype.kind == "f" else (firsts == plan.fill).any():
             raise self.corrupt(plan.name, shard, slot, "a chunk file is missing")
         return values if values.flags.writeable else values.copy()
-
-    def _shows_fill(self, plan: ArrayPlan, values: Array) -> bool:
-        """Whether a chunk was not there: it then reads as its fill value, which is no valid value."""
-        firsts = values.reshape(len(values), -1)[:: plan.chunks[2], 0]
-        return bool(np.isnan(firsts).any() if values.dtype.kind == "f" else (firsts == plan.fill).any())
 
     def corrupt(self, name: str, shard: int, slot: int, reason: str) -> ChunkCorrupt:
         """An error that names the chunk, the samples in it, and the way out."""

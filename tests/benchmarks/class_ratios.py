@@ -22,8 +22,7 @@ import numpy as np
 
 from bigscl.data.index import load_index
 from bigscl.data.labels.training_labels import draw_given
-from bigscl.selection.class_ratios import class_ratios
-from bigscl.selection.ranking import given_first, select
+from bigscl.selection.ranking import class_ratios, given_first, select
 from bigscl.selection.thresholds import expected_counts
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.label_weights import draw_weighted

@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.selection.class_ratios import annotated_positives, expected_positives
-from bigscl.selection.ranking import Chunk
+from bigscl.selection.ranking import Chunk, annotated_positives, expected_positives
 from bigscl.selection.thresholds import ONE, Thresholds
 from bigscl.store import Annotations, Transport
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from bigscl.config import StoreConfig
 from bigscl.losses.cross_entropy import probabilities
-from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Objective
+from bigscl.losses.registry import LossInputs
 from bigscl.memory.heatmaps import blend, blend_scores, gather_classes, to_view
 from bigscl.memory.lookup import GivenClasses, MemoryBatch, updated_averages
 from bigscl.models.head import Tap

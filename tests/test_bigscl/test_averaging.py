@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from bigscl.models.averaging import WeightAverage
+from bigscl.models.spatial import WeightAverage
 
 
 def change(model):

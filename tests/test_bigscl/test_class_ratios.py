@@ -5,14 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.selection.class_ratios import (
+from bigscl.selection.k import labelled_ratios
+from bigscl.selection.ranking import (
     annotated_positives,
     at_level,
     class_ratios,
     expected_positives,
-    labelled_ratios,
+    given_first,
+    select,
 )
-from bigscl.selection.ranking import given_first, select
 from bigscl.store import Annotations, SingleProcess
 from tests.benchmarks.class_ratios import load_labels, measure
 

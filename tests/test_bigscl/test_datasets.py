@@ -3,16 +3,24 @@
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import FlatLabels, folder, read_synsets
-from bigscl.datasets.multilabel import BoxedImage, Protocol, draw_given, multi_label_shards, split
-from bigscl.datasets.voc import CLASSES, voc
+from bigscl.datasets.multilabel import (
+    VOC_CLASSES,
+    BoxedImage,
+    Protocol,
+    coco,
+    draw_given,
+    multi_label_shards,
+    split,
+    voc,
+)
 from bigscl.datasets.writer import ImageFile, Resize, key_of
 from tests.devkits import jpeg, make_coco, make_imagenet, make_voc, write_file
 
@@ -20,16 +28,12 @@ REAL_VOC = Path(__file__).parents[3] / "shared" / "data" / "voc2012"
 ONE_POSITIVE = Protocol(num_positives=1, num_negatives=0, seed=1200)
 
 
-def read_voc(source, **changes):
-    return voc(
-        source, **{"year": 2012, "protocol": ONE_POSITIVE, "resize": None, "samples_per_shard": 3, **changes}
-    )
+def read_voc(source, year=2012, protocol=ONE_POSITIVE):
+    return voc(source, year=year, protocol=replace(protocol, samples_per_shard=3))
 
 
-def read_coco(source, **changes):
-    return coco(
-        source, **{"year": 2014, "protocol": ONE_POSITIVE, "resize": None, "samples_per_shard": 3, **changes}
-    )
+def read_coco(source, year=2014):
+    return coco(source, year=year, protocol=replace(ONE_POSITIVE, samples_per_shard=3))
 
 
 def read_folder(source, **changes):
@@ -49,7 +53,7 @@ def devkit(tmp_path):
     """Ten training images, two of them with difficult objects only or partly, and one test image."""
     names = [f"2008_{number:06d}" for number in (9, 1, 30, 4, 7, 12, 2, 25, 11, 40)]
     images = {
-        name: [("dog", 0, 5, 4, 20, 15), (CLASSES[number], 0, 21, 1, 40, 30)]
+        name: [("dog", 0, 5, 4, 20, 15), (VOC_CLASSES[number], 0, 21, 1, 40, 30)]
         for number, name in enumerate(names)
     }
     images["2008_000004"] = [("cat", 1, 1, 1, 9, 9)]
@@ -81,9 +85,9 @@ def test_voc_parts_follow_the_protocol_in_file_name_order(devkit):
 def test_voc_difficult_objects_are_dropped_and_boxes_are_fractions(devkit):
     samples = {sample.key: sample for part in read_voc(devkit).parts.values() for sample in part}
     label = samples["2008_000007"].label
-    assert label.full == label.given == (CLASSES.index("person"),)
+    assert label.full == label.given == (VOC_CLASSES.index("person"),)
     assert label.boxes == ((14, 10 / 40, 6 / 30, 30 / 40, 1.0),)
-    assert samples["2009_000001"].label.boxes == ((CLASSES.index("sofa"), 0.0, 0.0, 1.0, 1.0),)
+    assert samples["2009_000001"].label.boxes == ((VOC_CLASSES.index("sofa"), 0.0, 0.0, 1.0, 1.0),)
 
 
 def test_voc_images_are_the_original_bytes(devkit):
@@ -112,15 +116,7 @@ def test_labels_of_real_voc_shards_are_reproduced_byte_for_byte():
         BoxedImage(path=Path(f"{key}.jpg"), boxes=tuple(tuple(box) for box in json.loads(label)["boxes"]))
         for key, label in sorted((real["train"] | real["val"]).items())
     ]
-    made = multi_label_shards(
-        "voc",
-        classes=CLASSES,
-        official_train=images,
-        official_val=images[:1],
-        protocol=ONE_POSITIVE,
-        resize=None,
-        samples_per_shard=1000,
-    )
+    made = multi_label_shards("voc", VOC_CLASSES, images, images[:1], ONE_POSITIVE)
     for part in ("train", "val"):
         written = {sample.key: json.loads(json.dumps(sample.label.fields())) for sample in made.parts[part]}
         # These shards have the names of earlier revisions.

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.config import ConfigError, load_config, make_objective
-from bigscl.losses.inputs import LossInputs
 from bigscl.losses.large_loss import num_large
 from bigscl.losses.objective import BASES, Objective
-from bigscl.losses.registry import GlobalBatch
+from bigscl.losses.registry import GlobalBatch, LossInputs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 B, L = 5, 6

@@ -29,10 +29,8 @@ from bigscl.data.loader import BadSamples, Loader
 from bigscl.data.open_tar import Unreadable, open_shard
 from bigscl.data.tar import members
 from bigscl.data.transforms import EvaluationTransform
-from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import read_ground_truth, read_synsets
-from bigscl.datasets.multilabel import Protocol
-from bigscl.datasets.voc import voc
+from bigscl.datasets.multilabel import Protocol, coco, voc
 from bigscl.datasets.writer import ImageFile, Resize
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
 from bigscl.models.families.weights import load_state, read_state
@@ -41,7 +39,7 @@ from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 
-PROTOCOL = Protocol(num_positives=1, num_negatives=0, seed=1)
+PROTOCOL = Protocol(seed=1, samples_per_shard=10)
 
 
 @pytest.fixture(scope="module")
@@ -472,7 +470,7 @@ def coco_folder(folder):
 
 def prepare_or_refuse(prepare, source: Path) -> None:
     with allowing(BadFile, FileNotFoundError):
-        prepare(source, protocol=PROTOCOL, resize=None, samples_per_shard=10)
+        prepare(source, protocol=PROTOCOL)
 
 
 @fuzzed(50)
@@ -503,7 +501,7 @@ def test_impossible_coco_annotations_are_refused_by_name(folder, coco_folder, be
     assert before in content
     file.write_bytes(content.replace(before, after))
     with pytest.raises(BadFile, match="instances_train2014"):
-        coco(folder / "coco", year=2014, protocol=PROTOCOL, resize=None, samples_per_shard=10)
+        coco(folder / "coco", year=2014, protocol=PROTOCOL)
 
 
 @pytest.fixture(scope="module")
@@ -531,7 +529,7 @@ def test_impossible_voc_sizes_are_refused_by_name(folder, voc_folder, text):
     try:
         file.write_bytes(content.replace(b"<width>40<", b"<width>" + text.encode() + b"<"))
         with pytest.raises(BadFile, match=r"a\.xml"):
-            voc(folder / "voc", year=2012, protocol=PROTOCOL, resize=None, samples_per_shard=10)
+            voc(folder / "voc", year=2012, protocol=PROTOCOL)
     finally:
         file.write_bytes(content)
 

@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
-from bigscl.config.presets import packaged_files
+from bigscl.config.load import packaged_files
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -15,10 +15,15 @@ from bigscl.config import make_config
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses import state as loss_states
-from bigscl.losses.crisp import class_priors
-from bigscl.losses.em_apl import lowest_cuts
+from bigscl.losses.class_histograms import (
+    EDGES,
+    NUM_BINS,
+    UNKNOWN,
+    ClassHistograms,
+    class_priors,
+    lowest_cuts,
+)
 from bigscl.losses.large_loss import LabelCorrections, pack, unpack
-from bigscl.losses.state import EDGES, NUM_BINS, UNKNOWN, ClassHistograms
 from bigscl.models.spatial import build_model
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigscl.losses import consistency as consistencies
+from bigscl.losses import cross_entropy as losses
 from bigscl.losses import role as regularised
-from bigscl.losses import single_positive as losses
 from bigscl.losses.cross_entropy import probabilities
-from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import Base, Consistency, Objective
+from bigscl.losses.registry import LossInputs
 
 B, L, G, K = 4, 7, 3, 2.9
 BASES = get_args(Base)

@@ -8,8 +8,7 @@ from bigscl.config import StoreConfig
 from bigscl.distributed.ranks import process_group
 from bigscl.memory.heatmaps import spatial_score
 from bigscl.memory.memory import Memory, MemoryStart
-from bigscl.selection.class_ratios import at_level, class_ratios
-from bigscl.selection.rule import selection_rule
+from bigscl.selection.ranking import at_level, class_ratios, selection_rule
 from bigscl.store import Answered, StoreError, with_answers
 from tests.test_bigscl.test_memory import (
     ANNOTATIONS,

@@ -12,8 +12,8 @@ import torch
 from bigscl.config import ConfigError, StoreConfig, make_config
 from bigscl.config.mixing import Mixing, MixRow, beta, pasted_boxes
 from bigscl.data.loader import Batch
-from bigscl.losses.inputs import LossInputs
 from bigscl.losses.objective import BASES, Objective
+from bigscl.losses.registry import LossInputs
 from bigscl.memory.lookup import CheckedViews, GivenClasses, MemoryBatch, to_device, updated_averages
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows

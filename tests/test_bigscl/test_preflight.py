@@ -24,7 +24,7 @@ from bigscl.preflight.device_check import (
     without_randomness,
     worst,
 )
-from bigscl.preflight.rehearsal_plan import ScratchFolders, epoch_types, first_batches, rehearsal_config
+from bigscl.preflight.rehearsal import ScratchFolders, epoch_types, first_batches, rehearsal_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

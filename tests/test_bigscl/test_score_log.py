@@ -7,35 +7,13 @@ import torch
 import bigscl
 from bigscl.common.digests import write_array
 from bigscl.common.files import BadFile
-from bigscl.memory.score_history import ScoreLog, highest_classes, log_folder, read_score_log
-from bigscl.store import HeatmapStore, SingleProcess, choose_classes
+from bigscl.memory.score_history import ScoreLog, log_folder, read_score_log
+from bigscl.store import HeatmapStore, SingleProcess
 
 NUM_CLASSES = 12
 POSITIVES = [[n % NUM_CLASSES] if n % 5 else [0, 11] for n in range(23)]
 ANNOTATIONS = bigscl.Annotations.of(POSITIVES, NUM_CLASSES, rows_per_shard=10)
 IDS = np.arange(23)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "num_classes", [3, 10, 79, 80, 81, 160, 1000], ids=lambda number: f"{number} classes"
-)
-def test_highest_classes_are_those_of_the_store(seed, num_classes):
-    random = np.random.default_rng(seed)
-    named = random.random((50, num_classes)) < 1 / num_classes
-    rows = {
-        "spread": random.random(named.shape),
-        "mostly small": random.random(named.shape) ** 20,
-        "tied": random.random(named.shape).round(1),
-        "two values": np.where(random.random(named.shape) < 0.02, 1.0, 0.25),
-        "never visited": named.astype(float),
-    }
-    for name, values in rows.items():
-        scores = values.astype(np.float16)
-        count = min(10, num_classes)
-        expected = choose_classes(scores, named, count)
-        assert np.array_equal(highest_classes(scores, named, count), expected), name
-        assert (named.sum(1) <= np.take_along_axis(named, expected, 1).sum(1)).all()
 
 
 def test_given_labels_of_rows_are_found():

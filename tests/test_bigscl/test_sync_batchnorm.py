@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bigscl.models.spatial import build_model
-from bigscl.models.sync_batchnorm import synchronize_batchnorm
+from bigscl.models.spatial import build_model, synchronize_batchnorm
 
 
 def with_statistics(network):

@@ -23,8 +23,7 @@ from bigscl.losses.objective import BASES
 from bigscl.losses.role import LabelEstimator
 from bigscl.losses.state import SampleRows
 from bigscl.memory.lookup import CheckedViews, GivenClasses, to_device, updated_averages
-from bigscl.models.averaging import WeightAverage
-from bigscl.models.spatial import build_model
+from bigscl.models.spatial import WeightAverage, build_model
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.model_state import make_loss_state

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from bigscl.config.presets import FOLDER
+from bigscl.config.load import FOLDER
 from tests.test_tools.conftest import bigscl
 
 

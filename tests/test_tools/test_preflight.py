@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from bigscl.config import make_config
-from bigscl.preflight.epoch_end import epoch_end_facts, epoch_end_lines
 from bigscl.store import StoreSpec
 from bigscl.tools.shared import rehearsal_report
+from bigscl.tools.shared.rehearsal_report import epoch_end_facts, epoch_end_lines
 
 TOPK = SimpleNamespace(group=SimpleNamespace(layout="topk"), image_bytes=100.0)
 NEEDS = SimpleNamespace(phases=(TOPK,), num_steps=50)

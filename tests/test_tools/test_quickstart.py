@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bigscl.config import load_config, make_config, to_yaml
-from bigscl.config.presets import FOLDER
+from bigscl.config.load import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
 from bigscl.tools.shared.running import Runner

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bigscl.config import ConfigError
-from bigscl.config.presets import FOLDER as CONFIGS
+from bigscl.config.load import FOLDER as CONFIGS
 from bigscl.data.build_index import scan
 from bigscl.tools.shared.study_report import mean_and_spread, to_table
 from bigscl.tools.verbs import study

@@ -1,7 +1,5 @@
 """A dataset of labels and boxes as Parquet, with a card that says how they were made."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,23 +25,8 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Counts:
-    """Numbers of labels of each class, `[L]`."""
-
-    annotated: NDArray[np.int64]
-    mined: NDArray[np.int64]
-    checked: NDArray[np.int64]
-    """Mined ones of images whose full labels are known."""
-    right: NDArray[np.int64]
-    """Those of them that are among the full labels."""
-
-    def __add__(self, other: "Counts") -> "Counts":
-        pairs = zip(self._fields(), other._fields(), strict=True)
-        return Counts(*(one + two for one, two in pairs))
-
-    def _fields(self) -> Sequence[NDArray[np.int64]]:
-        return self.annotated, self.mined, self.checked, self.right
+Counts = NDArray[np.int64]
+"""[4,L]: labels of each class: annotated, mined, mined in images with full labels, right ones of these."""
 
 
 def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Path) -> int:
@@ -53,7 +36,7 @@ def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Pat
     """
     check_folder(folder, "a dataset", (LABELS, BOXES, CARD))
     load_pyarrow(folder, "another --format")
-    counts = Counts(*np.zeros((4, found.store.spec.num_classes), np.int64))
+    counts = np.zeros((4, found.store.spec.num_classes), np.int64)
     num_images = 0
     with (
         table_writer(folder / LABELS, LABEL_COLUMNS) as write_labels,
@@ -66,7 +49,7 @@ def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Pat
             num_images += len(images["key"])
             counts += _count(found, labels)
     write_text(folder / CARD, _card(found, fit, run, counts, num_images, folder.name))
-    return int(counts.annotated.sum() + counts.mined.sum())
+    return int(counts[:2].sum())
 
 
 def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
@@ -96,7 +79,7 @@ def _count(found: FoundLabels, labels: Batch) -> Counts:
         truth = index.labels_of(ids, "full")[places, classes]
         checked, right = ~annotated & (truth >= 0), ~annotated & (truth == 1)
     masks = (annotated, ~annotated, checked, right)
-    return Counts(*(np.bincount(classes[mask], minlength=width) for mask in masks))
+    return np.stack([np.bincount(classes[mask], minlength=width) for mask in masks])
 
 
 # The card
@@ -115,8 +98,8 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {printable(title)}",
-        f"Labels of {num_images:,} images of {len(counts.mined):,} classes: {counts.annotated.sum():,} that "
-        f"are annotated in the dataset, and {counts.mined.sum():,} that the memory of a training run found. "
+        f"Labels of {num_images:,} images of {counts.shape[1]:,} classes: {counts[0].sum():,} that "
+        f"are annotated in the dataset, and {counts[1].sum():,} that the memory of a training run found. "
         f"Nobody has checked the found ones. The images are not here: `path` is that of the image in the "
         f"original dataset (if known), `key` the name of the tar and the key of the sample in it.",
         "## Files",
@@ -162,7 +145,7 @@ def _steps(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts) -> li
 
 
 def _precision(counts: Counts) -> str:
-    checked, right = int(counts.checked.sum()), int(counts.right.sum())
+    checked, right = counts[2:].sum(1).tolist()
     if not checked:
         return "Precision of the found labels: not known, since there are no full labels to compare with."
     return (
@@ -174,12 +157,13 @@ def _precision(counts: Counts) -> str:
 def _classes(found: FoundLabels, counts: Counts) -> str:
     from bigscl.evaluation.report_files import markdown_table, percent
 
+    annotated, found_labels, checked, right = counts
     with np.errstate(invalid="ignore"):
-        precision = counts.right / counts.checked
+        precision = right / checked
     rows = [
         [_plain(name), str(number), f"{named:,}", f"{mined:,}", percent(float(share))]
         for number, (name, named, mined, share) in enumerate(
-            zip(found.data.index.class_names, counts.annotated, counts.mined, precision, strict=True)
+            zip(found.data.index.class_names, annotated, found_labels, precision, strict=True)
         )
     ]
     return markdown_table(["name", "class", "annotated", "found", "precision %"], rows)

@@ -31,21 +31,9 @@ DEFAULT_SHARE = 0.5
 # Shards, and samples of each of them, that are looked at for boxes.
 SHARDS_WITH_BOXES = 16
 LOOKED_AT = 50
-COLUMNS = {
-    "id": int,
-    "shard": str,
-    "key": str,
-    "path": str,
-    "class": int,
-    "name": str,
-    "score": float,
-    "annotated": bool,
-    "expected": bool,
-    "x0": float,
-    "y0": float,
-    "x1": float,
-    "y1": float,
-}
+LABEL = {"id": int, "shard": str, "key": str, "path": str, "class": int, "name": str}
+BOX = {"x0": float, "y0": float, "x1": float, "y1": float}
+COLUMNS = {**LABEL, "score": float, "annotated": bool, "expected": bool, **BOX}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +48,10 @@ class Fit:
     """The number of these labels."""
 
     def __str__(self) -> str:
-        if self.median_iou is None:
-            return (
-                f"boxes: cells of at least {self.share:g} of the peak; the shards have no boxes to check them"
-            )
-        return (
-            f"boxes: cells of at least {self.share:g} of the peak; median IoU {self.median_iou:.2f} with the "
-            f"boxes of {self.num_labels:,} labels"
-        )
+        fits = "the shards have no boxes to check them"
+        if self.median_iou is not None:
+            fits = f"median IoU {self.median_iou:.2f} with the boxes of {self.num_labels:,} labels"
+        return f"boxes: cells of at least {self.share:g} of the peak; {fits}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,9 +87,8 @@ class FoundLabels:
         }
         boxes = np.full((len(places), 4), np.nan)
         if rows.heatmaps is not None:
-            boxes = strongest_boxes(
-                self.store.heatmaps_without_initial_value(rows, ids, places, classes), share
-            ).round(4)
+            heatmaps = self.store.heatmaps_without_initial_value(rows, ids, places, classes)
+            boxes = strongest_boxes(heatmaps, share).round(4)
         return columns | dict(zip(("x0", "y0", "x1", "y1"), boxes.T, strict=True))
 
     def fit(self, given: float | None) -> Fit:
@@ -136,11 +119,8 @@ class FoundLabels:
             for row, number in zip(places.tolist(), classes.tolist(), strict=True):
                 boxes = [box[1:] for box in metadata[int(ids[row])].get("boxes", ()) if box[0] == number]
                 if boxes and number in kept[row]:
-                    found[0].append(
-                        store.heatmaps_without_initial_value(rows, ids, np.array([row]), np.array([number]))[
-                            0
-                        ]
-                    )
+                    at = np.array([row]), np.array([number])
+                    found[0].append(store.heatmaps_without_initial_value(rows, ids, *at)[0])
                     found[1].append(boxes)
                     found[2].append(bool(ids[row] % 2 == 0))
         return found
@@ -222,10 +202,7 @@ SHARES = tuple(round(0.1 + 0.05 * step, 2) for step in range(17))
 
 
 def overlaps(found: NDArray[np.float64], boxes: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float64]:
-    """Return for each box found its intersection over union with the best of the true boxes of its map.
-
-    Without a box (NaN) it is 0.
-    """
+    """Return for each box found its IoU with the best of the true boxes of its map; 0 for NaN."""
     pairs = zip(found, boxes, strict=True)
     values = [max((_overlap(one, box) for box in true), default=0.0) for one, true in pairs]
     return np.array(values, np.float64)

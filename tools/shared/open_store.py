@@ -30,12 +30,11 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bigscl.config import DataConfig, StoreConfig
+    from bigscl.config import DataConfig
     from bigscl.data.index import Index, Labels
 
 Store = Annotated[
-    str,
-    typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az)."),
+    str, typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az).")
 ]
 AtSnapshot = Annotated[
     int | None, typer.Option("--snapshot", help="Read this snapshot. Default: the newest.")
@@ -76,8 +75,7 @@ class Data:
 
     def annotated(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return `[n,L]`: which classes are annotated positives."""
-        mask: NDArray[np.bool_] = self.index.labels_of(ids, self.labels) == 1
-        return mask
+        return np.asarray(self.index.labels_of(ids, self.labels) == 1)
 
     def present(self, ids: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return `[n,L]`: which classes are present; None if the shards do not say."""
@@ -140,33 +138,25 @@ class DataFlags:
 
 
 def locate(store: str) -> str:
-    """Return where the store is: the place itself, or that of the run whose folder it is.
-
-    UserError for the folder of a run that keeps no memory on disk.
-    """
+    """Return the store's place, also of the folder of its run; UserError if that keeps none on disk."""
     if "://" in store or (Path(store) / "zarr.json").exists():
         return store
     inner = Path(store) / "store"
     if inner.is_dir():
         return str(inner)
-    settings = _store_settings(Path(store))
-    if settings is None:
-        return store
-    if settings.kind != "disk":
-        why = {
-            "none": "its objective needs none (store.kind: none)",
-            "ram": "it was in RAM and ended with the run (store.kind: ram)",
-        }[settings.kind]
-        raise UserError(f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at.")
-    return settings.url or str(inner)
-
-
-def _store_settings(folder: Path) -> "StoreConfig | None":
-    """Return the store section of the config in the folder of a run; None if there is none."""
     from bigscl.config import load_config
 
-    file = folder / "config.yaml"
-    return load_config(file).store if file.is_file() else None
+    file = Path(store) / "config.yaml"
+    if not file.is_file():
+        return store
+    settings = load_config(file).store
+    if settings.kind != "disk":
+        why = (
+            "its objective needs none" if settings.kind == "none" else "it was in RAM and ended with the run"
+        )
+        why = f"{why} (store.kind: {settings.kind})"
+        raise UserError(f"{store}: this run keeps no memory on disk: {why}. So there is no store to look at.")
+    return settings.url or str(inner)
 
 
 def with_snapshot(place: str) -> tuple[str, int | None]:
@@ -210,10 +200,7 @@ def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tupl
 
 
 def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":
-    """Return the data section of the config that the store's run saved; None without a run.
-
-    A config that cannot be read is an error if it is needed, else a warning.
-    """
+    """Return the data section of the run's config; one that cannot be read is an error if needed."""
     from bigscl.config import ConfigError, load_data_settings
 
     folder = run_folder(store)
@@ -270,14 +257,3 @@ def snapshot_facts(snapshot: Snapshot, num_classes: int) -> dict[str, Any]:
 def trust_at(store: HeatmapStore) -> Trust | None:
     """Return how far to trust the mined labels of a store's snapshot; None without hidden labels."""
     return SnapshotState.of(store.snapshot, store.spec.num_classes).trust
-
-
-def bytes_by_array(listing: list[tuple[str, int]]) -> dict[str, int]:
-    """Return the bytes of each array as `group/array`, of the history, of the snapshots and of the rest."""
-    totals: dict[str, int] = {}
-    for key, num_bytes in listing:
-        parts = key.split("/")
-        folder = "/".join(parts[:2]) if key.startswith("arrays-") and len(parts) > 2 else parts[0]
-        name = folder if len(parts) > 1 else "other"
-        totals[name] = totals.get(name, 0) + num_bytes
-    return totals

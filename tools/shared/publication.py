@@ -102,7 +102,6 @@ def preprocessing(target: EvaluationTarget) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write values as an indented JSON file."""
     path.write_text(json.dumps(values, indent=1) + "\n")
 
 
@@ -180,14 +179,8 @@ def _name_batch_axis(path: Path) -> None:
 NOT_STATED = "not stated"
 LOCAL = ("run", "store.url", "store.endpoint", "store.region", "data.train_index", "data.val_index")
 """Settings that say nothing to others."""
-PATHS = (
-    "data.train",
-    "data.val",
-    "data.labels_file",
-    "data.answers",
-    "data.val_labels_file",
-    "model.weights",
-)
+FILES = ("train", "val", "labels_file", "answers", "val_labels_file")
+PATHS = (*(f"data.{name}" for name in FILES), "model.weights")
 """Settings of which only the last part of the path is published."""
 MOST_NAMES = 30
 
@@ -237,7 +230,6 @@ def model_card(
 
 
 def published_settings(config: Config) -> dict[str, Any]:
-    """Return the config without local paths."""
     settings: dict[str, Any] = yaml.safe_load(to_yaml(config))
     for dotted in (*LOCAL, *PATHS):
         *sections, name = dotted.split(".")
@@ -270,11 +262,8 @@ def find_results(run: Path, target: EvaluationTarget, offset: float = 0.0) -> di
         }
     metrics = weights.parent / "metrics.json"
     if metrics.is_file() and "map" in (found := read_json_object(metrics) or {}):
-        return {
-            "of": f"validation after epoch {found['epoch']}",
-            "mAP": found["map"],
-            "top-1": found["top1"],
-        }
+        of = f"validation after epoch {found['epoch']}"
+        return {"of": of, "mAP": found["map"], "top-1": found["top1"]}
     return {}
 
 
@@ -301,13 +290,9 @@ def _front(
     figures = {name: value for name, value in results.items() if name != "of" and value is not None}
     if figures:
         metrics = [{"type": name, "value": round(100 * value, 2)} for name, value in figures.items()]
-        task, data = (
-            {"type": "image-classification"},
-            {"name": licences.dataset or NOT_STATED, "type": "other"},
-        )
-        front["model-index"] = [
-            {"name": title, "results": [{"task": task, "dataset": data, "metrics": metrics}]}
-        ]
+        data = {"name": licences.dataset or NOT_STATED, "type": "other"}
+        result = {"task": {"type": "image-classification"}, "dataset": data, "metrics": metrics}
+        front["model-index"] = [{"name": title, "results": [result]}]
     return front
 
 

@@ -26,9 +26,9 @@ from bigscl.evaluation.review import (
     suspicion,
 )
 from bigscl.memory.score_history import read_score_log
-from bigscl.store import Array, HeatmapStore, Rows
+from bigscl.store import Array, HeatmapStore, Ragged, Rows
 from bigscl.tools.shared.find_samples import answer_key, class_name, name_of, next_epoch
-from bigscl.tools.shared.label_table import objects, strongest_boxes
+from bigscl.tools.shared.label_table import BOX, LABEL, objects, strongest_boxes
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
 from bigscl.tools.shared.terminal import few_visits_note, plural, table
@@ -156,10 +156,7 @@ class Questions:
 
 
 def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path]:
-    """Return the file that answers go to, and then others whose answers the run was trained with.
-
-    Answers go to the given file, that of the run's config (data.answers), or `answers.jsonl` in its folder.
-    """
+    """Return the file that answers go to (given, data.answers, or the run's), and others trained with."""
     if given is None and data.answers is None and run is None:
         raise UserError(
             "--answers: missing. This store is in no folder of a run: say where answers are kept."
@@ -214,40 +211,28 @@ Kind = Literal["wrong", "missing"]
 KINDS: dict[Kind, str] = {"wrong": "labels likely wrong", "missing": "labels likely missing"}
 PRINTED = 10
 BOX_SHARE = 0.5
-LIST_COLUMNS = {
-    "kind": str,
-    "id": int,
-    "shard": str,
-    "key": str,
-    "path": str,
-    "class": int,
-    "name": str,
-    "suspicion": float,
-    "mean": float,
-    "spread": float,
-    "last": float,
-    "x": float,
-    "y": float,
-    "x0": float,
-    "y0": float,
-    "x1": float,
-    "y1": float,
-}
+FIGURES = dict.fromkeys(("suspicion", "mean", "spread", "last", "x", "y"), float)
+LIST_COLUMNS = {"kind": str, **LABEL, **FIGURES, **BOX}
 
 
 def find_doubtful_labels(
     run: Path, store: HeatmapStore, data: Data, count: int
 ) -> tuple[dict[str, Any], dict[Kind, dict[str, NDArray[Any]]]]:
     """Return what `bigscl review list` prints, and the columns of up to `count` labels of each kind."""
-    epochs = _epochs(run, store, data)
-    left = _initial_shares(store, list(epochs))
+    epochs = read_score_log(run, data.annotations, next_epoch(store))
+    if not epochs:
+        raise UserError(
+            f"{run}: has no scores of finished epochs in {run / 'scores'}. Runs keep them with "
+            f"log.score_classes above 0 and a store on disk."
+        )
+    # The weight of the initial value in the scores at the end of each epoch: one visit in each.
+    start, visits = store.initial_values, np.minimum(np.array(list(epochs)) + 1, 255)
+    left = [0.0] * len(epochs) if start is None else start.remaining(visits).astype(float).tolist()
     history = score_history(list(epochs.values()), data.annotations, data.index.ids(), left)
     values = suspicion(history)
     rankings = {kind: _ranking(kind, history, values, data) for kind in KINDS}
-    lists = {
-        kind: _columns(store, data, kind, history, values, ranked[:count])
-        for kind, ranked in rankings.items()
-    }
+    shown = {kind: (history.take(rows[:count]), values[rows[:count]]) for kind, rows in rankings.items()}
+    lists = {kind: _columns(store, data, kind, *chosen) for kind, chosen in shown.items()}
     facts: dict[str, Any] = {
         "epochs": list(epochs),
         "num_images": store.spec.num_samples,
@@ -261,70 +246,43 @@ def find_doubtful_labels(
     return facts, lists
 
 
-def _initial_shares(store: HeatmapStore, epochs: Sequence[int]) -> list[float]:
-    """Return the weight of the initial value in the scores at the end of each epoch: one visit in each."""
-    start = store.initial_values
-    if start is None:
-        return [0.0] * len(epochs)
-    return [float(share) for share in start.remaining(np.minimum(np.array(epochs) + 1, 255))]
-
-
-def _epochs(folder: Path, store: HeatmapStore, data: Data) -> dict[int, NDArray[Any]]:
-    epochs = read_score_log(folder, data.annotations, next_epoch(store))
-    if not epochs:
-        raise UserError(
-            f"{folder}: has no scores of finished epochs in {folder / 'scores'}. Runs keep them with "
-            f"log.score_classes above 0 and a store on disk."
-        )
-    return epochs
-
-
 def _ranking(kind: Kind, history: ScoreHistory, values: NDArray[np.float64], data: Data) -> NDArray[np.int64]:
     """Return the rows of a kind in the history, the most suspicious first; ties by id and class."""
     rows = np.flatnonzero(history.labelled == (kind == "wrong"))
     if kind == "missing" and data.labels == "given":
-        rows = rows[~_known_absent(data, history.ids[rows], history.classes[rows])]
+        rows = rows[~_are_among(data, data.index.negatives, history.take(rows))]
     return rows[np.argsort(-values[rows], kind="stable")]
 
 
-def _known_absent(data: Data, ids: NDArray[np.int64], classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which pairs are known negatives."""
-    rows, absent = data.index.negatives.entries(np.arange(len(data.index.keys)))
-    known = rows * data.index.num_classes + absent.astype(np.int64)
-    return np.isin(ids * data.index.num_classes + classes, known)
+def _are_among(data: Data, labels: Ragged, history: ScoreHistory) -> NDArray[np.bool_]:
+    """Return which pairs of image and class are among these labels of all rows."""
+    rows, classes = labels.entries(np.arange(len(data.index.keys)))
+    known = rows * data.index.num_classes + classes.astype(np.int64)
+    return np.isin(history.ids * data.index.num_classes + history.classes, known)
 
 
 def _curve(kind: Kind, history: ScoreHistory, values: NDArray[np.float64], data: Data) -> float | None:
     """Return the area under the ROC curve of the ranking; None if the truth is unknown or all the same."""
     if data.index.full is None:
         return None
-    rows, labels = data.index.full.entries(np.arange(len(data.index.keys)))
-    known = rows * data.index.num_classes + labels.astype(np.int64)
-    present = np.isin(history.ids * data.index.num_classes + history.classes, known)
+    present = _are_among(data, data.index.full, history)
     area = area_under_curve(values, present if kind == "missing" else ~present)
     return None if np.isnan(area) else round(area, 4)
 
 
 def _columns(
-    store: HeatmapStore,
-    data: Data,
-    kind: Kind,
-    history: ScoreHistory,
-    values: NDArray[np.float64],
-    rows: NDArray[np.int64],
+    store: HeatmapStore, data: Data, kind: Kind, chosen: ScoreHistory, values: NDArray[np.float64]
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns of the list of some pairs."""
-    chosen = history.take(rows)
     shards = chosen.ids // data.index.rows_per_shard
     columns: dict[str, NDArray[Any]] = {
-        "kind": objects([kind] * len(rows)),
+        "kind": objects([kind] * len(values)),
         "id": chosen.ids,
         "shard": objects([data.index.shard_names[shard] for shard in shards]),
         "key": objects([data.index.key(int(sample)) for sample in chosen.ids]),
         "path": objects([data.index.source(int(sample)) or "" for sample in chosen.ids]),
         "class": chosen.classes,
         "name": objects([data.index.class_names[number] for number in chosen.classes]),
-        "suspicion": values[rows].round(4),
+        "suspicion": values.round(4),
         **{name: getattr(chosen, name).round(4) for name in ("mean", "spread", "last")},
     }
     where = _where(store, chosen.ids, chosen.classes).round(4)

@@ -18,7 +18,7 @@ from bigscl.common.files import read_json_object
 from bigscl.common.url_secrets import environment
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, changed_settings, load_config
-from bigscl.config.presets import FOLDER
+from bigscl.config.load import FOLDER
 
 if TYPE_CHECKING:
     from bigscl.evaluation.predictions import Pooling
@@ -147,15 +147,11 @@ class Trial:
 
     @property
     def trained(self) -> bool:
-        """Whether training is finished."""
         return (self.folder / "done").exists()
 
     @property
     def done(self) -> bool:
-        """Whether training and evaluation are finished.
-
-        An evaluation from before there was map pooling is made again if that is asked for.
-        """
+        """Whether training and evaluation are finished, with map pooling if that is asked for."""
         if not self.trained or not self.report.exists():
             return False
         report = read_json_object(self.report) if self.pooling == "map" else None
@@ -168,7 +164,6 @@ class Trial:
         return self.folder / name / "report.json"
 
     def resolved(self) -> Config:
-        """Return the config of the run; raise ConfigError if it is wrong."""
         return load_config(self.config, self.settings)
 
     def check_unchanged(self) -> None:
@@ -180,11 +175,9 @@ class Trial:
             )
 
     def training(self) -> tuple[str, ...]:
-        """Return the command that trains it."""
         return (*launcher(), "-m", "bigscl.train", os.path.relpath(self.config), *self.settings)
 
     def evaluation(self) -> tuple[str, ...]:
-        """Return the command that evaluates its best validation epoch and its stored heatmaps."""
         words = ["python", "-m", "bigscl.evaluate", str(self.folder), "-o", str(self.report.parent)]
         words += ["--workers", "1"]
         if self.test:
@@ -195,5 +188,4 @@ class Trial:
 
 
 def slug(text: str) -> str:
-    """Return the text as part of a file's name."""
     return re.sub(r"[^\w.=-]+", "_", text).strip("_")

@@ -23,10 +23,7 @@ def pass_over(
     stores: Sequence[HeatmapStore] = (),
     threads: int = PASS_THREADS,
 ) -> Iterator[tuple[int, Result]]:
-    """Yield (shard, `work(shard)`) of each shard in order, computed by threads: see `in_order`.
-
-    Raises SnapshotMissing at the end if the snapshot of one of the stores was dropped during the pass.
-    """
+    """Yield (shard, `work(shard)`) in order, from threads; SnapshotMissing at the end if one was dropped."""
     with progress(title, len(shards), "shards") as advance:
         for shard, result in zip(shards, in_order(work, shards, threads), strict=True):
             yield shard, result
@@ -72,7 +69,6 @@ class SnapshotThresholds(Thresholds):
     """Where they come from, for people."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what a command prints about them with --json."""
         return {"recomputed": self.recomputed, "note": self.note}
 
 

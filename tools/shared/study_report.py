@@ -71,7 +71,8 @@ def _about(trials: Sequence[Trial]) -> str:
         for line in read_json_lines(trial.folder / "environment.jsonl")
         if {"revision", "time"} <= line.keys()
     ]
-    revisions = sorted({_short_revision(line["revision"]) for line in lines})
+    parts = {(line["revision"] or "unknown").partition("-") for line in lines}
+    revisions = sorted({name[:12] + (f"-{dirty}" if dirty else "") for name, _, dirty in parts})
     times = sorted(line["time"] for line in lines)
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     torch_version, hardware = lines[0]["versions"]["torch"], ", ".join(gpus) or "no GPU"
@@ -82,22 +83,13 @@ def _about(trials: Sequence[Trial]) -> str:
     )
 
 
-def _short_revision(revision: str | None) -> str:
-    name, _, dirty = (revision or "unknown").partition("-")
-    return name[:12] + ("-" + dirty if dirty else "")
-
-
 def _table(runs: Sequence[dict[str, Any]], trials: Sequence[Trial], pooling: Pooling) -> str:
-    """Return the table of the runs with a pooling."""
     own = [{**run, **{name: run[name + POOLED[pooling]] for name in ("map", "f1")}} for run in runs]
     return to_table(own, {(trial.row, trial.seed): _resampled_maps(trial, pooling) for trial in trials})
 
 
 def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], NDArray[np.float64]]) -> str:
-    """Return the table: mean and standard deviation over the seeds, in percent, and the time per run.
-
-    `maps` has the mAP of each bootstrap resample of the images, by row and seed.
-    """
+    """Return the table: mean and deviation over seeds; `maps` has mAPs of resamples by row and seed."""
     rows = list(dict.fromkeys(run["row"] for run in runs))
     first = {run["seed"]: run["map"] for run in runs if run["row"] == rows[0]}
     lines = []
@@ -118,7 +110,6 @@ def to_table(runs: Sequence[dict[str, Any]], maps: Mapping[tuple[str, int], NDAr
 
 
 def _interval(differences: Sequence[NDArray[np.float64]]) -> str:
-    """Return the 95% bootstrap interval over images of the mean difference over seeds."""
     if not differences:
         return "–"
     low, high = limits(np.mean(differences, axis=0))
@@ -140,7 +131,6 @@ def mean_and_spread(fractions: Iterable[float], *, signed: bool = False) -> str:
 
 
 def _figures(trial: Trial) -> dict[str, float]:
-    """Return the numbers of a run in the table."""
     report = _read_report(trial)
     heat = (report["localization"] or {}).get(STORED, {})
     mined = _mined(trial)
@@ -163,7 +153,6 @@ def _figures(trial: Trial) -> dict[str, float]:
 
 
 def _read_report(trial: Trial) -> dict[str, Any]:
-    """Return the report of a run's evaluation."""
     with parse_errors(trial.report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report: dict[str, Any] = json.loads(trial.report.read_bytes())
         float(report["mean_ap"]["present"])
@@ -175,7 +164,6 @@ def _read_report(trial: Trial) -> dict[str, Any]:
 
 
 def _minutes(file: Path) -> float:
-    """Return the minutes of all attempts at a run."""
     with parse_errors(
         file, "a list of seconds", "Delete the lines that are not numbers, then run the command again."
     ):
@@ -191,14 +179,10 @@ def _mined(trial: Trial) -> dict[str, Any]:
     file = trial.folder / "mined.json"
     known = read_json_object(file) if file.exists() else None
     if known is None:
-        known = _find_mined(trial)
+        mined = mined_by_run(trial.resolved())
+        known = {} if mined is None else plain(asdict(mined))
         write_text(file, json.dumps(known))
     return known
-
-
-def _find_mined(trial: Trial) -> dict[str, Any]:
-    mined = mined_by_run(trial.resolved())
-    return {} if mined is None else plain(asdict(mined))
 
 
 def _draw_scores(trials: Sequence[Trial], path: Path) -> None:
@@ -229,7 +213,6 @@ def _draw_heatmaps(trials: Sequence[Trial], path: Path) -> None:
 
 
 def _short_names(rows: Sequence[str]) -> list[str]:
-    """Return the names of the rows without their common prefix."""
     parts = [re.split("(?<=[_ ])", row) for row in rows]
     shared = 0
     while len({tuple(words[: shared + 1]) for words in parts}) == 1 and shared + 1 < min(map(len, parts)):
@@ -241,7 +224,6 @@ def _short_names(rows: Sequence[str]) -> list[str]:
 
 
 def quickstart_figures(report: Path) -> dict[str, float | None]:
-    """Return the numbers of a run in the table."""
     with parse_errors(report, "a report of bigscl.evaluate", MAKE_AGAIN):
         report_json = json.loads(report.read_bytes())
         heat = report_json["localization"][STORED]
@@ -271,6 +253,5 @@ def differences_from(folder: Path, methods: list[str], baseline: str) -> dict[st
 
 
 def draw_quickstart(folder: Path, titles: Mapping[str, str], path: Path) -> None:
-    """Draw the heatmaps of each run for unlabelled digits."""
     runs = {title: load_config(folder / name / "config.yaml") for name, title in titles.items()}
     draw_runs(runs, path, kinds=("unannotated",), count=6)

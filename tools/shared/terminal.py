@@ -59,7 +59,6 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = 
 
 
 def histogram_text(labels: Sequence[str], counts: Sequence[int], width: int = 40, indent: str = "  ") -> str:
-    """Return a histogram with horizontal bars."""
     most, room = max([*counts, 1]), max(map(len, labels), default=0)
     return "\n".join(
         f"{indent}{label.rjust(room)}  {'#' * -(-count * width // most)} {count:,}"

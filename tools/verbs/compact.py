@@ -1,21 +1,13 @@
 """Make a store smaller."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.store import (
-    Codec,
-    GroupSpec,
-    HeatmapStore,
-    by_version,
-    read_holder,
-    stored_bytes,
-    versions_of,
-)
+from bigscl.store import Codec, GroupSpec, HeatmapStore, by_version, read_holder, stored_bytes, versions_of
 from bigscl.tools.shared.open_store import (
     Apply,
     DataFlags,
@@ -29,17 +21,6 @@ from bigscl.tools.shared.open_store import (
 from bigscl.tools.shared.terminal import plural, print_result, progress, size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """The change that the command line asks for."""
-
-    group: GroupSpec | None
-    """The new layout; None if the arrays stay."""
-    keep: tuple[int, ...]
-    """Snapshots that stay, in addition to the newest."""
-    drop: tuple[int, ...]
-
-
 def command(
     store: Store,
     top: Annotated[
@@ -47,8 +28,7 @@ def command(
         typer.Option(min=1, max=10**7, help="Number of classes per image whose heatmaps are kept."),
     ] = None,
     slots: Annotated[
-        int | None,
-        typer.Option(min=2, max=1000, help="Number of versions kept of each shard."),
+        int | None, typer.Option(min=2, max=1000, help="Number of versions kept of each shard.")
     ] = None,
     codec: Annotated[Codec | None, typer.Option(help="Compression of the chunks.")] = None,
     keep: Annotated[
@@ -68,8 +48,13 @@ def command(
     Example: bigscl compact runs/imagenet/store --top 10 --apply
     """
     opened = open_store(store, None, storage)
-    change = _change(opened, top, slots, codec, keep or [])
-    facts = _forecast(opened, change, checkpoints_by_snapshot(run_folder(store)))
+    there = [snapshot.id for snapshot in opened.snapshots()]
+    if missing := sorted(set(keep or ()) - set(there)):
+        raise UserError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
+    group = _new_group(opened, top, slots, codec)
+    # In addition to the newest, which a rewriting makes.
+    stays = {*(keep or ()), *([opened.snapshot.id] if group is None else [])}
+    facts = _forecast(opened, group, stays, checkpoints_by_snapshot(run_folder(store)))
     if apply:
         data = source.need("--apply", store, opened.spec.fingerprint)
         # The rows are still those that this run learnt, so the snapshot keeps the name of the run.
@@ -80,7 +65,7 @@ def command(
             run=opened.snapshot.run,
             options=storage.options,
         ) as writer:
-            _apply(writer, change)
+            _apply(writer, group, stays)
             facts["bytes_after"] = sum(writer.sizes().values())
             facts["snapshot"] = writer.snapshot.id
     facts["applied"] = apply
@@ -89,20 +74,10 @@ def command(
         raise typer.Exit(1)
 
 
-def _change(
-    store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None, keep: list[int]
-) -> Change:
-    there = [snapshot.id for snapshot in store.snapshots()]
-    if missing := sorted(set(keep) - set(there)):
-        raise UserError(f"--keep {missing[0]}: no such snapshot. Snapshots of this store: {there}")
-    group = _new_group(store, top, slots, codec)
-    stays = {*keep} if group is not None else {*keep, store.snapshot.id}
-    return Change(group=group, keep=tuple(sorted(stays)), drop=tuple(n for n in there if n not in stays))
-
-
 def _new_group(
     store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None
 ) -> GroupSpec | None:
+    """Return the new layout; None if the arrays stay."""
     old = store.group
     if top is None and slots is None and codec is None:
         return None
@@ -124,23 +99,25 @@ def _new_group(
     return new
 
 
-def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[str]]) -> dict[str, Any]:
-    """Return the sizes before and after, and the checkpoints that will be lost."""
+def _forecast(
+    store: HeatmapStore, group: GroupSpec | None, stays: set[int], checkpoints: dict[int, list[str]]
+) -> dict[str, Any]:
     listing = list(store.backend.sizes(""))
     versions = by_version(listing)
     before = sum(num_bytes for _, num_bytes in listing)
-    kept = [snapshot for snapshot in store.snapshots() if snapshot.id in change.keep]
-    named = {version for snapshot in kept for version in versions_of(snapshot)}
+    snapshots = store.snapshots()
+    drop = [snapshot.id for snapshot in snapshots if snapshot.id not in stays]
+    named = {version for each in snapshots if each.id in stays for version in versions_of(each)}
     written = sum(slot >= 0 for slot in store.snapshot.slots)
-    new = 0 if change.group is None else written * stored_bytes(store.spec, change.group)
+    new = 0 if group is None else written * stored_bytes(store.spec, group)
     holder = read_holder(store.backend)
     return {
         "url": store.backend.url,
         "layout": store.group.to_json(),
-        "new_layout": None if change.group is None else change.group.to_json(),
-        "drop": list(change.drop),
-        "keep": list(change.keep),
-        "checkpoints_lost": [name for number in change.drop for name in checkpoints.get(number, ())],
+        "new_layout": None if group is None else group.to_json(),
+        "drop": drop,
+        "keep": sorted(stays),
+        "checkpoints_lost": [name for number in drop for name in checkpoints.get(number, ())],
         "holder": None if holder is None else str(holder),
         "bytes_before": before,
         "bytes_needed_meanwhile": new,
@@ -148,18 +125,14 @@ def _forecast(store: HeatmapStore, change: Change, checkpoints: dict[int, list[s
     }
 
 
-def _apply(store: HeatmapStore, change: Change) -> None:
-    if change.group is not None:
-        assert change.group.top is not None
+def _apply(store: HeatmapStore, group: GroupSpec | None, stays: set[int]) -> None:
+    if group is not None:
+        assert group.top is not None
         written = sum(slot >= 0 for slot in store.snapshot.slots)
         with progress("rewriting", written, "shards") as advance:
-            store.compact(
-                change.group.top,
-                slots=change.group.slots,
-                codec=change.group.codec,
-                progress=lambda done: advance(1, f"shard {done} of {written}"),
-            )
-    store.drop_snapshots(keep=change.keep)
+            shown = lambda done: advance(1, f"shard {done} of {written}")  # noqa: E731
+            store.compact(group.top, slots=group.slots, codec=group.codec, progress=shown)
+    store.drop_snapshots(keep=stays)
     store.delete_free()
 
 
@@ -173,7 +146,8 @@ def _text(facts: dict[str, Any]) -> str:
             lines.append(f"  needs {size(facts['bytes_needed_meanwhile'])} more while it runs")
     if facts["drop"]:
         verb = "dropped" if done else "drop"
-        lines.append(f"  {verb} {plural(len(facts['drop']), 'snapshot')}: {_numbers(facts['drop'])}")
+        numbers = ", ".join(map(str, facts["drop"]))
+        lines.append(f"  {verb} {plural(len(facts['drop']), 'snapshot')}: {numbers}")
     if facts["checkpoints_lost"]:
         lost = ", ".join(facts["checkpoints_lost"])
         lines.append(f"  no longer possible: resuming from {lost}")
@@ -190,7 +164,3 @@ def _layout(group: dict[str, Any]) -> str:
     maps = "scores only" if group["layout"] == "scores" else f"heatmaps of {classes}"
     codec = "" if group["codec"] == "none" else f", {group['codec']}"
     return f"{maps} in {group['slots']} slots{codec}"
-
-
-def _numbers(values: list[int]) -> str:
-    return ", ".join(map(str, values))

@@ -73,7 +73,6 @@ def command(
 
 
 def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:
-    """Write the comparison and its pictures into a folder."""
     from bigscl.evaluation.compare import comparison_facts, comparison_text
     from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions

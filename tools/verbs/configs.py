@@ -8,7 +8,7 @@ import typer
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import atomic_write
 from bigscl.common.user_error import UserError
-from bigscl.config.presets import FOLDER, packaged_files
+from bigscl.config.load import FOLDER, packaged_files
 from bigscl.tools.shared.terminal import plural, print_result, table
 
 
@@ -18,8 +18,7 @@ def command(
         typer.Argument(metavar="NAME", help="Configs to list or copy, as they are listed. Default: all."),
     ] = None,
     to: Annotated[
-        Path | None,
-        typer.Option(help="Folder to copy them to. Nothing is overwritten.", show_default=False),
+        Path | None, typer.Option(help="Folder to copy them to. Nothing is overwritten.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -63,8 +62,7 @@ def _copy(files: dict[str, Path], folder: Path) -> list[Path]:
     """Copy files that are not there yet; refuse, before anything is copied, to replace others."""
     targets = {path: folder / path.relative_to(FOLDER) for path in files.values()}
     there = {path for path, target in targets.items() if target.exists() or target.is_symlink()}
-    other = [str(targets[path]) for path in there if not _same(path, targets[path])]
-    if other:
+    if other := [str(targets[path]) for path in there if not _same(path, targets[path])]:
         raise UserError(
             f"{sorted(other)[0]}: is there already with other content, and is not replaced. Choose another "
             f"folder, or the names of files that it does not have."

@@ -6,7 +6,6 @@ several = SEVERAL
 
 
 def command(options: EvaluationOptions) -> None:
-    """Import the evaluation, and with it torch, only when it starts."""
     from bigscl.evaluate import evaluate
 
     evaluate(options)

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.common.tables import read_class_names
+from bigscl.common.files import read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.data.build_index import LONGEST_NUMBER, NoSamples, Problem, scan
 from bigscl.data.index import Index, default_path, stored_fingerprint
@@ -95,7 +96,7 @@ def _classes(given: str | None, urls: list[str]) -> tuple[list[str] | None, int 
 def _print(index: Index, problems: list[Problem], path: Path, before: str | None, as_json: bool) -> None:
     facts = _facts(index, path, before)
     if as_json:
-        print(json.dumps(facts | {"problems": [_fields(problem) for problem in problems]}))
+        print(json.dumps(facts | {"problems": [asdict(problem) for problem in problems]}))
         return
     _print_problems(problems, as_json)
     print(f"{path}: {facts['samples']} samples in {facts['shards']} shards, {facts['classes']} classes")
@@ -127,7 +128,7 @@ def _facts(index: Index, path: Path, before: str | None) -> dict[str, Any]:
 
 def _print_problems(problems: list[Problem], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"problems": [_fields(problem) for problem in problems]}))
+        print(json.dumps({"problems": [asdict(problem) for problem in problems]}))
         return
     alike: dict[str, list[Problem]] = {}
     for problem in problems:
@@ -146,7 +147,3 @@ def _lines(alike: list[Problem]) -> list[str]:
     shards = len({problem.shard for problem in alike})
     more = f"{len(alike) - 1:,} more of the same in {shards:,} shard{'s' if shards > 1 else ''}"
     return [f"{alike[0]} ({more}; --json lists them)"]
-
-
-def _fields(problem: Problem) -> dict[str, str]:
-    return {"shard": problem.shard, "key": problem.key, "what": problem.what}

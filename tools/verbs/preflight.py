@@ -22,9 +22,7 @@ def command(
     processes: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=100_000,
-            help="Processes of the run, for the end of an epoch. Default: as here.",
+            min=1, max=100_000, help="Processes of the run, for the end of an epoch. Default: as here."
         ),
     ] = None,
     place: Annotated[

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson
-from bigscl.common.files import atomic_folder
-from bigscl.common.tables import read_class_names
+from bigscl.common.files import atomic_folder, read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.data.index import load_index
 from bigscl.tools.shared.terminal import print_result

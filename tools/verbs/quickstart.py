@@ -12,7 +12,7 @@ import typer
 
 from bigscl.common.files import write_text
 from bigscl.common.user_error import UserError
-from bigscl.config.presets import FOLDER
+from bigscl.config.load import FOLDER
 from bigscl.tools.shared.running import Runner, launcher
 from bigscl.tools.shared.terminal import table
 
@@ -98,7 +98,6 @@ class QuickstartRun:
         self.folder, self.seed, self.epochs, self.runner = folder, seed, epochs, runner
 
     def make_scenes(self) -> None:
-        """Write the shards and their indexes."""
         scenes = self.folder / "scenes"
         if not (scenes / "bigscl-index-test.npz").exists():
             workers = str(os.cpu_count() or 1)
@@ -109,7 +108,6 @@ class QuickstartRun:
                 self._run("bigscl", "index", f"{scenes}/{part}-*.tar")
 
     def train(self, name: str) -> None:
-        """Train one run from its config."""
         run = self.folder / name
         if (run / "done").exists():
             return

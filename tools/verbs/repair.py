@@ -56,7 +56,6 @@ class Report:
 
     @property
     def shards(self) -> dict[int, list[Problem]]:
-        """The damaged shards of the target."""
         return self.damage[self.target.id]
 
 
@@ -81,7 +80,9 @@ def command(
     Example: bigscl repair runs/imagenet --apply
     """
     opened = open_store(store, None, storage)
-    folder = _run_folder(store, run)
+    if run is not None and not (run / "checkpoints").is_dir():
+        raise UserError(f"--run {run}: no folder `checkpoints` there. Give the folder of the store's run.")
+    folder = run or run_folder(store)
     report = examine(store, storage, opened.snapshots(), checkpoints_by_snapshot(folder))
     facts = _facts(opened, report)
     if apply and report.shards:
@@ -98,12 +99,6 @@ def command(
     print_result(facts, _text(facts), as_json)
     if facts["shards"] and not apply:
         raise typer.Exit(1)
-
-
-def _run_folder(store: str, run: Path | None) -> Path | None:
-    if run is not None and not (run / "checkpoints").is_dir():
-        raise UserError(f"--run {run}: no folder `checkpoints` there. Give the folder of the store's run.")
-    return run or run_folder(store)
 
 
 def examine(
@@ -179,21 +174,12 @@ def repair(store: HeatmapStore, report: Report, folder: Path | None) -> dict[str
     note = {"of": old.id, "samples": sorted(sample for samples in reset.values() for sample in samples)}
     attributes = {**old.attributes, **answered.attribute(), "repaired": note}
     new = store.commit(epoch=old.epoch, step=old.step, attributes=attributes)
-    _resume_from(new.id, report.checkpoints.get(old.id, []), folder)
+    for name in report.checkpoints.get(old.id, []):
+        assert folder is not None
+        path = folder / "checkpoints" / name / "progress.json"
+        write_sealed(path, {**read_sealed(path, "Nothing was changed in it."), "snapshot": new.id})
     store.drop_snapshots(keep=kept)
     return {"reset": reset, "repaired_as": new.id}
-
-
-def _resume_from(snapshot: int, checkpoints: list[str], folder: Path | None) -> None:
-    """Point checkpoints to another snapshot."""
-    for name in checkpoints:
-        assert folder is not None
-        _name_snapshot(folder / "checkpoints" / name / "progress.json", snapshot)
-
-
-def _name_snapshot(path: Path, snapshot: int) -> None:
-    """Point a checkpoint to another snapshot, by replacing its file atomically."""
-    write_sealed(path, {**read_sealed(path, "Nothing was changed in it."), "snapshot": snapshot})
 
 
 def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:
@@ -205,8 +191,7 @@ def _facts(store: HeatmapStore, report: Report) -> dict[str, Any]:
         "num_shards": store.spec.num_shards,
         "shards": {
             shard: [
-                {"array": problem.array, "samples": list(problem.samples), "reason": problem.reason}
-                for problem in problems
+                {name: getattr(each, name) for name in ("array", "samples", "reason")} for each in problems
             ]
             for shard, problems in report.shards.items()
         },
@@ -231,13 +216,8 @@ def _text(facts: dict[str, Any]) -> str:
     if facts["applied"]:
         lines += _done_lines(facts)
     elif facts["shards"]:
-        held = facts["holder"]
-        advice = (
-            "nothing was changed. Add --apply to reset these samples."
-            if held is None
-            else f"in use by {held}"
-        )
-        lines.append(f"  {advice}")
+        held, advice = facts["holder"], "nothing was changed. Add --apply to reset these samples."
+        lines.append(f"  {advice if held is None else f'in use by {held}'}")
     return "\n".join(lines)
 
 
@@ -289,7 +269,6 @@ class Source:
 
 
 def damaged_rows(spec: StoreSpec, shard: int, problems: Sequence[Problem]) -> NDArray[np.bool_]:
-    """Return which rows of a shard have a problem in any array."""
     bad = np.zeros(spec.rows_per_shard, bool)
     for problem in problems:
         bad[np.asarray(problem.samples, np.int64) - shard * spec.rows_per_shard] = True
@@ -344,11 +323,12 @@ def repaired_shard(
     is_about = _is_about(answered, spec, shard, origins[INITIAL])
     answered = replace(answered, late=answered.late & ~is_about)
     rows = _readable(store, at, shard, initial)
-    lost_visits = damaged_rows(spec, shard, [problem for problem in problems if problem.array == PACKED_NAME])
-    rows["sample_visits"][lost_visits] = min(at.epoch + 1, MAX_COUNT)
-    lost_stamps = lost_visits | damaged_rows(
-        spec, shard, [problem for problem in problems if problem.array == STAMPS]
+    lost_visits, lost_stamps = (
+        damaged_rows(spec, shard, [problem for problem in problems if problem.array == name])
+        for name in (PACKED_NAME, STAMPS)
     )
+    rows["sample_visits"][lost_visits] = min(at.epoch + 1, MAX_COUNT)
+    lost_stamps |= lost_visits
     stamps = np.where(lost_stamps, at.epoch, rows[STAMPS]).astype(rows[STAMPS].dtype)
     _copy(replacement, rows, lost)
     rows[STAMPS] = stamps
@@ -364,7 +344,6 @@ def repaired_shard(
 
 
 def _is_about(answered: Answered, spec: StoreSpec, shard: int, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which of the answers are about these rows of a shard."""
     in_shard: NDArray[np.bool_] = answered.rows // spec.rows_per_shard == shard
     return in_shard & rows[answered.rows % spec.rows_per_shard]
 

@@ -36,8 +36,7 @@ def command(
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
     pooling: Annotated[
-        Pooling,
-        typer.Option(help="The logits that the report is about; the main figures of both are in it."),
+        Pooling, typer.Option(help="The logits that the report is about; the main figures of both are in it.")
     ] = "plain",
     name: Annotated[str | None, typer.Option(help="Name of the model in the report.")] = None,
     output: Annotated[

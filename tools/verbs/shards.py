@@ -9,14 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from bigscl.common.command_line import AsJson, with_options
-from bigscl.common.tables import read_class_names
+from bigscl.common.files import read_class_names
 from bigscl.common.user_error import UserError
-from bigscl.datasets.coco import coco
 from bigscl.datasets.folder import FlatLabels, folder
-from bigscl.datasets.multilabel import Protocol
+from bigscl.datasets.multilabel import Protocol, coco, voc
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.table import TableOptions, hugging_face, table
-from bigscl.datasets.voc import voc
 from bigscl.datasets.writer import Sample, Shards, write
 from bigscl.tools.shared.terminal import progress
 
@@ -87,9 +85,14 @@ class FewLabels:
         typer.Option(min=1, max=10_000, help="Resize images to this square. Default: original bytes."),
     ] = None
 
-    def protocol(self) -> Protocol:
-        """The same for the dataset."""
-        return Protocol(num_positives=self.positives, num_negatives=self.negatives, seed=self.seed)
+    def protocol(self, samples_per_shard: int) -> Protocol:
+        return Protocol(
+            num_positives=self.positives,
+            num_negatives=self.negatives,
+            seed=self.seed,
+            resize=self.resize,
+            samples_per_shard=samples_per_shard,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +114,7 @@ class TableFlags:
         ),
     ] = None
     classes: Annotated[
-        Path | None,
-        typer.Option(help="Names by number, one a line. Default: from the labels."),
+        Path | None, typer.Option(help="Names by number, one a line. Default: from the labels.")
     ] = None
     resize: Annotated[
         int | None,
@@ -121,7 +123,6 @@ class TableFlags:
     seed: Seed = 0
 
     def options(self, samples_per_shard: int, split: str | None = None) -> TableOptions:
-        """The same for the dataset."""
         return TableOptions(
             image=self.image_column,
             label=self.label_column,
@@ -227,14 +228,7 @@ def write_voc(
     writing: Writing,
 ) -> None:
     """Write Pascal VOC: SOURCE is a VOCdevkit. Official train becomes train and val, official val test."""
-    shards = voc(
-        source,
-        year=year,
-        protocol=labels.protocol(),
-        resize=labels.resize,
-        samples_per_shard=writing.samples_per_shard,
-    )
-    writing.run(shards, out)
+    writing.run(voc(source, year=year, protocol=labels.protocol(writing.samples_per_shard)), out)
 
 
 @app.command("coco")
@@ -248,14 +242,7 @@ def write_coco(
     writing: Writing,
 ) -> None:
     """Write COCO: SOURCE has annotations/, train2014/ and val2014/. Splits as for VOC."""
-    shards = coco(
-        source,
-        year=year,
-        protocol=labels.protocol(),
-        resize=labels.resize,
-        samples_per_shard=writing.samples_per_shard,
-    )
-    writing.run(shards, out)
+    writing.run(coco(source, year=year, protocol=labels.protocol(writing.samples_per_shard)), out)
 
 
 @app.command("scenes")

@@ -19,6 +19,7 @@ from bigscl.store import (
     HeatmapStore,
     Rows,
     by_version,
+    bytes_by_array,
     read_holder,
     snapshot_bytes,
 )
@@ -29,7 +30,6 @@ from bigscl.tools.shared.open_store import (
     DataFlags,
     StorageFlags,
     Store,
-    bytes_by_array,
     checkpoints_by_snapshot,
     is_alive,
     open_store,
@@ -56,8 +56,7 @@ def command(
     store: Store,
     snapshot: AtSnapshot = None,
     sample: Annotated[
-        list[str] | None,
-        typer.Option(help="Sample whose memory is shown, by key or id; may be repeated."),
+        list[str] | None, typer.Option(help="Sample whose memory is shown, by key or id; may be repeated.")
     ] = None,
     classes: Annotated[
         int, typer.Option(min=1, help="Number of classes shown of a sample, by falling score.")
@@ -215,15 +214,15 @@ def _snapshot_row(one: dict[str, Any], facts: dict[str, Any]) -> list[object]:
     notes += ["mid-epoch"] if one["mid_epoch"] else []
     notes += [f"{one['skipped']} skipped"] if one["skipped"] else []
     notes += [f"checkpoint {name}" for name in one["checkpoints"]]
-    head = [
-        one["id"],
-        one["epoch"] + 1,
-        one["step"],
-        utc_time(one["time"]),
-        one["run"][:12] or "-",
+    head = [one["id"], one["epoch"] + 1, one["step"], utc_time(one["time"]), one["run"][:12] or "-"]
+    return [
+        *head,
         one["group"],
+        one["shards_written"],
+        size(one["bytes"]),
+        size(one["bytes_only_here"]),
+        ", ".join(notes),
     ]
-    return [*head, one["shards_written"], size(one["bytes"]), size(one["bytes_only_here"]), ", ".join(notes)]
 
 
 # One sample
@@ -238,15 +237,17 @@ def _sample(
     present = None if data is None else data.present(ids)
     expected = expected_there.expected(rows.ranked_by(), ids)[0]
     scores = store.scores_without_initial_value(rows, ids)[0]
-    order = _by_score(scores, annotated)[:count]
-    index = None if data is None else data.index
+    # Annotated ones first, then by falling score.
+    later = np.ones(len(scores), bool) if annotated is None else ~annotated
+    order = np.lexsort((np.arange(len(scores)), -scores.astype(np.float32), later))[:count]
+    index, start = None if data is None else data.index, store.initial_values
     return {
         "id": sample,
         "name": name_of(sample, index),
         "shard": sample // store.spec.rows_per_shard,
         "snapshot": store.snapshot.id,
         "visited": int(rows["last_epoch"][0]),
-        "initial_share": _initial_share(store, rows),
+        "initial_share": 0.0 if start is None else float(start.remaining(rows["sample_visits"])[0]),
         "tracked": sample in store.spec.history_samples,
         "classes": [
             {
@@ -267,25 +268,10 @@ def _sample(
     }
 
 
-def _initial_share(store: HeatmapStore, rows: Rows) -> float:
-    """Return the weight that the initial value still has in the stored scores of a sample."""
-    start = store.initial_values
-    return 0.0 if start is None else float(start.remaining(rows["sample_visits"])[0])
-
-
 def _seen_after(store: HeatmapStore, rows: Rows, ids: NDArray[np.int64], epoch: int) -> NDArray[np.float32]:
     """Return the scores of a sample at the end of an epoch without initial values: one visit per epoch."""
     visits = np.array([min(epoch + 1, 255)], np.uint8)
-    scores: NDArray[np.float32] = store.scores_without_initial_value(rows.replace(sample_visits=visits), ids)[
-        0
-    ]
-    return scores
-
-
-def _by_score(scores: Array, annotated: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    """Return the classes, annotated ones first, then by falling score."""
-    first = np.zeros(len(scores), bool) if annotated is None else annotated
-    return np.lexsort((np.arange(len(scores)), -scores.astype(np.float32), ~first))
+    return np.asarray(store.scores_without_initial_value(rows.replace(sample_visits=visits), ids)[0])
 
 
 def _peak(rows: Rows, number: int) -> float | None:

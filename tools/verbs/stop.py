@@ -38,16 +38,12 @@ def command(
         print_result({"run": str(run), "requested": False}, f"{run}: the request is taken back", as_json)
         return
     file.request()
-    saved = _wait(file, wait)
+    # The run removes the file after it has saved.
+    deadline = time.monotonic() + wait
+    while file.path.exists() and time.monotonic() < deadline:
+        time.sleep(min(POLL_SECONDS, wait))
+    saved = not file.path.exists()
     state = "is saved" if saved else "will save and exit after its step, if it is training"
     print_result({"run": str(run), "requested": True, "saved": saved}, f"{run}: {state}", as_json)
     if wait and not saved:
         raise typer.Exit(1)
-
-
-def _wait(file: StopFile, seconds: float) -> bool:
-    """Whether the run has met the request: it removes the file after it has saved."""
-    deadline = time.monotonic() + seconds
-    while file.path.exists() and time.monotonic() < deadline:
-        time.sleep(min(POLL_SECONDS, seconds))
-    return not file.path.exists()

@@ -118,7 +118,9 @@ def plan_trials(
     for seed in seeds:
         for config in configs:
             for variant in variants:
-                drawn = [f"data.given.seed={seed}"] if redraw and _sees_given(config) else []
+                # Another part can be drawn if training sees only a part of the labels.
+                draws = redraw and load_config(config).data.labels == "given"
+                drawn = [f"data.given.seed={seed}"] if draws else []
                 trial = _trial(out, config, variant, seed, [*drawn, *settings])
                 trial = replace(trial, test=tuple(test), boxes=boxes, pooling=pooling)
                 trial.check_unchanged()
@@ -143,11 +145,6 @@ def _split(variant: str) -> list[str]:
         raise UserError(
             f"--vary {variant!r}: {error}. Expected 'KEY=VALUE ...', quoted as in a shell."
         ) from None
-
-
-def _sees_given(config: Path) -> bool:
-    """Return whether training sees only a part of the labels, so that another part can be drawn."""
-    return load_config(config).data.labels == "given"
 
 
 def _setting(word: str) -> str:

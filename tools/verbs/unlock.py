@@ -77,7 +77,6 @@ class State:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a lease."""
         return self.holder is not None or self.damage is not None
 
 
@@ -90,16 +89,11 @@ def _examine(backend: Backend, patience_seconds: float) -> State:
 
 
 def _text(url: str, lease: State, may: bool, broken: bool) -> str:
-    done = "its lease is broken" if broken else _advice(may)
+    sure = "wait until it ends, or, if you know it is dead, add --force --apply"
+    done = "its lease is broken" if broken else "add --apply to break its lease" if may else sure
     if lease.damage is not None:
         return f"{lease.damage} The holder of the store is unknown; {done}"
     if lease.holder is None:
         return f"{url}: no run uses it"
     state = "which is dead" if lease.dead else "which may be alive"
     return f"{url}: held by {lease.holder}, {state}; {done}"
-
-
-def _advice(may: bool) -> str:
-    if may:
-        return "add --apply to break its lease"
-    return "wait until it ends, or, if you know it is dead, add --force --apply"

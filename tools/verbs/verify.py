@@ -1,7 +1,7 @@
 """Check every byte of a store."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -47,14 +47,14 @@ from bigscl.tools.shared.terminal import plural, print_result, size
 MAX_LINES = 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A problem and its place."""
 
     snapshot: int | None
     where: str
-    samples: tuple[int, ...]
     reason: str
+    samples: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         at = "" if self.snapshot is None else f"snapshot {self.snapshot}, "
@@ -88,17 +88,17 @@ def command(
     try:
         data = source.find(store, opened.spec.fingerprint)
     except IndexMismatch as error:
-        findings += _of_files([("index", str(error))])
+        findings.append(Finding(None, "index", str(error)))
     except (ConfigError, BadInput) as error:
-        findings += _of_files([("data", str(error))])
+        findings.append(Finding(None, "data", str(error)))
     started = time.perf_counter()
     numbers = SnapshotLog(opened.backend).ids() if all_snapshots else [opened.snapshot.id]
     checked = _Checked()
     for at_snapshot in _stores(store, numbers, storage, data, findings):
         findings += _check_attributes(at_snapshot)
         findings += _check_shards(at_snapshot, threads, checked)
-    findings += _of_files(history_faults(opened.backend, opened.spec))
-    findings += _of_files(("run", fault) for fault in _run_faults(run_folder(store)))
+    findings += [Finding(None, *fault) for fault in history_faults(opened.backend, opened.spec)]
+    findings += [Finding(None, "run", fault) for fault in _run_faults(run_folder(store))]
     seconds = time.perf_counter() - started
     facts = {
         "url": opened.backend.url,
@@ -113,10 +113,6 @@ def command(
     print_result(facts, _text(facts, findings), as_json)
     if findings:
         raise typer.Exit(1)
-
-
-def _of_files(faults: Iterable[tuple[str, str]]) -> list[Finding]:
-    return [Finding(snapshot=None, where=where, samples=(), reason=reason) for where, reason in faults]
 
 
 def _run_faults(folder: Path | None) -> Iterator[str]:
@@ -164,7 +160,7 @@ def _stores(
             Answered.at(opened.snapshot)
             yield opened
         except (BadFile, ChunkCorrupt) as error:
-            findings.append(Finding(snapshot=number, where="snapshot file", samples=(), reason=str(error)))
+            findings.append(Finding(number, "snapshot file", str(error)))
 
 
 def _check_attributes(store: HeatmapStore) -> Iterator[Finding]:
@@ -172,7 +168,7 @@ def _check_attributes(store: HeatmapStore) -> Iterator[Finding]:
     try:
         SnapshotState.of(store.snapshot, store.spec.num_classes)
     except StoreError as error:
-        yield Finding(snapshot=store.snapshot.id, where="attributes", samples=(), reason=str(error))
+        yield Finding(store.snapshot.id, "attributes", str(error))
 
 
 def _check_shards(store: HeatmapStore, threads: int, checked: _Checked) -> Iterator[Finding]:
@@ -182,18 +178,12 @@ def _check_shards(store: HeatmapStore, threads: int, checked: _Checked) -> Itera
         yield from findings
     if not SnapshotLog(store.backend).exists(number):
         reason = "was dropped while it was read; problems may belong to a newer version. Run it again."
-        yield Finding(snapshot=number, where="snapshot", samples=(), reason=reason)
+        yield Finding(number, "snapshot", reason)
 
 
 def _check_shard(store: HeatmapStore, shard: int) -> list[Finding]:
-    number = store.snapshot.id
     findings = [
-        Finding(
-            snapshot=number,
-            where=f"shard {shard}, {problem.array}",
-            samples=problem.samples,
-            reason=problem.reason,
-        )
+        Finding(store.snapshot.id, f"shard {shard}, {problem.array}", problem.reason, problem.samples)
         for _, problems in verify(store, [shard])
         for problem in problems
     ]
@@ -210,12 +200,8 @@ def _lost_positives(store: HeatmapStore, annotations: Annotations, shard: int) -
     lost = ~(classes[positions] == given[:, None]).any(axis=1)
     if lost.any():
         ids = np.unique(shard * store.spec.rows_per_shard + positions[lost])
-        yield Finding(
-            snapshot=store.snapshot.id,
-            where=f"shard {shard}, classes",
-            samples=tuple(ids.tolist()),
-            reason="given labels are not among the kept classes",
-        )
+        reason = "given labels are not among the kept classes"
+        yield Finding(store.snapshot.id, f"shard {shard}, classes", reason, tuple(ids.tolist()))
 
 
 def _text(facts: dict[str, Any], findings: list[Finding]) -> str:

@@ -16,10 +16,9 @@ from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.memory.score_history import read_score_log
-from bigscl.store import Array, HeatmapStore, Rows, StoreError, read_holder
+from bigscl.store import Array, HeatmapStore, Rows, StoreError, bytes_by_array, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import (
-    bytes_by_array,
     checkpoints_by_snapshot,
     is_alive,
     snapshot_facts,

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
-from bigscl.memory.score_history import highest_classes
-from bigscl.store import Array, HeatmapStore, Snapshot, StoreError
+from bigscl.store import Array, HeatmapStore, Snapshot, StoreError, choose_classes
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import (
@@ -199,7 +198,7 @@ class _Pass:
         if self.keep_all:
             return np.ones(scores.shape, bool)
         kept: NDArray[np.bool_] = flags & (ANNOTATED | EXPECTED | PRESENT) != 0
-        highest = highest_classes(scores, np.zeros(scores.shape, bool), min(KEPT, self._classes))
+        highest = choose_classes(scores, np.zeros(scores.shape, bool), min(KEPT, self._classes))
         np.put_along_axis(kept, highest, True, axis=1)
         return kept
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.files import BadFile, parse_errors
-from bigscl.common.tables import Row, read_table
+from bigscl.common.files import BadFile, Row, parse_errors, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint

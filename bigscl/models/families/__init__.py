@@ -11,18 +11,6 @@ from bigscl.common.user_error import UserError
 from bigscl.models.families.base import Family, NoPreprocessing, Preprocessing, PublishedModel
 from bigscl.models.families.weights import is_file
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "NoPreprocessing",
-    "Preprocessing",
-    "PublishedModel",
-    "check_backbone",
-    "create_network",
-    "family_of",
-    "find_preprocessing",
-]
-
 RESERVED_ARGUMENTS = {"num_classes", "weights", "pretrained"}
 
 
@@ -35,7 +23,6 @@ FAMILIES = _families()
 
 
 def family_of(backbone: str) -> tuple[Family, str]:
-    """Return the family of a backbone, and the name of the network in it."""
     prefix, colon, name = backbone.partition(":")
     if not colon:
         return FAMILIES[""], backbone

@@ -39,7 +39,6 @@ class Preprocessing:
     std: Color = STD
 
     def transform(self) -> EvaluationTransform:
-        """Return the transform of evaluation."""
         return EvaluationTransform(
             size=self.eval_size or self.size,
             resize=self.resize,

@@ -26,7 +26,6 @@ class Custom(Family):
     prefix = "*"
 
     def check(self, name: str) -> None:
-        """Raise UserError if there is no such callable, or if it takes no `num_classes`."""
         make = import_callable(name)
         try:
             inspect.signature(make).bind_partial(num_classes=1)
@@ -39,7 +38,6 @@ class Custom(Family):
             pass  # a builtin without a signature
 
     def create(self, name: str, num_classes: int, weights: str | None, args: dict[str, Any]) -> nn.Module:
-        """Return the network that the callable makes."""
         if weights is not None:
             raise UserError(
                 f"weights: found {weights!r} for {name}, expected a file ending in "
@@ -55,7 +53,6 @@ class Custom(Family):
         return network
 
     def preprocessing(self, name: str, weights: str | None) -> Preprocessing:
-        """Return the preprocessing that the callable has as an attribute."""
         settings = getattr(import_callable(name), "preprocessing", None)
         if settings is None:
             raise NoPreprocessing(f"{name} has no attribute `preprocessing`, a mapping of settings of data")
@@ -69,7 +66,6 @@ class Custom(Family):
     def loading_code(
         self, name: str, num_classes: int, args: Mapping[str, Any], repository: str | None
     ) -> list[str]:
-        """Return lines that call the callable and load its weights."""
         module, _, function = name.partition(":")
         return [
             "from safetensors.torch import load_file",
@@ -83,7 +79,6 @@ FAMILY = Custom()
 
 
 def import_callable(path: str) -> Callable[..., Any]:
-    """Return the callable that `package.module:callable` names."""
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         # `python -m` has the current directory on the path, the `bigscl` command has not.

@@ -24,7 +24,6 @@ class Timm(Family):
     library_name = "timm"
 
     def check(self, name: str) -> None:
-        """Raise UserError if timm is not installed or has no such network."""
         try:
             import timm
         except ImportError:
@@ -56,7 +55,6 @@ class Timm(Family):
         return network
 
     def preprocessing(self, name: str, weights: str | None) -> Preprocessing:
-        """Return the preprocessing that belongs to the name of the network."""
         if weights is None:
             raise NoPreprocessing(f"model.weights is not set for 'timm:{name}', expected DEFAULT or a file")
         try:
@@ -93,12 +91,10 @@ class Timm(Family):
     def loading_code(
         self, name: str, num_classes: int, args: Mapping[str, Any], repository: str | None
     ) -> list[str]:
-        """Return lines that load the folder, or the repository, with timm."""
         source = "local-dir:." if repository is None else f"hf-hub:{repository}"
         return ["import timm", f'network = timm.create_model("{source}", pretrained=True)']
 
     def config_file(self, model: PublishedModel) -> dict[str, Any]:
-        """Return the config.json with which `timm.create_model` loads the folder or the repository."""
         transform = model.transform
         return {
             "architecture": model.name.partition(".")[0],

@@ -29,7 +29,6 @@ class Torchvision(Family):
     prefix = ""
 
     def check(self, name: str) -> None:
-        """Raise UserError if torchvision has no such network."""
         from torchvision import models
 
         if name not in models.list_models(module=models):
@@ -67,7 +66,6 @@ class Torchvision(Family):
         return cast(nn.Module, network)
 
     def preprocessing(self, name: str, weights: str | None) -> Preprocessing:
-        """Return the preprocessing that is part of the published weights."""
         from torchvision import models
 
         if name not in models.list_models(module=models):
@@ -95,7 +93,6 @@ class Torchvision(Family):
     def loading_code(
         self, name: str, num_classes: int, args: Mapping[str, Any], repository: str | None
     ) -> list[str]:
-        """Return lines that create the network with torchvision and load its weights."""
         options = f"num_classes={num_classes}{keyword_text(args)}"
         return [
             "import torchvision",

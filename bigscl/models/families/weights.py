@@ -19,7 +19,6 @@ WEIGHT_FILES = (".pt", ".pth", ".safetensors")
 
 
 def is_file(weights: str) -> bool:
-    """Return whether `weights` is a file rather than the name of published weights."""
     return Path(weights).suffix in WEIGHT_FILES
 
 
