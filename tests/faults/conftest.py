@@ -1,9 +1,6 @@
-"""Fork servers, made once; quick folders; a report of all kills at the end."""
+"""A fork server, made once, and a report of all kills at the end."""
 
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -16,22 +13,6 @@ def store_server():
     """A process that has imported the store, and no torch."""
     with ForkServer("tests.faults.store_life") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def quick_folders():
-    """A place in RAM where there is one: a kill leaves the same files there, and syncs take no time."""
-    where = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="bigscl-faults-", dir=where) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def quick_folder(quick_folders):
-    """A folder in it for one test, emptied after it."""
-    folder = Path(tempfile.mkdtemp(dir=quick_folders))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tests.pairs.trial import Trial, is_one_line
 
 pytestmark = pytest.mark.timeout(900)
 DEFAULTS = {name: next(iter(values)) for name, values in DIMENSIONS.items()}
-NUM_QUICK = 5
+NUM_QUICK = 3
 QUICK = {"launcher": ("python",), "compile": ("false",), "precision": ("fp32",), "store": ("disk", "s3")}
 """Of rows that take little time."""
 
