@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.01
@@ -46,6 +45,12 @@ def fork_ranks(run_module: Callable[..., None]) -> None:
     """Make the launcher that this process is about to become fork its ranks; call it before any thread starts."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    start = forker(run_module)
+    SubprocessHandler._popen = lambda _, words, environment: start(words, environment)  # type: ignore
+
+
+def forker(run_module: Callable[..., None]) -> Callable[..., Rank]:
+    """Return what starts `python -u -m module ...` as a fork; call it before any thread starts."""
     launcher, (ours, theirs) = os.getpid(), socket.socketpair()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.fork() == 0:
@@ -54,12 +59,12 @@ def fork_ranks(run_module: Callable[..., None]) -> None:
     theirs.close()
     requests = ours.makefile("rw")
 
-    def start(handler: Any, words: list[str], environment: dict[str, str]) -> Rank:
-        requests.write(json.dumps([words, environment]) + "\n")
+    def start(words: Sequence[str], environment: Mapping[str, str], output: str | None = None) -> Rank:
+        requests.write(json.dumps([words, dict(environment), output]) + "\n")
         requests.flush()
         return Rank(int(requests.readline()))
 
-    SubprocessHandler._popen = start  # type: ignore[method-assign, assignment]
+    return start
 
 
 def serve(requests: socket.socket, launcher: int, run_module: Callable[..., None]) -> None:
@@ -85,7 +90,11 @@ def serve(requests: socket.socket, launcher: int, run_module: Callable[..., None
 
 
 def become_rank(
-    words: list[str], environment: dict[str, str], launcher: int, run_module: Callable[..., None]
+    words: list[str],
+    environment: dict[str, str],
+    output: str | None,
+    launcher: int,
+    run_module: Callable[..., None],
 ) -> None:
     """Do what `python -u -m module ...` does, and end the process with its exit code; never returns."""
     os.setsid()
@@ -93,6 +102,10 @@ def become_rank(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while os.getppid() not in (launcher, 1):
         time.sleep(0.001)
+    if output is not None:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(file, stream)
     os.environ.clear()
     os.environ.update(environment)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
