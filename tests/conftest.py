@@ -3,7 +3,9 @@
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Set before torch is imported. The work of a test is small, and as many tests run at a time as there are
 # cores: more threads only spin while they wait for each other, up to ten times the CPU seconds of the work.
@@ -13,6 +15,9 @@ import psutil
 import pytest
 
 from tests import forks
+
+if TYPE_CHECKING:
+    from bigscl.store import StorageOptions
 
 RAM_BYTES = 6 * 2**30
 """Free memory, of which the folders of all tests take about a tenth."""
@@ -55,6 +60,26 @@ def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def trainer_server() -> forks.ForkServer:
     """A process that has imported the trainer, the evaluation and the tools."""
     return forks.trainer_server()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The address of an S3 server with a bucket named `bucket`, for which this process has credentials."""
+    pytest.importorskip("moto.server")
+    from tests.servers import make_bucket, s3_server
+
+    os.environ.update(forks.CREDENTIALS)
+    with s3_server() as address:
+        make_bucket(address, "bucket")
+        yield address
+
+
+@pytest.fixture(scope="session")
+def s3_options(s3_endpoint: str) -> "StorageOptions":
+    """What reaches the server of `s3_endpoint`."""
+    from bigscl.store import StorageOptions
+
+    return StorageOptions(endpoint=s3_endpoint, region=forks.CREDENTIALS["AWS_REGION"])
 
 
 def pytest_unconfigure() -> None:

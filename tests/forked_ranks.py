@@ -1,7 +1,7 @@
-"""Let a real launcher fork its ranks, which then need not import torch: its own processes take 3 s of CPU each.
+"""Let a real launcher fork its ranks, which need not import torch then: that takes 3 s of CPU for each.
 
-They are forks of a process that has no thread. The launcher adopts them, so that it waits for them and signals
-them as for those that it starts itself, and they see its end.
+They are forks of a process that has no thread. The launcher adopts them: it waits for them and signals them as
+those that it starts itself, and they see its end.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Rank:
 
 
 def fork_ranks(run_module: Callable[..., None]) -> None:
-    """Make the launcher that this process is about to become fork its ranks; call it before any thread starts."""
+    """Make the launcher that this process becomes fork its ranks; call it before any thread starts."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     start = forker(run_module)

@@ -50,7 +50,7 @@ def kill_at(lives):
 
 def test_an_object_store_killed_at_a_request_of_each_kind_loses_nothing(lives, requests):
     wanted = kills.one_of_each_kind(requests)
-    kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")][::5], kill_at(lives))
+    kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")][::8], kill_at(lives))
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def freeze_at_all(server, folder, operations):
 
 
 def test_a_thawed_writer_leaves_its_successors_snapshots_alone(store_server, tmp_path, operations):
-    freeze_at_all(store_server, tmp_path, kills.one_of_each_kind(operations))
+    freeze_at_all(store_server, tmp_path, kills.distinct(kills.one_of_each_kind(operations)))
 
 
 @pytest.mark.slow

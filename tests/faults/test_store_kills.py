@@ -56,7 +56,7 @@ def check_points(lives, points, kill=kill_and_go_on, **options):
 
 
 def test_a_store_killed_at_each_kind_of_operation_loses_nothing(lives, operations):
-    check_points(lives, kills.points(kills.one_of_each_kind(operations)))
+    check_points(lives, kills.points(kills.distinct(kills.one_of_each_kind(operations))))
 
 
 def test_a_compact_store_killed_at_a_few_operations_loses_nothing(lives, operations):

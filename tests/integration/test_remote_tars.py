@@ -3,9 +3,7 @@
 import signal
 import socket
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from bigscl.common.failures import STOPPED
 from bigscl.store import HeatmapStore, StorageOptions
@@ -19,6 +17,7 @@ from tests.integration.runs import (
     train,
     weights_of,
 )
+from tests.servers import make_bucket, s3_server
 from tests.test_tools.view_site import serving
 
 BUCKET = "s3://images"
@@ -27,16 +26,9 @@ BUCKET = "s3://images"
 @pytest.fixture(scope="module")
 def server(shards):
     """An S3-compatible server with the shards, and its address."""
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    credentials = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **credentials)
-    client.create_bucket(Bucket="images")
-    for path in sorted(shards.glob("*.tar")):
-        client.upload_file(str(path), "images", path.name)
-    yield f"http://{host}:{port}"
-    running.stop()
+    with s3_server() as address:
+        make_bucket(address, "images", shards.glob("*.tar"))
+        yield address
 
 
 def environment_of(address):

@@ -15,7 +15,7 @@ from tests.forked_ranks import Rank, forker
 
 
 def module_words(words: list[str]) -> list[str]:
-    """Return the module and arguments that a command of a study, with a launcher or without, runs in the end."""
+    """Return the module and arguments of a command of a study, with a launcher or without."""
     return words[words.index("-m", 2 if "launch" in words else 0) + 1 :]
 
 
