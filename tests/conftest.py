@@ -1,17 +1,36 @@
-"""What all tests share: one thread for each process, and the fork server."""
+"""What all tests share: one thread for each process, folders in RAM, and the fork server."""
 
 import os
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Set before torch is imported. The work of a test is small, and as many tests run at a time as there are
 # cores: more threads only spin while they wait for each other, up to ten times the CPU seconds of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import psutil
 import pytest
 
 from tests import forks
 
+if TYPE_CHECKING:
+    from bigscl.store import StorageOptions
+
+RAM_BYTES = 6 * 2**30
+"""Free memory, of which the folders of all tests take about a tenth."""
+
+
+def put_folders_in_ram() -> None:
+    """Let temporary folders be in RAM if there is enough: a run of a second waits as long for 189 syncs."""
+    ram = Path("/dev/shm")
+    if ram.is_dir() and min(shutil.disk_usage(ram).free, psutil.virtual_memory().available) > RAM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ram))
+
+
+put_folders_in_ram()
 LONG = ("integration/test_resume", "test_tools/test_study", "integration", "distributed", "faults", "pairs")
 """Files and folders that take long, and so are started first when several workers share the files."""
 
@@ -41,6 +60,26 @@ def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def trainer_server() -> forks.ForkServer:
     """A process that has imported the trainer, the evaluation and the tools."""
     return forks.trainer_server()
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The address of an S3 server with a bucket named `bucket`, for which this process has credentials."""
+    pytest.importorskip("moto.server")
+    from tests.servers import make_bucket, s3_server
+
+    os.environ.update(forks.CREDENTIALS)
+    with s3_server() as address:
+        make_bucket(address, "bucket")
+        yield address
+
+
+@pytest.fixture(scope="session")
+def s3_options(s3_endpoint: str) -> "StorageOptions":
+    """What reaches the server of `s3_endpoint`."""
+    from bigscl.store import StorageOptions
+
+    return StorageOptions(endpoint=s3_endpoint, region=forks.CREDENTIALS["AWS_REGION"])
 
 
 def pytest_unconfigure() -> None:

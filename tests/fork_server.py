@@ -15,14 +15,22 @@ import runpy
 import signal
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
+
+from tests.forked_ranks import fork_ranks
 
 STORE_ERROR, OS_ERROR = 3, 4
 """Exit codes of a child that ended with an error of the store's own, or with one of the system's."""
 
 
+LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
+
+
 def run_module(name: str, *arguments: str) -> None:
-    """Do what `python -m name arguments` does."""
+    """Do what `python -m name arguments` does; the ranks of a launcher are forks, too."""
+    if name in LAUNCHERS:
+        fork_ranks(run_module)
     sys.argv = [name, *arguments]
     # What was imported before would be the same module twice, which runpy warns of.
     sys.modules.pop(name, None)
@@ -124,6 +132,11 @@ def kill_group(pid: int) -> None:
 def main(modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
+    if "bigscl.train" in modules:
+        from bigscl.config import load_config
+
+        # What the first config of a process costs: schemas, and a search for plug-ins.
+        load_config(Path("quickstart_an"))
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     # Children collect garbage, which takes long among all that the imports made.

@@ -4,9 +4,11 @@ As on Debian, a host's own /etc/hosts maps its name to 127.0.1.1; the others kno
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.fork_server import run_module
 
 INTERFACE = "eth0"
 """The only one of each host, but for the loopback."""
@@ -27,6 +31,10 @@ except ConnectionRefusedError:
     pass
 """
 ENTER = 'mount --bind "$0" /etc/hosts && echo "$1" > /proc/sys/kernel/hostname && shift && exec "$@"'
+
+
+# Of linux/sched.h.
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +54,17 @@ class Host:
         # Not `ip netns exec`, which hides /sys/fs/cgroup.
         return ["nsenter", f"--net=/run/netns/{self.name}", *own, *words]
 
+    def enter(self) -> None:
+        """Make this process, and what it starts from now on, one of the host's, as `command` does."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}") as space:
+            done = libc.setns(space.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS | CLONE_NEWUTS)
+        if done:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "--bind", str(self.names), "/etc/hosts"], check=True)
+        socket.sethostname(self.name)
+
     def reaches(self, address: str) -> bool:
         """Whether packets pass from here to an address, and back."""
         words = self.command([sys.executable, "-c", PROBE, address])
@@ -57,6 +76,12 @@ class Host:
 
     def restore(self) -> None:
         _ip("-n", self.bridge, "link", "set", self.name, "up")
+
+
+def run_on(name: str, names: str, module: str, *words: str) -> None:
+    """Do what `python -m module words` does on a host, in a fork of the server."""
+    Host(name=name, address="", names=Path(names), bridge="").enter()
+    run_module(module, *words)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from tests.builders import write_config
 from tests.distributed.hosts import hosts, need_hosts
+from tests.forks import trainer_server
 from tests.integration.runs import ENVIRONMENT, ROOT, TIMEOUT, assert_same_runs, command, steps_of, train
 from tests.integration.test_resume import assert_each_sample_once, visited_by_checkpoint
 
@@ -33,7 +34,7 @@ class Cluster:
 
     def __init__(self, config, machines, called, module="bigscl.train", arguments=()):
         self._logs = [config.with_name(f"{config.stem}-{machine.name}.log") for machine in machines]
-        self.launchers = []
+        self._launchers = []
         for rank, (machine, log) in enumerate(zip(machines, self._logs, strict=True)):
             words = command(
                 arguments or [config],
@@ -44,20 +45,16 @@ class Cluster:
                 main_process_port=PORT,
             )
             words[words.index("bigscl.train")] = module
-            with log.open("w") as file:
-                self.launchers.append(
-                    subprocess.Popen(
-                        machine.command(words), cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=file
-                    )
-                )
+            target = ("tests.distributed.hosts:run_on", machine.name, machine.names, *words[2:])
+            self._launchers.append(trainer_server().start(*target, output=log))
 
     @property
     def outputs(self):
         return [log.read_text() for log in self._logs]
 
     def wait(self, seconds=TIMEOUT):
-        deadline = time.monotonic() + seconds
-        return [each.wait(max(0.1, deadline - time.monotonic())) for each in self.launchers]
+        ended = trainer_server().wait_all(self._launchers, seconds)
+        return [ended[pid].returncode for pid in self._launchers]
 
 
 def config_of(path, shards, epochs, **sections):

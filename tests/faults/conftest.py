@@ -1,14 +1,9 @@
-"""Fork servers, made once; quick folders; a report of all kills at the end."""
-
-import os
-import shutil
-import tempfile
-from pathlib import Path
+"""A fork server, made once, and a report of all kills at the end."""
 
 import pytest
 
 from tests.faults import kills
-from tests.forks import CREDENTIALS, ForkServer
+from tests.forks import ForkServer
 
 
 @pytest.fixture(scope="session")
@@ -16,38 +11,6 @@ def store_server():
     """A process that has imported the store, and no torch."""
     with ForkServer("tests.faults.store_life") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def quick_folders():
-    """A place in RAM where there is one: a kill leaves the same files there, and syncs take no time."""
-    where = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="bigscl-faults-", dir=where) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def quick_folder(quick_folders):
-    """A folder in it for one test, emptied after it."""
-    folder = Path(tempfile.mkdtemp(dir=quick_folders))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint():
-    """An S3-compatible server on loopback, with a bucket named `bucket`."""
-    server = pytest.importorskip("moto.server")
-    import boto3
-
-    os.environ.update(CREDENTIALS)
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="bucket")
-    yield endpoint
-    running.stop()
 
 
 def pytest_terminal_summary(terminalreporter):

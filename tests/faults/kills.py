@@ -38,6 +38,14 @@ def one_of_each_kind(operations: Sequence[Operation], *, by_name: bool = True) -
     return [same[len(same) // 2] for same in found.values()]
 
 
+def distinct(operations: Sequence[Operation]) -> list[Operation]:
+    """Leave out syncs and creations: a stop before them leaves the files as one after the operation before.
+
+    The slow tests have them all.
+    """
+    return [each for each in operations if each.name not in ("create", "fsync")]
+
+
 def try_all(points: Sequence[tuple[Any, ...]], attempt: Callable[..., None]) -> None:
     """Try every point, some at a time, before saying which ones failed."""
 

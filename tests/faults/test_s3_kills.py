@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def lives(store_server, quick_folders, s3_endpoint):
+def lives(store_server, tmp_path_factory, s3_endpoint):
     """Makes lives of stores in the bucket."""
-    numbers = itertools.count()
+    numbers, folder = itertools.count(), tmp_path_factory.mktemp("lives")
 
     def make():
         name = f"s3-{next(numbers)}"
-        return Life(store_server, quick_folders / name, url=f"s3://bucket/{name}", endpoint=s3_endpoint)
+        return Life(store_server, folder / name, url=f"s3://bucket/{name}", endpoint=s3_endpoint)
 
     return make
 
@@ -50,7 +50,7 @@ def kill_at(lives):
 
 def test_an_object_store_killed_at_a_request_of_each_kind_loses_nothing(lives, requests):
     wanted = kills.one_of_each_kind(requests)
-    kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")][::5], kill_at(lives))
+    kills.try_all([(each.number, how) for each in wanted for how in ("before", "after")][::8], kill_at(lives))
 
 
 @pytest.mark.slow
@@ -65,10 +65,10 @@ def test_an_object_store_killed_at_every_few_requests_loses_nothing(lives, reque
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_with_its_store_on_s3_killed_at_a_request_of_each_kind_ends_identical(
-    trainer_server, quick_folder, s3_endpoint, processes
+    trainer_server, tmp_path, s3_endpoint, processes
 ):
     """Identical to a run whose store is on disk."""
-    shards = make_shards(quick_folder / "shards", 22, 6)
+    shards = make_shards(tmp_path / "shards", 22, 6)
     names = (f"run-{processes}-{number}" for number in itertools.count())
 
     def make():
@@ -76,7 +76,7 @@ def test_a_run_with_its_store_on_s3_killed_at_a_request_of_each_kind_ends_identi
         url = f"s3://bucket/{name}"
         store = {"url": url, "endpoint": s3_endpoint, "region": "us-east-1"}
         return Training(
-            trainer_server, small_config(quick_folder / f"{name}.yaml", shards, store=store), places=(url,)
+            trainer_server, small_config(tmp_path / f"{name}.yaml", shards, store=store), places=(url,)
         )
 
     counted = make()

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def operations(store_server, quick_folders):
-    life = Life(store_server, quick_folders / "frozen")
+def operations(store_server, tmp_path_factory):
+    life = Life(store_server, tmp_path_factory.mktemp("whole") / "frozen")
     assert life.run(at=None).code == 0, life.last_words()
     check_end(life.url, life.ledger)
     return read_log(life.log)
@@ -74,13 +74,13 @@ def freeze_at_all(server, folder, operations):
     kills.try_all([(each.number,) for each in operations], attempt)
 
 
-def test_a_thawed_writer_leaves_its_successors_snapshots_alone(store_server, quick_folder, operations):
-    freeze_at_all(store_server, quick_folder, kills.one_of_each_kind(operations))
+def test_a_thawed_writer_leaves_its_successors_snapshots_alone(store_server, tmp_path, operations):
+    freeze_at_all(store_server, tmp_path, kills.distinct(kills.one_of_each_kind(operations)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_writer_thawed_at_any_operation_leaves_its_successors_snapshots_alone(
-    store_server, quick_folder, operations
+    store_server, tmp_path, operations
 ):
-    freeze_at_all(store_server, quick_folder, operations)
+    freeze_at_all(store_server, tmp_path, operations)

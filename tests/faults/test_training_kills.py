@@ -22,28 +22,28 @@ ALTERNATING = ("before", "after", "torn")
 
 
 @pytest.fixture(scope="module")
-def shards(quick_folders):
+def shards(tmp_path_factory):
     """Four shards, the last one shorter: 22 images."""
-    return make_shards(quick_folders / "shards", 22, 6)
+    return make_shards(tmp_path_factory.mktemp("shards"), 22, 6)
 
 
 @pytest.fixture
-def trainings(trainer_server, shards, quick_folder):
+def trainings(trainer_server, shards, tmp_path):
     """Makes runs, each in a folder of its own; sections of the config may differ."""
     numbers = itertools.count()
     return lambda **sections: Training(
-        trainer_server, small_config(quick_folder / f"run-{next(numbers)}.yaml", shards, **sections)
+        trainer_server, small_config(tmp_path / f"run-{next(numbers)}.yaml", shards, **sections)
     )
 
 
 @pytest.fixture(scope="module")
-def whole(trainer_server, shards, quick_folders):
+def whole(trainer_server, shards, tmp_path_factory):
     """(folder, operations of one rank) of an uninterrupted run, by number of processes and rank."""
-    made = {}
+    made, folder = {}, tmp_path_factory.mktemp("whole")
 
     def make(processes, rank=0):
         if (processes, rank) not in made:
-            config = small_config(quick_folders / f"whole-{processes}-{rank}.yaml", shards)
+            config = small_config(folder / f"whole-{processes}-{rank}.yaml", shards)
             run = Training(trainer_server, config)
             codes = [each.code for each in run.run(processes=processes, rank=rank, at=None)]
             assert codes == [0] * processes, run.output.read_text()

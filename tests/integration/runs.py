@@ -78,7 +78,6 @@ class Running:
     ) -> None:
         self._folder, self._processes = folder, processes
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
-        # The launcher is forked; the ranks that it starts are interpreters of their own.
         _, _, module, *words = command(arguments, processes)
         self.launcher = Child(trainer_server(), module, *words, output=self._log, environment=environment)
 
@@ -102,8 +101,10 @@ class Running:
         launched = psutil.Process(self.launcher.pid)
         if self._processes == 1:
             return [launched]
-        ranks = {child.environ().get("RANK"): child for child in launched.children()}
-        return [ranks[str(rank)] for rank in range(self._processes)]
+        # Each leads a session; they are started in order.
+        ranks = [child for child in launched.children() if os.getsid(child.pid) == child.pid]
+        assert len(ranks) == self._processes
+        return sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
 
     def wait_for_step(self, step: int) -> bool:
         """Whether the run came that far, before it ended."""

@@ -3,13 +3,12 @@
 import socket
 import subprocess
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from bigscl.store import HeatmapStore, StorageOptions
 from tests.builders import index_of, make_shards, write_config
 from tests.faulty_proxy import Chances, faulty_proxy
+from tests.forks import CREDENTIALS
 from tests.integration import runs
 from tests.integration.runs import (
     assert_same_rows,
@@ -25,42 +24,20 @@ from tests.integration.runs import (
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def server():
-    """An S3-compatible server with a bucket."""
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    credentials = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **credentials)
-    client.create_bucket(Bucket="runs")
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-@pytest.fixture
-def credentials(monkeypatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-        monkeypatch.setitem(runs.ENVIRONMENT, name, "test")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("chance", "processes"), [(0.05, 2), (0.2, 1)])
-def test_a_run_behind_a_bad_connection_ends_as_one_on_disk(
-    server, credentials, shards, tmp_path, chance, processes
-):
+def test_a_run_behind_a_bad_connection_ends_as_one_on_disk(s3_endpoint, shards, tmp_path, chance, processes):
     on_disk = write_config(tmp_path / "disk.yaml", shards)
     runs.train(on_disk, processes=processes)
     chances = Chances(drop=chance, error=chance, lose=chance, cut=chance, seed=2)
-    url = f"s3://runs/run-{processes}-{chance}"
-    with faulty_proxy(server, chances) as proxy:
+    url = f"s3://bucket/run-{processes}-{chance}"
+    with faulty_proxy(s3_endpoint, chances) as proxy:
         place = {"url": url, "endpoint": proxy.endpoint, "region": "us-east-1"}
         on_s3 = write_config(tmp_path / "s3.yaml", shards, store=place)
         done = subprocess.run(
             command([on_s3], processes),
             cwd=runs.ROOT,
-            env=runs.ENVIRONMENT,
+            env={**runs.ENVIRONMENT, **CREDENTIALS},
             capture_output=True,
             text=True,
             timeout=500,
@@ -72,22 +49,22 @@ def test_a_run_behind_a_bad_connection_ends_as_one_on_disk(
     assert losses_of(other) == losses_of(one)
     assert_same_weights(weights_of(other), weights_of(one))
     index = index_of(shards)
-    options = StorageOptions(endpoint=server, region="us-east-1")
+    options = StorageOptions(endpoint=s3_endpoint, region="us-east-1")
     store = HeatmapStore.open(url, annotations=index.annotations(), options=options)
     assert store.snapshot.attributes == store_of(one, shards).snapshot.attributes
     assert_same_rows(store.read(index.ids()), memory_of(one, shards))
 
 
-def test_an_object_store_that_cannot_be_used_ends_the_run_in_one_line(server, credentials, tmp_path):
+def test_an_object_store_that_cannot_be_used_ends_the_run_in_one_line(s3_endpoint, tmp_path):
     config = write_config(tmp_path / "run.yaml", make_shards(tmp_path / "shards", 24, 12))
-    with faulty_proxy(server, lambda *request: "refuse") as proxy, socket.socket() as silent:
+    with faulty_proxy(s3_endpoint, lambda *request: "refuse") as proxy, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
         places = {
-            "Connection refused": ("s3://runs/a", nobody),
-            "Create the bucket, or correct its name": ("s3://no-such-bucket/a", server),
-            "Check AWS_ACCESS_KEY_ID": ("s3://runs/a", proxy.endpoint),
-            "expected s3://bucket/prefix": ("s3://runs/a", "nonsense"),
+            "Connection refused": ("s3://bucket/a", nobody),
+            "Create the bucket, or correct its name": ("s3://no-such-bucket/a", s3_endpoint),
+            "Check AWS_ACCESS_KEY_ID": ("s3://bucket/a", proxy.endpoint),
+            "expected s3://bucket/prefix": ("s3://bucket/a", "nonsense"),
         }
         calls = {
             reason: [

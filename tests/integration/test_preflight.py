@@ -11,7 +11,6 @@ from bigscl.store import StorageOptions, open_backend
 from tests.builders import index_of, write_config
 from tests.forks import free_port, trainer_server
 from tests.integration.runs import copy_run
-from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
 
 SHORT = ("--steps", 3, "--json")
 FAULTS = "tests.integration.preflight_faults"
@@ -148,7 +147,7 @@ def test_store_of_its_own_place_is_rehearsed_beside_it(tmp_path, shards):
     assert os.listdir(tmp_path) == ["run.yaml"]
 
 
-def test_bucket_is_empty_afterwards(tmp_path, shards, s3_options):  # noqa: F811
+def test_bucket_is_empty_afterwards(tmp_path, shards, s3_options):
     place = {
         "url": "s3://bucket/preflight/store",
         "endpoint": s3_options.endpoint,

@@ -14,7 +14,7 @@ from bigscl.data.answers import Answer, now
 from bigscl.data.index import load_index
 from tests.builders import make_shards
 from tests.forks import CREDENTIALS, free_port
-from tests.servers import serving, web_server
+from tests.servers import make_bucket, serving, web_server
 
 NUM_SHARDS = 8
 BUCKET = "pairs"
@@ -92,21 +92,10 @@ def serve(shards: Path, scratch: Path) -> Iterator[Places]:
 @contextmanager
 def _s3(shards: Path) -> Iterator[str]:
     """The address of an S3 server in a process of its own, with a bucket that has the shards."""
-    import boto3
-
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with serving(words, port):
-        client = boto3.client(
-            "s3",
-            endpoint_url=f"http://127.0.0.1:{port}",
-            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-            region_name=CREDENTIALS["AWS_REGION"],
-        )
-        client.create_bucket(Bucket=BUCKET)
-        for tar in shards.glob("*.tar"):
-            client.upload_file(str(tar), BUCKET, f"shards/{tar.name}")
+        make_bucket(f"http://127.0.0.1:{port}", BUCKET, shards.glob("*.tar"), "shards/")
         yield f"http://127.0.0.1:{port}"
 
 

@@ -1,45 +1,39 @@
 """How the machine is used."""
 
 import platform
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate import DistributedType
 
 from bigscl.config import make_config
+from bigscl.distributed.hardware import keep_freed_memory
 from bigscl.training import accelerator
 
-RESIDENT = """
-import sys
-import numpy as np
-import psutil
-from bigscl.distributed.hardware import keep_freed_memory
 
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-process = psutil.Process()
-large = np.ones(2**27, np.uint8)
-before = process.memory_info().rss
-del large
-print(before - process.memory_info().rss)
-"""
+def print_given_back(mode):
+    """Print the bytes that this process gives back to the kernel when it frees 128 MB."""
+    if mode == "keep":
+        keep_freed_memory()
+    process, large = psutil.Process(), np.ones(2**27, np.uint8)
+    before = process.memory_info().rss
+    del large
+    print(before - process.memory_info().rss)
 
 
-def given_back(mode):
-    """Bytes that a process gives back to the kernel when it frees 128 MB."""
-    done = subprocess.run(
-        [sys.executable, "-c", RESIDENT, mode], capture_output=True, text=True, check=True, timeout=60
-    )
+def given_back(server, mode):
+    done = server.run("tests.test_bigscl.test_hardware:print_given_back", mode)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is nothing to tell this libc")
-def test_freed_memory_stays_with_a_process_that_was_told_so():
-    assert given_back("give") > 2**26
-    assert given_back("keep") < 2**20
+def test_freed_memory_stays_with_a_process_that_was_told_so(trainer_server):
+    assert given_back(trainer_server, "give") > 2**26
+    assert given_back(trainer_server, "keep") < 2**20
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -5,7 +5,6 @@ import mmap
 import os
 import re
 import tarfile
-import urllib.request
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +23,7 @@ from bigscl.data.read_samples import read_metadata
 from bigscl.data.tar import expand, members
 from bigscl.store import Ragged
 from tests.builders import VOC, WDS, classed, jpeg, labelled, real_data, write_shards, write_tar
-from tests.servers import web_server
+from tests.servers import make_bucket, web_server
 
 
 @pytest.fixture
@@ -476,40 +475,26 @@ def test_a_shard_missing_on_a_server_is_a_problem(tmp_path, server):
     assert problems[0].shard.endswith("train-000001.tar")
 
 
-def test_shards_are_read_from_s3(tmp_path, monkeypatch):
+def test_shards_are_read_from_s3(tmp_path, monkeypatch, s3_endpoint):
     obstore = pytest.importorskip("obstore")
-    moto = pytest.importorskip("moto.server")
     from obstore.store import S3Store
 
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    try:
-        request = urllib.request.Request(f"http://{host}:{port}/shelf", method="PUT")
-        urllib.request.urlopen(request).close()
-        bucket = S3Store("shelf", client_options={"allow_http": True})
-        shards = write_shards(tmp_path, [3, 2])
-        for shard in shards:
-            obstore.put(bucket, f"in/{os.path.basename(shard)}", (tmp_path / shard).read_bytes())
-        for pattern in (
-            "s3://shelf/in/",
-            "s3://shelf/in/train-*.tar",
-            "s3://shelf/in/train-{000000..000001}.tar",
-        ):
-            remote, problems = scan(pattern)
-            assert problems == []
-            assert remote.fingerprint == scan(shards)[0].fingerprint
-        with pytest.raises(Unreadable, match="could not read it: 404"):
-            open_shard("s3://shelf/in/other.tar")
-    finally:
-        server.stop()
+    make_bucket(s3_endpoint, "shelf")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    bucket = S3Store("shelf", client_options={"allow_http": True})
+    shards = write_shards(tmp_path, [3, 2])
+    for shard in shards:
+        obstore.put(bucket, f"in/{os.path.basename(shard)}", (tmp_path / shard).read_bytes())
+    for pattern in (
+        "s3://shelf/in/",
+        "s3://shelf/in/train-*.tar",
+        "s3://shelf/in/train-{000000..000001}.tar",
+    ):
+        remote, problems = scan(pattern)
+        assert problems == []
+        assert remote.fingerprint == scan(shards)[0].fingerprint
+    with pytest.raises(Unreadable, match="could not read it: 404"):
+        open_shard("s3://shelf/in/other.tar")
 
 
 def test_pipes_run_only_where_allowed(tmp_path):

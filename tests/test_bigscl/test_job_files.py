@@ -24,6 +24,8 @@ from bigscl.config.load import packaged_files
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 PROGRAMS = {
+    # One test below lets the trainer itself look at the config, for which it imports torch.
+    "python": f'[[ "$*" == *--print-config ]] || exec {sys.executable} "$@"',
     "accelerate": 'echo "called $*" >> "$CALLS"; [ -z "${SLOW:-}" ] || sleep 30',
     "scontrol": """
         case "$1 $2" in

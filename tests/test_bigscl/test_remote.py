@@ -20,7 +20,7 @@ from bigscl.store.backends import retries, streams
 from bigscl.store.backends import schemes as object_storage
 from tests.builders import write_shards
 from tests.faulty_proxy import Chances, faulty_proxy
-from tests.servers import QuietHandler, web_server
+from tests.servers import QuietHandler, make_bucket, web_server
 
 SIZES = [9, 7, 8, 9, 5]
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 400_000, dtype=np.uint8))
@@ -139,38 +139,22 @@ def test_a_server_that_went_away_is_waited_for_once(tmp_path, monkeypatch):
             assert len(proxy.requests) - waited < waited / 2
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """The endpoint of an S3-compatible server."""
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def bucket(s3, monkeypatch, request):
+def bucket(s3_endpoint, monkeypatch, request):
     """(name, obstore store) of an empty bucket, named alike each time: the proxy draws its faults by path."""
-    import urllib.request
-
     from obstore.store import S3Store
 
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name)[-60:].strip("-")
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(variable, "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    urllib.request.urlopen(urllib.request.Request(f"{s3}/{name}", method="PUT")).close()
-    return name, S3Store(name, endpoint=s3, client_options={"allow_http": True})
+    make_bucket(s3_endpoint, name)
+    return name, S3Store(name, endpoint=s3_endpoint, client_options={"allow_http": True})
 
 
-def test_an_object_in_a_bucket_is_resumed_and_never_mixed(s3, bucket, monkeypatch):
+def test_an_object_in_a_bucket_is_resumed_and_never_mixed(s3_endpoint, bucket, monkeypatch):
     import obstore
 
     name, store = bucket
     obstore.put(store, "a.tar", CONTENT)
-    with faulty_proxy(s3, lambda method, path, count: "cut" if count < 9 else None) as proxy:
+    with faulty_proxy(s3_endpoint, lambda method, path, count: "cut" if count < 9 else None) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         assert read_whole(f"s3://{name}/a.tar") == CONTENT
     assert proxy.faults["cut"] == 9
@@ -180,7 +164,7 @@ def test_an_object_in_a_bucket_is_resumed_and_never_mixed(s3, bucket, monkeypatc
             obstore.put(store, "a.tar", CONTENT[::-1])
         return "cut" if count == 0 else None
 
-    with faulty_proxy(s3, replace_it) as proxy:
+    with faulty_proxy(s3_endpoint, replace_it) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         with pytest.raises(Unreadable, match="replaced while it was read"):
             read_whole(f"s3://{name}/a.tar")
@@ -217,7 +201,7 @@ def test_a_pass_over_bad_http_reads_what_a_local_one_does(tmp_path, chance):
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.1, 0.2])
-def test_a_pass_over_bad_s3_reads_what_a_local_one_does(s3, bucket, tmp_path, monkeypatch, chance):
+def test_a_pass_over_bad_s3_reads_what_a_local_one_does(s3_endpoint, bucket, tmp_path, monkeypatch, chance):
     import obstore
 
     name, store = bucket
@@ -225,14 +209,14 @@ def test_a_pass_over_bad_s3_reads_what_a_local_one_does(s3, bucket, tmp_path, mo
     for shard in shards:
         with open(shard, "rb") as file:
             obstore.put(store, os.path.basename(shard), file.read())
-    with faulty_proxy(s3, all_faults(chance)) as proxy:
+    with faulty_proxy(s3_endpoint, all_faults(chance)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         check_passes(shards, f"s3://{name}")
     assert proxy.faults.total() > 0
 
 
-def test_a_bucket_that_is_not_there_is_one_line(s3, bucket, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+def test_a_bucket_that_is_not_there_is_one_line(s3_endpoint, bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     with pytest.raises(StoreError, match=r"could not list the shards.*NoSuchBucket") as caught:
         expand("s3://no-such-bucket/train-*.tar")
     with pytest.raises(

@@ -1,13 +1,12 @@
 """Small stores of every kind, on every backend."""
 
-import os
 import uuid
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore, Ragged, Rows, StorageOptions
+from bigscl.store import Annotations, HeatmapStore, Ragged, Rows
 from bigscl.store.backends.backend import forget_memory
 
 
@@ -64,22 +63,6 @@ def assert_same_rows(found, expected):
     assert dict(found).keys() == dict(expected).keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-
-
-@pytest.fixture(scope="session")
-def s3_options():
-    """An S3-compatible server on loopback with a bucket of its own."""
-    server = pytest.importorskip("moto.server")
-    import boto3
-
-    os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test", AWS_REGION="us-east-1")
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="bucket")
-    yield StorageOptions(endpoint=endpoint, region="us-east-1")
-    running.stop()
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -58,8 +58,10 @@ def _run_rank(function: Callable[..., Any], transport: PipeTransport, args: tupl
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[int]:
-    """Exit codes of `function(transport, *args)` in as many spawned processes as there are ranks."""
-    context = mp.get_context("spawn")
+    """Exit codes of `function(transport, *args)` in as many new processes as there are ranks."""
+    context = mp.get_context("forkserver")
+    # The same server as for loader workers, of which a process has one.
+    context.set_forkserver_preload(["bigscl.data.loader"])
     ends = [context.Pipe() for _ in range(world_size - 1)]
     transports = [PipeTransport(0, world_size, [ours for ours, _ in ends])]
     transports += [PipeTransport(rank + 1, world_size, [theirs]) for rank, (_, theirs) in enumerate(ends)]

@@ -1,6 +1,8 @@
 """Random sequences of everything one can do to a store, against a plain dict."""
 
 import copy
+import os
+import tempfile
 import uuid
 
 import numpy as np
@@ -189,9 +191,8 @@ class FileStoreMachine(StoreMachine):
     """The same on a file system."""
 
     def url(self):
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
+        # As the folders of pytest, see tests/conftest.py.
+        self.folder = tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
         return f"{self.folder.name}/store"
 
     def teardown(self):
@@ -202,9 +203,9 @@ class FileStoreMachine(StoreMachine):
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 TestMemoryStore = StoreMachine.TestCase
-TestMemoryStore.settings = settings(max_examples=60, stateful_step_count=15, **common)
+TestMemoryStore.settings = settings(max_examples=40, stateful_step_count=15, **common)
 TestFileStore = FileStoreMachine.TestCase
-TestFileStore.settings = settings(max_examples=20, stateful_step_count=12, **common)
+TestFileStore.settings = settings(max_examples=12, stateful_step_count=12, **common)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 
 from bigscl.tools.cli import main
 from tests.builders import make_store, scene_index
-from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
 
 
 @dataclass(frozen=True)

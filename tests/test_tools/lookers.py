@@ -1,4 +1,4 @@
-"""What a process of a launcher does when it looks at a place. Imports no torch: it is spawned."""
+"""What a process of a launcher does when it looks at a place."""
 
 import json
 from pathlib import Path

@@ -6,7 +6,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from bigscl.tools.verbs.study import plan_trials
 from tests.builders import labelled, settings, write_config, write_shards, write_tar
 from tests.forks import ROOT, Child
 from tests.test_tools.conftest import bigscl
+from tests.test_tools.forked_study import module_words
 
 SCENES = (24, 12, 12)
 
@@ -166,8 +166,7 @@ def forked_commands(monkeypatch, trainer_server):
     """Let a study fork the trainer and the evaluation, instead of starting launchers and interpreters."""
 
     def start(words, *, stdout, env, **_):
-        place = words.index("-m", 2) if "launch" in words else 1
-        name, *arguments = words[place + 1 :]
+        name, *arguments = module_words(words)
         output = Path(stdout.name if stdout else os.devnull)
         return Child(trainer_server, name, *arguments, output=output, environment=env)
 
@@ -178,26 +177,19 @@ def forked_commands(monkeypatch, trainer_server):
 
 
 @pytest.mark.timeout(300)
-def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(tmp_path, shards, forked_commands):
+def test_a_stopped_study_saves_its_runs_and_goes_on_from_there(
+    tmp_path, shards, forked_commands, trainer_server
+):
     _, scl = write_configs(tmp_path, shards, epochs=12)
-    call = [
-        sys.executable,
-        "-m",
-        "bigscl.tools.cli",
-        "study",
-        str(tmp_path / "out"),
-        str(scl),
-        "--seeds",
-        "1",
-    ]
-    study = subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    words, output = (tmp_path / "out", scl, "--seeds", 1), tmp_path / "output.txt"
+    study = Child(trainer_server, "tests.test_tools.forked_study", *words, output=output)
     run = tmp_path / "out" / "scl" / "seed-0"
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 10:
-        assert study.poll() is None, study.stderr.read()
-        time.sleep(0.05)
+        assert study.poll() is None, output.read_text()
+        time.sleep(0.01)
     study.send_signal(signal.SIGTERM)
-    said = study.communicate(timeout=60)[1]
-    assert study.returncode == 130
+    assert study.wait(60) == 130
+    said = output.read_text()
     assert "the current runs are saved" in said
     assert list((run / "checkpoints").iterdir())
     assert not (run / "done").exists()
