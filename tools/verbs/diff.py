@@ -291,7 +291,8 @@ def _agreement(
         pairs = np.stack([ours & theirs, ours & ~theirs, theirs & ~ours]) & not_given
         return np.stack([count_by_class(each) for each in pairs])
 
-    counts = sum(found for _, found in pass_over("comparing", range(mined.spec.num_shards), compare, [mined]))
+    shards = range(mined.spec.num_shards)
+    counts = np.sum([found for _, found in pass_over("comparing", shards, compare, [mined])], axis=0)
     totals = dict(zip(("both", "only_a", "only_b"), counts, strict=True))
     return {
         "a": _side(mined) | {"selection": thresholds.facts()},
