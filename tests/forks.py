@@ -170,6 +170,7 @@ class ForkServer:
         *arguments: object,
         processes: int = 1,
         environment: Mapping[str, str] | None = None,
+        seconds: float = PATIENCE_SECONDS,
     ) -> "subprocess.CompletedProcess[str]":
         """Call a function on all ranks and wait for their ends, as `subprocess.run` does for a command.
 
@@ -185,7 +186,7 @@ class ForkServer:
                 errors=errors,
                 environment=environment,
             )
-            ended = self.wait_all(pids, PATIENCE_SECONDS)
+            ended = self.wait_all(pids, seconds)
             codes = [ended[pid].returncode for pid in pids]
             code = next(filter(None, codes), 0)
             words = [target, *map(str, arguments)]
@@ -197,10 +198,16 @@ class ForkServer:
         *arguments: object,
         processes: int = 1,
         environment: Mapping[str, str] | None = None,
+        seconds: float = PATIENCE_SECONDS,
     ) -> "subprocess.CompletedProcess[str]":
         """Do what `python -m name arguments` does, on all ranks."""
         return self.run(
-            "tests.fork_server:run_module", name, *arguments, processes=processes, environment=environment
+            "tests.fork_server:run_module",
+            name,
+            *arguments,
+            processes=processes,
+            environment=environment,
+            seconds=seconds,
         )
 
     def wait_any(self, pids: Sequence[int], seconds: float = HANG_SECONDS) -> dict[int, Ended]:

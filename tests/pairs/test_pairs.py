@@ -12,7 +12,7 @@ from tests.pairs.rows import Row, all_pairs, pairs_of, refusal_of, rows
 from tests.pairs.table import DIMENSIONS, LEFT_OUT, REFUSALS, all_settings, choices_of
 from tests.pairs.trial import Trial, is_one_line
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 DEFAULTS = {name: next(iter(values)) for name, values in DIMENSIONS.items()}
 NUM_QUICK = 3
 QUICK = {"launcher": ("python",), "compile": ("false",), "precision": ("fp32",), "store": ("disk", "s3")}

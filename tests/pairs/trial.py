@@ -24,6 +24,8 @@ from tests.forks import (
 from tests.pairs.places import BUCKET, Places, some_answers
 from tests.pairs.table import DIMENSIONS, TOOL_REFUSALS
 
+COMPILING_SECONDS = 600.0
+"""Patience with a run that compiles: on two cores with a load of 20 two processes need 3 minutes for it."""
 FEW_ANSWERS = 5
 """Answers that a run starts with, if more come later."""
 LAUNCHERS = {
@@ -112,6 +114,10 @@ class Trial:
         return int(self.row["processes"])
 
     @property
+    def patience_seconds(self) -> float:
+        return COMPILING_SECONDS if self.row["compile"] == "true" else PATIENCE_SECONDS
+
+    @property
     def server(self) -> ForkServer:
         """What the processes are forked from."""
         is_slow_to_start = self.row["compile"] == "true" or self.row["precision"] == "bf16"
@@ -120,7 +126,11 @@ class Trial:
     def start(self, module: str, *arguments: object, processes: int | None = None) -> tuple[int, str]:
         """Return the (exit code, output) of a module on the row's processes, which are forked."""
         done = self.server.run_module(
-            module, *arguments, processes=processes or self.processes, environment=self.environment
+            module,
+            *arguments,
+            processes=processes or self.processes,
+            environment=self.environment,
+            seconds=self.patience_seconds,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -138,7 +148,7 @@ class Trial:
         output, given = self.folder / "launched.txt", [*words, "-m", "bigscl.train", config]
         child = Child(trainer_server(), launcher, *given, output=output, environment=self.environment)
         try:
-            code = child.wait(PATIENCE_SECONDS)
+            code = child.wait(self.patience_seconds)
         finally:
             child.kill()
         assert code == 0, output.read_text()
