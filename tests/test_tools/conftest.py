@@ -12,6 +12,7 @@ import pytest
 from bigscl.tools.cli import main
 from tests.builders import make_store, scene_index
 from tests.test_store.conftest import s3_options  # noqa: F401 - a fixture
+from tests.test_tools.view_site import browser, page  # noqa: F401 - fixtures
 
 
 @dataclass(frozen=True)

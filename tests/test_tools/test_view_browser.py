@@ -16,49 +16,9 @@ from bigscl.tools.viewer.score_index import Query, listed
 from tests.builders import make_shards, write_config
 from tests.integration.runs import Running
 from tests.test_tools.test_view_server import HOSTILE, hostile_run
-from tests.test_tools.view_site import TOKEN, serving
+from tests.test_tools.view_site import SECONDS, TOKEN, at, looking, serving, until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    pytest.mark.timeout(300),
-]
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page on which no script may fail and nothing may be blocked by the content policy."""
-    with looking(browser) as page:
-        yield page
-
-
-@contextlib.contextmanager
-def looking(browser, **options):
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    context.set_default_timeout(1000 * SECONDS)
-    page = context.new_page()
-    faults = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
-    page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    yield page
-    context.close()
-    assert not faults
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +33,6 @@ def folder(tmp_path_factory, runs):
 def site(folder):
     with serving(folder / "dense", folder / "weak") as site:
         yield site
-
-
-def until(page, script, given=None):
-    """Wait until a script is true. Playwright's own way evaluates text, which the page forbids."""
-    deadline = time.monotonic() + SECONDS
-    while not page.evaluate(script, given):
-        assert time.monotonic() < deadline, script
-        time.sleep(0.05)
-
-
-def at(site, query=""):
-    return f"http://127.0.0.1:{site.port}/{query}"
 
 
 def keys(page):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bigscl.common.files import BadFile
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.store import Array
@@ -171,6 +172,11 @@ class SampleLists:
             None if rows.heatmaps is None else to_bytes(rows.heatmaps_of(np.arange(len(ids)), pairs["class"]))
         )
         given = self._given(run, pairs)
+        try:
+            answers = self._answers_of(run)(pairs)
+        except BadFile:
+            # The next person who answers is told: samples are shown all the same.
+            answers = [None] * len(pairs)
         return [
             {
                 "row": int(pair["row"]),
@@ -186,7 +192,7 @@ class SampleLists:
                 "who": None if answer is None else printable(answer.who),
                 "heat": None if maps is None else heat_text(maps[number]),
             }
-            for number, (pair, answer) in enumerate(zip(pairs, self._answers_of(run)(pairs), strict=True))
+            for number, (pair, answer) in enumerate(zip(pairs, answers, strict=True))
         ]
 
     def _given(self, run: OpenRun, pairs: Array) -> list[list[int]]:

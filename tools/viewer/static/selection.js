@@ -28,11 +28,12 @@ export function selectable(tiles, shown) {
 const tileAt = (position) => grid.children[position];
 export const focused = () => [...grid.children].findIndex((tile) => tile.contains(document.activeElement));
 
-// A click on a box selects; on an image it does so with Shift, or when there is a selection, and else opens it.
+// A click on a box selects; on an image it does so with Shift, or when there is a selection, and else opens it, as Enter
+// (a click without a button, whose detail is 0) always does.
 function clicked(event) {
   const position = [...grid.children].indexOf(event.target.closest(".tile"));
   const isBox = event.target.matches(".pick");
-  if (position < 0 || event.ctrlKey || event.metaKey || !(isBox || event.shiftKey || chosen.size)) return;
+  if (position < 0 || event.ctrlKey || event.metaKey || !(isBox || (event.detail && (event.shiftKey || chosen.size)))) return;
   const on = isBox ? event.target.checked : !chosen.has(position);
   if (!isBox) event.preventDefault();
   event.stopPropagation();
@@ -65,7 +66,7 @@ function draw(said = "") {
   grid.classList.toggle("choosing", chosen.size > 0);
   const button = (text, key, act, className = "") => el("button", { type: "button", className, onclick: act }, text, el("kbd", {}, key));
   const error = needsToken();
-  bar.hidden = !(chosen.size || given.length);
+  bar.hidden = !(chosen.size || given.length || said);
   bar.replaceChildren(
     el("strong", {}, chosen.size ? `${plain(chosen.size)} selected` : ""),
     ...(chosen.size && !error ? [button("there", "y", () => answerAll(true), "answer yes"), button("not there", "n", () => answerAll(false), "answer no")] : [error ?? ""]),
