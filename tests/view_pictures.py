@@ -1,6 +1,6 @@
 """The pictures of the page in docs/pictures, made from a finished quickstart with Chromium.
 
-    bigscl quickstart && python -m tests.view_pictures quickstart
+bigscl quickstart && python -m tests.view_pictures quickstart
 """
 
 import argparse
@@ -9,15 +9,11 @@ import shutil
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from tests.test_tools.view_site import FLAGS, NAMES, at, looking, serving
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
-PAGES = {
-    "view_samples": "?annotated=no&expected=yes",
-    "view_sample": "?page=sample&row=39&focus=7&against=1",
-}
 
 
 def main() -> None:
@@ -27,14 +23,20 @@ def main() -> None:
     with sync_playwright() as driver, serving(folder / "scl_plus", folder / "en") as site:
         chromium = next(path for name in NAMES if (path := shutil.which(name)))
         browser = driver.chromium.launch(executable_path=chromium, args=list(FLAGS))
-        for name, query in PAGES.items():
-            with looking(browser, viewport={"width": 1280, "height": 800}) as page:
-                page.goto(at(site, query))
-                page.wait_for_selector(".picture img")
-                page.wait_for_load_state("networkidle")
-                image = Image.open(io.BytesIO(page.screenshot()))
-                image.convert("RGB").save(PICTURES / f"{name}.jpg", quality=85)
+        with looking(browser, viewport={"width": 1280, "height": 900}) as page:
+            page.goto(at(site, "?annotated=no&expected=yes"))
+            save(page, "view_samples")
+            first = page.locator(".tile a").first.get_attribute("href")
+            page.goto(at(site, f"{first}&against=1".lstrip("/")))
+            save(page, "view_sample")
         browser.close()
+
+
+def save(page: Page, name: str) -> None:
+    page.wait_for_selector(".picture img")
+    page.wait_for_load_state("networkidle")
+    image = Image.open(io.BytesIO(page.screenshot()))
+    image.convert("RGB").save(PICTURES / f"{name}.jpg", quality=85)
 
 
 if __name__ == "__main__":
