@@ -131,6 +131,7 @@ def make_store(place: Path, index: Index) -> None:
             cuts = {
                 "score": [0.7988] * index.num_classes,
                 "tie_id": [store.spec.num_rows] * index.num_classes,
+                "num_expected": [store.spec.num_samples // index.num_classes] * index.num_classes,
             }
             attributes = {"selection": cuts, "next_epoch": epoch + 1, "skipped": [], "momentum": 0.8}
             store.commit(epoch=epoch, step=epoch, attributes=attributes)

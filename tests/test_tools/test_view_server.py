@@ -706,6 +706,7 @@ def test_hostile_names_travel_as_text_and_hostile_images_not_at_all(tmp_path, in
 def test_page_is_served_while_its_index_is_being_built(run):
     with serving(run, follow=False) as site:
         assert site.ask("/api/samples").json()["total"] == 0
+        assert "is being built" in site.ask("/api/samples.csv").json()["error"]
         assert site.ask("/api/classes").json()["classes"] is None
         assert site.ask("/api/questions").json()["items"] == []
         assert site.ask("/api/sample?row=0").json()["classes"][0]["expected"] is None
