@@ -206,6 +206,8 @@ def test_words_are_explained(page, site):
     page.keyboard.press("?")
     words = page.locator("dialog dt").all_text_contents()
     assert {"expected", "cut", "surprise"} <= set(words)
+    page.keyboard.press("a")  # is not meant for the tiles behind
+    assert chosen(page) == 0
 
 
 def test_a_question_is_clear_until_a_key_shows_the_heat(page, site, answers):

@@ -120,7 +120,7 @@ function typing(target) {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help").open) return;
   if (typing(event.target)) {
     if (event.key === "Escape") event.target.blur();
     return;
