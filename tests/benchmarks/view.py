@@ -131,8 +131,10 @@ def make_store(place: Path, index: Index) -> None:
             cuts = {
                 "score": [0.7988] * index.num_classes,
                 "tie_id": [store.spec.num_rows] * index.num_classes,
+                "num_expected": [store.spec.num_samples // index.num_classes] * index.num_classes,
             }
-            store.commit(epoch=epoch, step=epoch, attributes={"selection": cuts, "momentum": 0.8})
+            attributes = {"selection": cuts, "next_epoch": epoch + 1, "skipped": [], "momentum": 0.8}
+            store.commit(epoch=epoch, step=epoch, attributes=attributes)
         ids = [one.id for one in store.snapshots()][-2:]
     for number in ids:
         _link_others(place, number)
@@ -149,7 +151,8 @@ def _learnt(store: HeatmapStore, shard: int, epoch: int, random: np.random.Gener
 def _link_others(place: Path, number: int) -> None:
     file = place / "snapshots" / f"{number:08d}.json"
     snapshot = Snapshot.from_bytes(file.read_bytes())
-    slots, digests = list(snapshot.slots), {name: list(each) for name, each in snapshot.digests.items()}
+    slots = list(snapshot.slots)
+    digests = {name: np.frombuffer(table, "<i8").copy() for name, table in snapshot.digests.items()}
     for shard in range(REAL, len(slots)):
         for chunk in place.glob(f"{snapshot.group}/*/c.{slots[shard % REAL]}.{shard % REAL}.*"):
             parts = chunk.name.split(".")
@@ -159,7 +162,7 @@ def _link_others(place: Path, number: int) -> None:
         slots[shard] = slots[shard % REAL]
         for values in digests.values():
             values[shard] = values[shard % REAL]
-    tables = {name: tuple(values) for name, values in digests.items()}
+    tables = {name: values.tobytes() for name, values in digests.items()}
     file.write_bytes(replace(snapshot, slots=tuple(slots), digests=tables).to_bytes())
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from bigscl.tools.cli import main
 from tests.builders import make_store, scene_index
+from tests.test_tools.view_site import browser, page  # noqa: F401 - fixtures
 
 
 @dataclass(frozen=True)

@@ -12,53 +12,13 @@ import numpy as np
 import pytest
 
 from bigscl.data.answers import FILE, read_answers
-from bigscl.tools.viewer.score_index import Query
+from bigscl.tools.viewer.score_index import Query, listed
 from tests.builders import make_shards, write_config
 from tests.integration.runs import Running
 from tests.test_tools.test_view_server import HOSTILE, hostile_run
-from tests.test_tools.view_site import TOKEN, serving
+from tests.test_tools.view_site import SECONDS, TOKEN, at, looking, serving, until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    pytest.mark.timeout(300),
-]
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A page on which no script may fail and nothing may be blocked by the content policy."""
-    with looking(browser) as page:
-        yield page
-
-
-@contextlib.contextmanager
-def looking(browser, **options):
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    context.set_default_timeout(1000 * SECONDS)
-    page = context.new_page()
-    faults = []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
-    page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    yield page
-    context.close()
-    assert not faults
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +35,15 @@ def site(folder):
         yield site
 
 
-def until(page, script, given=None):
-    """Wait until a script is true. Playwright's own way evaluates text, which the page forbids."""
-    deadline = time.monotonic() + SECONDS
-    while not page.evaluate(script, given):
-        assert time.monotonic() < deadline, script
-        time.sleep(0.05)
-
-
-def at(site, query=""):
-    return f"http://127.0.0.1:{site.port}/{query}"
-
-
 def keys(page):
-    return page.locator(".tile").evaluate_all("tiles => tiles.map(one => one.title)")
+    return page.locator(".tile a").evaluate_all("tiles => tiles.map(one => one.title)")
 
 
-def painted(page, selector="canvas"):
+def listed_pairs(site, query):
+    return listed(site.runs[0].index, query, site.runs[0].data.index)
+
+
+def painted(page, selector=".picture canvas"):
     """Return the colours of the first canvas, `[W,W,4]`."""
     script = """one => [...one.getContext('2d').getImageData(0, 0, one.width, one.height).data]"""
     values = np.array(page.locator(selector).first.evaluate(script), np.uint8)
@@ -104,13 +56,13 @@ def test_grid_shows_images_with_heat_and_pages(page, site):
     page.wait_for_selector(".tile img")
     first = keys(page)
     assert len(first) == 24
-    wanted = site.api._listed(site.runs[0], Query(), None)
+    wanted = listed_pairs(site, Query())
     index = site.runs[0].data.index
     assert first == [index.key(int(row)) for row in wanted["row"][:24]]
     until(page, "[...document.images].every(one => one.complete && one.naturalWidth)")
     heat = site.runs[0].store.peek([int(wanted["row"][0])]).heatmaps[0, wanted["class"][0]]
     alpha = painted(page)[..., 3].astype(float) / 255
-    np.testing.assert_allclose(alpha**2, heat, atol=0.02)
+    np.testing.assert_allclose(alpha, heat, atol=0.02)
     page.keyboard.press("]")
     until(page, "document.querySelectorAll('.tile').length === 6")
     assert "offset=24" in page.url
@@ -128,7 +80,7 @@ def test_filters_change_the_grid_and_the_address_which_shows_the_same_again(page
     page.fill("[name=low]", "0.3")
     page.press("[name=low]", "Enter")
     page.wait_for_url(re.compile("low=0.3"))
-    wanted = site.api._listed(site.runs[0], Query(number=3, annotated=False, present=True, low=0.3), None)
+    wanted = listed_pairs(site, Query(number=3, annotated=False, present=True, low=0.3))
     index = site.runs[0].data.index
     found = [index.key(int(row)) for row in wanted["row"]]
     assert 0 < len(found) < 24
@@ -187,9 +139,12 @@ def test_sample_is_opened_and_looked_at_with_the_keyboard(page, site):
     page.keyboard.press("b")
     until(page, "document.querySelectorAll('rect.box').length === 0")
     page.locator("#opacity").fill("20")
-    assert page.locator("canvas").first.evaluate("one => getComputedStyle(one).opacity") == "0.2"
+    assert page.locator(".picture canvas").first.evaluate("one => getComputedStyle(one).opacity") == "0.2"
     page.keyboard.press("m")
-    assert page.locator("canvas").first.evaluate("one => getComputedStyle(one).imageRendering") == "pixelated"
+    assert (
+        page.locator(".picture canvas").first.evaluate("one => getComputedStyle(one).imageRendering")
+        == "pixelated"
+    )
     assert "opacity=20" in page.url
     assert "smooth=no" in page.url
     page.locator("h1").click()
@@ -211,7 +166,7 @@ def test_epochs_of_a_tracked_sample_are_stepped_through(page, site):
     page.wait_for_selector("text=after epoch 1")
     place = past[0].kept_classes()[0].tolist().index(number)
     alpha = painted(page)[..., 3].astype(float) / 255
-    np.testing.assert_allclose(alpha**2, past[0].heatmaps[0, place], atol=0.02)
+    np.testing.assert_allclose(alpha, past[0].heatmaps[0, place], atol=0.02)
     assert not np.array_equal(painted(page), now)
     told = page.text_content(".bars li.focus b")
     assert float(told) == pytest.approx(float(past[0].scores[0, number]), abs=0.006)

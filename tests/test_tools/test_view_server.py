@@ -1,6 +1,7 @@
 """The server of `bigscl view`: what it answers, whom, and what it refuses."""
 
 import base64
+import csv
 import functools
 import io
 import json
@@ -30,7 +31,7 @@ from bigscl.data.read_samples import read_encoded
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.shared.questions import Questions
-from bigscl.tools.viewer import open_run, pictures, server
+from bigscl.tools.viewer import open_run, pictures, sample_lists, server
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
 from tests.builders import learn, make_store, write_tar
@@ -304,6 +305,53 @@ def test_pages_join_to_the_whole_list(site):
     assert pages[-1] == [] or len(pages[-1]) == 2
 
 
+def test_tiles_have_the_given_labels(site):
+    index = site.runs[0].data.index
+    for item in site.ask("/api/samples?count=30").json()["items"]:
+        given = np.flatnonzero(index.labels_of(np.array([item["row"]]))[0] == 1)
+        assert item["given"] == given[:4].tolist()
+        assert item["more_given"] == max(0, len(given) - 4)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["sort=row", "class=3&sort=score&annotated=no", "sort=against&against=1", "key=00002&reverse=yes"],
+)
+def test_table_has_the_whole_list(site, monkeypatch, query):
+    monkeypatch.setattr(sample_lists, "PART", 7)
+    got = site.ask(f"/api/samples.csv?{query}")
+    assert got.headers["content-type"].startswith("text/csv")
+    assert "attachment" in got.headers["content-disposition"]
+    rows = list(csv.DictReader(io.StringIO(got.body.decode())))
+    items = site.ask(f"/api/samples?{query}&count=200").json()["items"]
+    index = site.runs[0].data.index
+    assert len(rows) == len(items) > 0
+    for row, item in zip(rows, items, strict=True):
+        assert (int(row["id"]), row["key"], int(row["class"])) == (item["row"], item["key"], item["class"])
+        assert row["name"] == index.class_names[item["class"]]
+        assert float(row["score"]) == pytest.approx(item["score"], abs=1e-4)
+        assert (row["annotated"], row["expected"]) == (str(item["annotated"]), str(item["expected"]))
+        assert row["given"] == "; ".join(index.class_names[number] for number in item["given"])
+
+
+def test_table_is_made_while_it_is_sent(site, monkeypatch):
+    """The parts of it are made one after the other, and a client that goes away ends it."""
+    monkeypatch.setattr(sample_lists, "PART", 1)
+    made = []
+
+    def rows(self, run, pairs, *others, of=sample_lists.SampleLists._rows):
+        made.append(len(pairs))
+        return of(self, run, pairs, *others)
+
+    monkeypatch.setattr(sample_lists.SampleLists, "_rows", rows)
+    reply = site.api.answer("/api/samples.csv", "sort=row")
+    assert made == []
+    parts = [next(reply.parts) for _ in range(3)]
+    assert made == [1, 1]
+    assert all(len(part.splitlines()) == 1 for part in parts)
+    assert len(site.ask("/api/samples.csv?sort=row").body.splitlines()) == 31
+
+
 def test_sample_has_classes_heatmaps_boxes_and_views(site):
     run = site.runs[2]  # top 4
     for row in (0, 9, 29):
@@ -439,12 +487,16 @@ def test_store_page_has_snapshots_lease_and_disk(site):
 # Questions
 
 
+def answers_of(run, items, yes, who="ann"):
+    own = [{"row": item["row"], "class": item["class"], "yes": yes} for item in items]
+    return {"run": run, "who": who, "answers": own}
+
+
 def test_answers_go_into_the_file_and_out_of_the_queue(site, folder):
     first = site.ask("/api/questions?count=3").json()
     one, two = first["items"][:2]
     assert one["present"] is None
-    pair = {"run": 0, "row": one["row"], "class": one["class"]}
-    assert site.send("/api/answers", {**pair, "yes": True, "who": "ann"}).status == 200
+    assert site.send("/api/answers", answers_of(0, [one], True)).status == 200
     assert site.send("/api/skip", {"run": 0, "row": two["row"], "class": two["class"]}).status == 200
     after = site.ask("/api/questions?count=50").json()
     left = {(item["row"], item["class"]) for item in after["items"]}
@@ -456,11 +508,38 @@ def test_answers_go_into_the_file_and_out_of_the_queue(site, folder):
     assert (kept.key, kept.class_name) == (index.key(one["row"]), index.class_names[one["class"]])
     assert (kept.yes, kept.who, kept.snapshot) == (True, "ann", str(site.runs[0].index.snapshot))
     # Undone: it is asked again.
-    site.send("/api/answers", {**pair, "yes": None, "who": "ann"})
+    site.send("/api/answers", answers_of(0, [one], None))
     site.send("/api/skip", {"run": 0, "row": two["row"], "class": two["class"], "again": True})
     again = site.ask("/api/questions?count=50").json()
     assert {(item["row"], item["class"]) for item in again["items"]} >= {(one["row"], one["class"])}
     assert (again["yes"], again["skipped"]) == (0, 0)
+
+
+def test_answers_of_a_bulk_are_one_write_and_shown_in_the_list(site, folder, monkeypatch):
+    file = folder / "topk" / FILE
+    before = file.read_bytes() if file.exists() else b""
+    items = site.ask("/api/samples?run=2&count=9").json()["items"]
+    assert [item["answer"] for item in items] == [None] * 9
+    writes = []
+
+    def write_all(descriptor, data, write=answers._write_all):
+        writes.append(data)
+        write(descriptor, data)
+
+    monkeypatch.setattr(answers, "_write_all", write_all)
+    assert site.send("/api/answers", answers_of(2, items[:6], False, "bob")).status == 200
+    assert site.send("/api/answers", answers_of(2, items[:4], True)).status == 200
+    assert [len(data.splitlines()) for data in writes] == [6, 4]
+    assert file.read_bytes() == before + b"".join(writes)
+    shown = site.ask("/api/samples?run=2&count=9").json()["items"]
+    assert [(item["answer"], item["who"]) for item in shown] == (
+        [(True, "ann")] * 4 + [(False, "bob")] * 2 + [(None, None)] * 3
+    )
+    # Undone: the answers of the other person stand again.
+    assert site.send("/api/answers", answers_of(2, items[:4], None)).status == 200
+    shown = site.ask("/api/samples?run=2&count=9").json()["items"]
+    assert [(item["answer"], item["who"]) for item in shown] == [(False, "bob")] * 6 + [(None, None)] * 3
+    file.write_bytes(before)
 
 
 def test_page_asks_what_the_command_asks(site, folder):
@@ -487,13 +566,7 @@ def test_answers_of_several_people_at_once_are_all_kept(site, folder):
 
     def answer(who):
         for one in items[who::4]:
-            value = {
-                "run": 1,
-                "row": one["row"],
-                "class": one["class"],
-                "yes": who % 2 == 0,
-                "who": f"p{who}",
-            }
+            value = answers_of(1, [one], who % 2 == 0, f"p{who}")
             assert site.send("/api/answers", value).status == 200
 
     threads = [threading.Thread(target=answer, args=(who,)) for who in range(4)]
@@ -504,6 +577,9 @@ def test_answers_of_several_people_at_once_are_all_kept(site, folder):
     assert len(read_answers(folder / "weak" / FILE).standing) == len(items)
 
 
+GOOD = {"row": 0, "class": 0, "yes": True}
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -512,16 +588,22 @@ def test_answers_of_several_people_at_once_are_all_kept(site, folder):
         None,
         {},
         {"run": 0},
-        {"run": 0, "row": "0", "class": 0},
-        {"run": 0, "row": 0, "class": True},
-        {"run": 9, "row": 0, "class": 0},
-        {"run": 0, "row": -1, "class": 0},
-        {"run": 0, "row": 0, "class": 10**30},
-        {"run": 0, "row": 0, "class": 0, "yes": "yes", "who": "me"},
-        {"run": 0, "row": 0, "class": 0, "yes": True},
-        {"run": 0, "row": 0, "class": 0, "yes": True, "who": ""},
-        {"run": 0, "row": 0, "class": 0, "yes": 1, "who": "m"},
-        {"run": 0, "row": 0, "class": 0, "yes": True, "who": "w" * 1000},
+        {"run": 0, "who": "me"},
+        {"run": 0, "who": "me", "answers": {}},
+        {"run": 0, "who": "me", "answers": []},
+        {"run": 0, "who": "me", "answers": [None]},
+        {"run": 0, "who": "me", "answers": [GOOD] * 201},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "row": "0"}]},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "class": True}]},
+        {"run": 9, "who": "me", "answers": [GOOD]},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "row": -1}]},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "class": 10**30}]},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "yes": "yes"}]},
+        {"run": 0, "who": "me", "answers": [GOOD, {**GOOD, "yes": 1}]},
+        {"run": 0, "who": "me", "answers": [GOOD, {"row": 0, "class": 0}]},
+        {"run": 0, "answers": [GOOD]},
+        {"run": 0, "who": "", "answers": [GOOD]},
+        {"run": 0, "who": "w" * 1000, "answers": [GOOD]},
     ],
 )
 def test_wrong_answers_are_refused_and_not_kept(site, folder, value):
@@ -545,8 +627,7 @@ def test_a_question_after_an_answer_parses_the_answer_only(site, folder, monkeyp
 
     monkeypatch.setattr(answers, "_parsed", counting)
     for one in items:
-        value = {"run": 1, "row": one["row"], "class": one["class"], "yes": True, "who": "ann"}
-        assert site.send("/api/answers", value).status == 200
+        assert site.send("/api/answers", answers_of(1, [one], True)).status == 200
         assert site.ask("/api/questions?run=1&count=2").status == 200
     assert len(parsed) == len(items)
 
@@ -556,7 +637,7 @@ def test_a_line_that_is_no_answer_is_named_when_one_is_given(site, folder):
     before = file.read_bytes() if file.exists() else b""
     (one,) = site.ask("/api/questions?run=2&count=1").json()["items"]
     file.write_bytes(before + b"hello\n")
-    value = {"run": 2, "row": one["row"], "class": one["class"], "yes": True, "who": "ann"}
+    value = answers_of(2, [one], True)
     got = site.send("/api/answers", value)
     assert got.status == 400
     assert "'hello', expected an answer. Correct the line" in got.json()["error"]
@@ -625,6 +706,7 @@ def test_hostile_names_travel_as_text_and_hostile_images_not_at_all(tmp_path, in
 def test_page_is_served_while_its_index_is_being_built(run):
     with serving(run, follow=False) as site:
         assert site.ask("/api/samples").json()["total"] == 0
+        assert "is being built" in site.ask("/api/samples.csv").json()["error"]
         assert site.ask("/api/classes").json()["classes"] is None
         assert site.ask("/api/questions").json()["items"] == []
         assert site.ask("/api/sample?row=0").json()["classes"][0]["expected"] is None

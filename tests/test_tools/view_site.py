@@ -1,11 +1,15 @@
-"""A page over runs in this process, and the way to ask it."""
+"""A page over runs in this process, the way to ask it, and a browser that looks at it."""
 
 import contextlib
 import http.client
 import json
+import shutil
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.api import Api
@@ -82,3 +86,59 @@ def serving(*places: Any, host: str = "127.0.0.1", follow: bool = True, source: 
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+# The browser
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium. Tests that need it are skipped without it, or without Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page on which no script may fail and nothing may be blocked by the content policy."""
+    with looking(browser) as page:
+        yield page
+
+
+@contextlib.contextmanager
+def looking(browser, **options):
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+    context.set_default_timeout(1000 * SECONDS)
+    page = context.new_page()
+    faults = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    page.on("dialog", lambda dialog: (faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    yield page
+    context.close()
+    assert not faults
+
+
+def until(page, script, given=None):
+    """Wait until a script is true. Playwright's own way evaluates text, which the page forbids."""
+    deadline = time.monotonic() + SECONDS
+    while not page.evaluate(script, given):
+        assert time.monotonic() < deadline, script
+        time.sleep(0.05)
+
+
+def at(site, query=""):
+    return f"http://127.0.0.1:{site.port}/{query}"

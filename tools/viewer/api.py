@@ -1,10 +1,8 @@
 """Requests of the page: each address has a function that answers it from the runs."""
 
-import base64
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,7 +14,7 @@ from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.memory.score_history import read_score_log
-from bigscl.store import Array, HeatmapStore, Rows, StoreError, bytes_by_array, read_holder
+from bigscl.store import HeatmapStore, Rows, StoreError, bytes_by_array, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
 from bigscl.tools.shared.open_store import (
     checkpoints_by_snapshot,
@@ -27,30 +25,15 @@ from bigscl.tools.shared.open_store import (
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.open_run import OpenRun, curves_of
-from bigscl.tools.viewer.question_queue import QuestionQueue
+from bigscl.tools.viewer.question_queue import QuestionQueue, user_name
 from bigscl.tools.viewer.request import Parameters, Reply, as_json
-from bigscl.tools.viewer.score_index import (
-    ABSENT,
-    ANNOTATED,
-    EXPECTED,
-    KNOWN,
-    PRESENT,
-    Order,
-    Query,
-    listed,
-    to_bytes,
-)
+from bigscl.tools.viewer.sample_lists import MAX_PAGE, SampleLists, heat_text
+from bigscl.tools.viewer.score_index import to_bytes
 
-FLAGS = {"annotated": ANNOTATED, "expected": EXPECTED, "present": PRESENT, "absent": ABSENT, "known": KNOWN}
-ORDERS: dict[str, Order] = {
-    name: name for name in ("surprise", "change", "heat", "against", "score", "row")
-} | {"": "surprise"}
-MAX_PAGE = 200
 MAX_CLASSES = 40
 """Classes of a sample that are listed; those with a heatmap always."""
 VIEWS = 5
 PARTNERS = 12
-LISTINGS = 4
 BUSY = 4
 """Requests that read rows or decode images at a time: the others wait."""
 IMAGE_HEADERS = {"Cache-Control": "private, max-age=86400, immutable"}
@@ -62,16 +45,16 @@ class Api:
     def __init__(self, runs: list[OpenRun]) -> None:
         self.runs = runs
         self._thumbnails = pictures.Cache()
-        self._listings: OrderedDict[Any, Array] = OrderedDict()
         self._sizes: dict[str, tuple[int, dict[str, int]]] = {}
-        self._lock = threading.Lock()
         self._busy = threading.BoundedSemaphore(BUSY)
         self._questions = [QuestionQueue(run) for run in runs]
         self._same = [[mine.same_samples(its) for its in runs] for mine in runs]
+        self._lists = SampleLists(runs, self._same, self._questions)
         self.get: dict[str, Callable[[Parameters], Reply]] = {
             "/api/runs": self._runs,
             "/api/state": self._state,
             "/api/samples": self._samples,
+            "/api/samples.csv": self._table,
             "/api/sample": self._sample,
             "/api/history": self._history,
             "/api/thumbnail": self._thumbnail,
@@ -84,7 +67,7 @@ class Api:
         }
         """The functions by address."""
         self.post: dict[str, Callable[[dict[str, Any]], None]] = {
-            "/api/answers": self._take_answer,
+            "/api/answers": self._take_answers,
             "/api/skip": self._skip,
         }
         """Those that write something."""
@@ -136,6 +119,7 @@ class Api:
             "side": spec.heatmap_size,
             "tracked": spec.history_samples,
             "full_labels": run.data.index.full is not None,
+            "user": user_name(),
             "same_samples": [
                 other for other, same in enumerate(self._same[number]) if same and other != number
             ],
@@ -148,78 +132,21 @@ class Api:
     # Samples
 
     def _samples(self, parameters: Parameters) -> Reply:
-        run = self._run(parameters)
-        if run.index is None:
-            return as_json(
-                {"total": 0, "items": [], "progress": run.progress, "failure": printable(run.failure)}
-            )
-        query = Query(
-            order=parameters.choice("sort", ORDERS),
-            number=parameters.optional_integer("class", 0, run.store.spec.num_classes - 1),
-            annotated=parameters.answer("annotated"),
-            expected=parameters.answer("expected"),
-            present=parameters.answer("present"),
-            low=parameters.share("low", 0),
-            high=parameters.share("high", 1),
-            key=parameters.text("key"),
-            reverse=bool(parameters.answer("reverse")),
-        )
-        pairs = self._listed(run, query, self._other(parameters, run))
-        if pairs is None:
-            return as_json({"total": 0, "items": [], "pending": True, "failure": printable(run.failure)})
-        start = parameters.integer("offset", 0, 2**40, 0)
-        shown = pairs[start : start + parameters.integer("count", 1, MAX_PAGE, 24)]
-        return as_json({"total": len(pairs), "items": self._items(run, shown), "indexed": run.index.snapshot})
+        return self._lists.page(self._run(parameters), parameters)
 
-    def _other(self, parameters: Parameters, run: OpenRun) -> OpenRun | None:
-        number = parameters.optional_integer("against", 0, len(self.runs) - 1)
-        if number is None or self.runs[number] is run:
-            return None
-        if not self._same[self.runs.index(run)][number]:
-            raise UserError("against: these runs have other samples or classes, so they cannot be compared")
-        return self.runs[number]
+    def _table(self, parameters: Parameters) -> Reply:
+        reply = self._lists.table(self._run(parameters), parameters)
+        assert reply.parts is not None
+        return replace(reply, parts=self._one_at_a_time(reply.parts))
 
-    def _listed(self, run: OpenRun, query: Query, other: OpenRun | None) -> Array | None:
-        """Return all pairs of a query; those of the last queries are kept for their next pages.
-
-        None while two runs are being compared.
-        """
-        index = run.index
-        assert index is not None
-        against = run.against(other) if query.order == "against" and other is not None else None
-        if query.order == "against" and other is not None and against is None:
-            return None
-        key = (index.folder, query, None if against is None else against.index.folder)
-        with self._lock:
-            if key in self._listings:
-                self._listings.move_to_end(key)
-                return self._listings[key]
-        pairs = listed(index, query, run.data.index, against)
-        with self._lock:
-            self._listings[key] = pairs
-            while len(self._listings) > LISTINGS:
-                self._listings.popitem(last=False)
-        return pairs
-
-    def _items(self, run: OpenRun, pairs: Array) -> list[dict[str, Any]]:
-        ids = pairs["row"].astype(np.int64)
-        rows = run.read(lambda store: store.peek(ids))
-        maps = (
-            None if rows.heatmaps is None else to_bytes(rows.heatmaps_of(np.arange(len(ids)), pairs["class"]))
-        )
-        return [
-            {
-                "row": int(pair["row"]),
-                "key": printable(run.data.index.key(int(pair["row"]))),
-                "class": int(pair["class"]),
-                "score": float(pair["score"].view(np.float16)),
-                "change": float(pair["change"].view(np.float16)),
-                "peak": int(pair["peak"]) / 255,
-                **{name: bool(pair["flags"] & flag) for name, flag in FLAGS.items()},
-                "heat": None if maps is None else _text(maps[number]),
-            }
-            for number, pair in enumerate(pairs)
-        ]
+    def _one_at_a_time(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the parts of a long reply; each is made as a request of its own."""
+        while True:
+            with self._busy:
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
 
     def _sample(self, parameters: Parameters) -> Reply:
         run = self._run(parameters)
@@ -310,30 +237,34 @@ class Api:
     def _questions_of(self, parameters: Parameters) -> Reply:
         number = parameters.integer("run", 0, len(self.runs) - 1, 0)
         pairs, told = self._questions[number].next(parameters.integer("count", 1, 50, 5))
-        items = self._items(self.runs[number], pairs) if len(pairs) else []
+        items = self._lists.items(self.runs[number], pairs)
         # Whoever is asked does not see the answer.
         return as_json({**told, "items": [{**item, "present": None, "known": None} for item in items]})
 
-    def _take_answer(self, value: dict[str, Any]) -> None:
-        questions, row, number = self._asked(value)
-        yes, who = value.get("yes"), value.get("who")
-        if not (yes is None or isinstance(yes, bool)) or not isinstance(who, str):
-            raise UserError("answer: expected yes: true, false or null, and who: a name")
-        questions.answer(row, number, yes, who)
+    def _take_answers(self, value: dict[str, Any]) -> None:
+        """Keep the answers of one person, all or none of them."""
+        own, who = value.get("answers"), value.get("who")
+        if not (isinstance(own, list) and 0 < len(own) <= MAX_PAGE and isinstance(who, str)):
+            raise UserError(f"answers: expected who: a name, and answers: a list of 1 to {MAX_PAGE}")
+        run = self._run(_numbers(value, "run"))
+        self._questions[self.runs.index(run)].answer([self._answer_of(run, one) for one in own], who)
+
+    def _answer_of(self, run: OpenRun, value: Any) -> tuple[int, int, bool | None]:
+        row, number = self._pair(run, value)
+        yes = value.get("yes", "")
+        if not (yes is None or isinstance(yes, bool)):
+            raise UserError("answers: expected yes: true, false or null")
+        return row, number, yes
 
     def _skip(self, value: dict[str, Any]) -> None:
-        questions, row, number = self._asked(value)
-        questions.skip(row, number, again=value.get("again") is True)
+        run = self._run(_numbers(value, "run"))
+        queue = self._questions[self.runs.index(run)]
+        queue.skip(*self._pair(run, value), again=value.get("again") is True)
 
-    def _asked(self, value: dict[str, Any]) -> tuple[QuestionQueue, int, int]:
-        """Return the queue, the row and the class that something sent is about."""
-        numbers = [value.get(name) for name in ("run", "row", "class")]
-        if not all(type(value) is int for value in numbers):
-            raise UserError("answer: expected numbers as run, row and class")
-        given = Parameters(urlencode(dict(zip(("run", "row", "class"), numbers, strict=True))))
-        run = self._run(given)
-        number = given.integer("class", 0, run.store.spec.num_classes - 1)
-        return self._questions[self.runs.index(run)], self._row(given, run), number
+    def _pair(self, run: OpenRun, value: Any) -> tuple[int, int]:
+        """Return the row and the class that something sent is about."""
+        given = _numbers(value, "row", "class")
+        return self._row(given, run), given.integer("class", 0, run.store.spec.num_classes - 1)
 
     # The run as a whole
 
@@ -372,6 +303,14 @@ class Api:
         return self._sizes[run.name][1]
 
 
+def _numbers(value: Any, *names: str) -> Parameters:
+    """Return numbers of a value that was sent, as parameters, which are checked as those of any request."""
+    numbers = {name: value.get(name) for name in names} if isinstance(value, dict) else {}
+    if not numbers or not all(type(number) is int for number in numbers.values()):
+        raise UserError(f"answers: expected numbers as {' and '.join(names)}")
+    return Parameters(urlencode(numbers))
+
+
 def _shown(rows: Rows, scores: NDArray[np.float32]) -> list[int]:
     """Return the classes of one sample with these scores that are listed, the highest score first."""
     highest = np.argsort(-scores, kind="stable")[:MAX_CLASSES]
@@ -406,11 +345,7 @@ def _maps(rows: Rows) -> dict[str, Any] | None:
     if rows.heatmaps is None:
         return None
     classes = rows.kept_classes()[0].astype(np.int64).tolist()
-    return {"classes": classes, "heat": _text(to_bytes(rows.heatmaps[0]))}
-
-
-def _text(values: NDArray[np.uint8]) -> str:
-    return base64.b64encode(values.tobytes()).decode()
+    return {"classes": classes, "heat": heat_text(to_bytes(rows.heatmaps[0]))}
 
 
 def _logged(run: OpenRun, row: int) -> dict[int, Any]:

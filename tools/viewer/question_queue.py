@@ -2,6 +2,7 @@
 
 import getpass
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ SHORTLIST = 100_000
 MAX_NAME = 100
 Pair = tuple[int, int]
 """Row and class."""
+AnswersOf = Callable[[Array], list[Answer | None]]
+"""From pairs of the index to the answer about each."""
 
 
 class QuestionQueue:
@@ -47,22 +50,48 @@ class QuestionQueue:
             files = [file.read() for file in self._files()]
             return self._chosen(index, self._said(files), count), self._told(files[0])
 
-    def answer(self, row: int, number: int, yes: bool | None, who: str) -> None:
-        """Save a person's answer about a pair; None withdraws it. On disk when this returns."""
+    def answer(self, own: Sequence[tuple[int, int, bool | None]], who: str) -> None:
+        """Save a person's answers about (row, class), all in one write; None withdraws one.
+
+        They are on disk when this returns.
+        """
         if not who.strip() or len(who) > MAX_NAME:
             raise UserError(f"who: {len(who)} letters, expected a name of 1 to {MAX_NAME}")
         labels, shown = self._run.data.labelled, self._run.index
         with self._lock:
-            given = Answer(
-                key=answer_key(row, labels),
-                class_name=labels.class_names[number],
-                yes=yes,
-                who=who.strip(),
-                when=now(),
-                snapshot="" if shown is None else str(shown.snapshot),
-            )
-            self._files()[0].append([given])
-            self._rows[given.key] = row
+            keys = {row: answer_key(row, labels) for row, _, _ in own}
+            given = [
+                Answer(
+                    key=keys[row],
+                    class_name=labels.class_names[number],
+                    yes=yes,
+                    who=who.strip(),
+                    when=now(),
+                    snapshot="" if shown is None else str(shown.snapshot),
+                )
+                for row, number, yes in own
+            ]
+            self._files()[0].append(given)
+            self._rows |= {key: row for row, key in keys.items()}
+
+    def answers_now(self) -> AnswersOf:
+        """Return a function that gives the answer about each pair that counts now; None without answer."""
+        if self._run.data.labels != "given":
+            return lambda pairs: [None] * len(pairs)
+        with self._lock:
+            files = [file.read().standing for file in self._files()]
+        return lambda pairs: [self._answer_about(pair, files) for pair in pairs]
+
+    def _answer_about(self, pair: Any, files: Sequence[Mapping[tuple[str, str], Answer]]) -> Answer | None:
+        """Return the answer of the first file that has one, under any name of the sample."""
+        row, labels = int(pair["row"]), self._run.data.labelled
+        class_name = labels.class_names[int(pair["class"])]
+        for standing in files:
+            for name in (labels.key(row), labels.name(row)):
+                answer = standing.get((name, class_name))
+                if answer is not None and self._row_of(name) == row:
+                    return answer
+        return None
 
     def skip(self, row: int, number: int, again: bool) -> None:
         """Do not ask about a pair while this server runs, or do so `again`."""
@@ -152,7 +181,6 @@ class QuestionQueue:
             "no": given.count(False),
             "conflicts": len(answers.conflicts),
             "skipped": len(self._skipped),
-            "who": _user(),
         }
 
     def _row_of(self, name: str) -> int | None:
@@ -174,7 +202,8 @@ def _find(index: ScoreIndex, said: dict[Pair, bool]) -> Array:
     return np.concatenate(parts)
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of the user on this machine, as which answers are given unless people say theirs."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -16,10 +17,12 @@ MAX_TEXT = 500
 class Reply:
     """The answer to a request."""
 
-    body: bytes
+    body: bytes = b""
     type: str = "application/json"
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
+    parts: Iterator[bytes] | None = None
+    """In place of a body, if that would be too large to be made at once."""
 
 
 def as_json(value: Any, status: int = 200) -> Reply:

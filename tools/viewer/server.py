@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +29,10 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("app", "dom", "heat", "samples", "sample", "classes", "run", "ask")
+        for name in (
+            *("app", "dom", "marks", "answers", "selection", "zoom", "chart"),
+            *("samples", "sample", "classes", "run", "ask"),
+        )
     },
     "/style.css": ("style.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
@@ -199,12 +202,30 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**HEADERS, "Cache-Control": "no-store", **reply.headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", reply.type)
-        self.send_header("Content-Length", str(len(reply.body)))
+        if reply.parts is None:
+            self.send_header("Content-Length", str(len(reply.body)))
+        else:
+            self.send_header("Transfer-Encoding", "chunked")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
+        if reply.parts is not None:
+            self._send_parts(reply.parts)
         self.wfile.write(reply.body)
         self.wfile.flush()
+
+    def _send_parts(self, parts: Iterator[bytes]) -> None:
+        """Send what is made while it is sent; a client that gets no end of it knows that it is not whole."""
+        left = SECONDS_TO_TAKE_AN_ANSWER
+        for part in parts:
+            self.server.wait_for_client(self.connection, left)
+            start = time.monotonic()
+            self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            self.wfile.flush()
+            left -= time.monotonic() - start
+            self.server.wait_for_client(self.connection, None)
+        self.server.wait_for_client(self.connection, left)
+        self.wfile.write(b"0\r\n\r\n")
 
     # Who may ask
 

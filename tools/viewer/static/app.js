@@ -14,7 +14,16 @@ const PAGES = {
   ask: { title: "Ask", page: askPage, key: "4" },
   sample: { title: "Sample", page: samplePage },
 };
-const KEYS = { "1 – 4": "samples, classes, run, ask", "?": "these keys", "r": "the next run" };
+const KEYS = { "1 – 4": "samples, classes, run, ask", "?": "this help", "r": "the next run" };
+const WORDS = {
+  annotated: "A label that training was given, or that a person has confirmed.",
+  expected: "A class that the memory expects in the image: its score reaches the cut, so training does not count it as absent.",
+  cut: "The score from which on a class is expected. Each class has its own, such that as many images reach it as K says.",
+  mined: "Expected and not annotated: a label that was found.",
+  surprise: "The highest score of an image among the classes that no label names. Sorted by it, what the labels most likely leave out comes first.",
+  heat: "Where in the image the class was seen, averaged over the epochs: clear is 0, bright yellow is 1. Hottest is the highest value.",
+  "Δ": "How far the score moved since the snapshot before.",
+};
 const SECONDS_BETWEEN_LOOKS = 5;
 
 let runs = [];
@@ -33,54 +42,54 @@ async function show() {
   try {
     const made = await current.show({ state: state(), runs, number: number(), run: runs[number()] });
     if (mine !== turn) return;
-    place(made);
+    fill(made);
     current.shown?.();
   } catch (error) {
     if (mine === turn) main.replaceChildren(el("p", { className: "failure" }, error.message));
   }
 }
 
-// Somebody who is typing in a filter keeps it when a page arrives, and the place if nothing is typed yet.
-function place(made) {
+// Somebody who is typing in a filter keeps it when a page arrives, and the focus if nothing is typed yet.
+function fill(made) {
   const field = document.activeElement;
   const form = field.closest("#main form.filters");
   const next = made.querySelector("form.filters");
-  const typed = field.matches("input[name]:not([type=checkbox])") && (field.validity.badInput || field.value !== (state()[field.name] ?? ""));
+  const isText = field.matches("input[name]:not([type=checkbox])");
+  const typed = isText && (field.validity.badInput || field.value !== (state()[field.name] ?? ""));
   if (!form || !next || !typed) {
-    const empty = form && field.matches("input[name]:not([type=checkbox])") && !field.value ? field.name : null;
     main.replaceChildren(made);
-    if (empty) main.querySelector(`form.filters input[name=${empty}]`)?.focus();
+    if (form && isText && !field.value) main.querySelector(`form.filters input[name=${field.name}]`)?.focus();
     return;
   }
   const shown = form.parentElement;
-  [...shown.children].filter((one) => one !== form).forEach((one) => one.remove());
-  shown.append(...[...made.children].filter((one) => one !== next));
+  [...shown.children].filter((part) => part !== form).forEach((part) => part.remove());
+  shown.append(...[...made.children].filter((part) => part !== next));
 }
 
 function header() {
   const base = { run: state().run, against: state().against };
   document.title = `${PAGES[name()].title} – bigscl view`;
   document.getElementById("pages").replaceChildren(
-    ...Object.entries(PAGES).filter(([, one]) => one.key).map(([page, one]) =>
+    ...Object.entries(PAGES).filter(([, { key }]) => key).map(([page, { title, key }]) =>
       link({ page }, base, {
         className: "page",
         ariaCurrent: page === name() || (page === "samples" && name() === "sample") ? "page" : null,
-        title: `key ${one.key}`,
-      }, one.title)));
+        title: `key ${key}`,
+      }, title)));
   document.getElementById("choice").replaceChildren(...choice());
 }
 
 function choice() {
   const run = runs[number()];
-  const others = run.same_samples;
   const pick = (value, numbers, label, changes) =>
-    el("label", {}, `${label} `, el("select", { ariaLabel: label, onchange: (event) => go(changes(event.target.value)) },
-      numbers.map((one) => el("option", { value: one, selected: String(one) === String(value) }, one === "" ? "–" : runs[one].name))));
-  const found = [];
-  if (runs.length > 1) found.push(pick(number(), runs.map((_, one) => one), "run", (one) => ({ run: one, against: null })));
-  else found.push(el("span", { className: "name" }, run.name));
-  if (others.length) found.push(pick(state().against ?? "", ["", ...others], "against", (one) => ({ against: one })));
-  return found;
+    el("label", {}, `${label} `, el("select", { onchange: ({ target }) => go(changes(target.value)) },
+      numbers.map((each) => el("option", { value: each, selected: String(each) === String(value) }, each === "" ? "–" : runs[each].name))));
+  return [
+    runs.length > 1
+      ? pick(number(), runs.map((_, each) => each), "run", (each) => ({ run: each, against: null }))
+      : el("span", { className: "name" }, run.name),
+    run.same_samples.length ? pick(state().against ?? "", ["", ...run.same_samples], "against", (each) => ({ against: each })) : "",
+  ];
 }
 
 // Progress of the index, and newer snapshots
@@ -111,12 +120,12 @@ function typing(target) {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("help").open) return;
   if (typing(event.target)) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const page = Object.entries(PAGES).find(([, one]) => one.key === event.key)?.[0];
+  const page = Object.entries(PAGES).find(([, { key }]) => key === event.key)?.[0];
   if (page) go({ page }, { run: state().run, against: state().against });
   else if (event.key === "?") help();
   else if (event.key === "r" && runs.length > 1) go({ run: (number() + 1) % runs.length, against: null });
@@ -126,11 +135,11 @@ addEventListener("keydown", (event) => {
 
 function help() {
   const dialog = document.getElementById("help");
-  const rows = Object.entries({ ...KEYS, ...(current?.KEYS ?? {}) });
+  const list = (entries, wrap) => el("dl", {}, Object.entries(entries).map(([term, meaning]) => [el("dt", {}, wrap(term)), el("dd", {}, meaning)]));
   dialog.replaceChildren(
-    el("h2", {}, "Keys"),
-    el("dl", {}, rows.map(([key, meaning]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, meaning)])),
-    el("button", { onclick: () => dialog.close() }, "close"));
+    el("h2", {}, "Words"), list(WORDS, (word) => word),
+    el("div", { className: "keys" }, el("h2", {}, "Keys"), list({ ...KEYS, ...(current?.KEYS ?? {}) }, (key) => el("kbd", {}, key))),
+    el("button", { type: "button", onclick: () => dialog.close() }, "close"));
   dialog.showModal();
 }
 

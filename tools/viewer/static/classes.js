@@ -1,6 +1,6 @@
 // Classes: what is annotated, expected and found of each, and with what it is found.
 
-import { ask, el, go, link, percent, plain, state } from "./dom.js";
+import { ask, el, go, link, percent, plain, remark, state, tableOf } from "./dom.js";
 
 export const KEYS = { "Enter": "open the class that is in focus" };
 
@@ -9,8 +9,9 @@ export async function show({ state: values, run, number }) {
   if (!classes) return el("p", { className: "empty" }, "The index is being built.");
   const chosen = values.class === undefined ? null : Number(values.class);
   return el("section", { className: "classes" },
+    el("h1", { className: "unseen" }, "Classes"),
     totals(classes),
-    el("p", { className: "faint" }, note),
+    remark("how far to trust what is mined", note),
     chosen === null ? null : await partners(run, number, chosen, classes),
     table(classes, run, values));
 }
@@ -40,10 +41,10 @@ function table(classes, run, values) {
     column === "name"
       ? link({ class: row.one }, undefined, { className: state().class === String(row.one) ? "focus" : "" }, row.name)
       : (told[column] ?? plain)(row[column]));
-  return el("div", { className: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, columns.map((column) => el("th", {},
-      el("button", { onclick: () => go({ by: column }), ariaPressed: by === column }, column))), el("th", {}, "scores, 0 to 1"))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, columns.map((column) => cell(row, column)), el("td", {}, histogram(row)))))));
+  return tableOf("classes",
+    el("thead", {}, el("tr", {}, columns.map((column) => el("th", { scope: "col", className: column === "name" ? "" : "number", ariaSort: by === column ? (column === "name" ? "ascending" : "descending") : null },
+      el("button", { type: "button", onclick: () => go({ by: column }) }, column))), el("th", { scope: "col" }, "scores, 0 to 1"))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, columns.map((column) => cell(row, column)), el("td", {}, histogram(row))))));
 }
 
 function histogram({ histogram: counts, cut }) {
@@ -55,11 +56,11 @@ function histogram({ histogram: counts, cut }) {
       el("title", {}, `${(place / counts.length).toFixed(2)} to ${((place + 1) / counts.length).toFixed(2)}: ${plain(count)}`));
   });
   const line = cut === null ? null : el("line", { x1: 100 * cut, x2: 100 * cut, y1: 0, y2: 20, class: "cut" }, el("title", {}, `cut ${cut.toFixed(3)}`));
-  return el("svg", { class: "histogram", viewBox: "0 0 100 20", preserveAspectRatio: "none" }, bars, line);
+  return el("svg", { class: "histogram", viewBox: "0 0 100 20", preserveAspectRatio: "none", role: "img", "aria-label": "histogram of scores" }, bars, line);
 }
 
 async function partners(run, number, chosen, classes) {
-  const found = await ask("class", { run: number, class: chosen });
+  const both = await ask("class", { run: number, class: chosen });
   const base = { run: state().run, against: state().against, page: "samples" };
   const list = (title, pairs) => {
     const most = Math.max(1, ...pairs.map(([, count]) => count));
@@ -70,13 +71,13 @@ async function partners(run, number, chosen, classes) {
   };
   return el("article", { className: "class" },
     el("h2", {}, run.classes[chosen]),
-    el("p", {},
-      link({ class: chosen, sort: "score", expected: "yes", annotated: "no" }, base, { className: "button" }, `${plain(classes.mined[chosen])} mined`), " ",
-      link({ class: chosen, sort: "score", annotated: "yes", reverse: "yes" }, base, { className: "button" }, "annotated, lowest score first"), " ",
+    el("p", { className: "actions" },
+      link({ class: chosen, sort: "score", expected: "yes", annotated: "no" }, base, { className: "button" }, `${plain(classes.mined[chosen])} mined`),
+      link({ class: chosen, sort: "score", annotated: "yes", reverse: "yes" }, base, { className: "button" }, "annotated, lowest score first"),
       classes.right ? link({ class: chosen, sort: "score", annotated: "no", expected: "no", present: "yes" }, base, { className: "button" }, "missed") : null),
     el("div", { className: "two" },
-      list("mined in images that name it", found.found_with),
-      list("named in images in which it is mined", found.named_with)));
+      list("mined in images that name it", both.found_with),
+      list("named in images in which it is mined", both.named_with)));
 }
 
 export const key = () => false;

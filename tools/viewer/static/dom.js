@@ -62,9 +62,9 @@ export async function send(path, value) {
 }
 
 async function answerOf(response) {
-  const found = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
-  if (!response.ok) throw new Error(found.error);
-  return found;
+  const answer = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
 }
 
 export function url(path, parameters) {
@@ -74,19 +74,41 @@ export function url(path, parameters) {
 
 export const thumbnail = (run, row, side, data) => url("thumbnail", { run, row, side, data });
 
-// A large picture is as high as its room allows, and keeps its proportion, with whatever lies over it.
-export function large(source, name, ...over) {
-  const picture = el("div", { className: "picture large" },
-    el("img", { src: source, alt: name, onload: (event) => {
-      picture.style.setProperty("--ratio", event.target.naturalWidth / event.target.naturalHeight);
-    } }), ...over);
-  return picture;
+// An image in the room that its parent leaves, at its own proportion, with whatever lies over it.
+export function picture(source, alt, ...over) {
+  const frame = el("span", { className: "picture" }, el("span", { className: "layers" },
+    el("img", { src: source, alt, decoding: "async", onload: ({ target }) => {
+      frame.style.setProperty("--ratio", target.naturalWidth / target.naturalHeight);
+    } }), ...over));
+  return frame;
 }
 
+// What is wider than its room scrolls, shows at its edges that it does, and can be scrolled with the keyboard.
+export function scrolls(element) {
+  const look = () => {
+    const hidden = element.scrollWidth - element.clientWidth;
+    element.classList.toggle("more-left", element.scrollLeft > 1);
+    element.classList.toggle("more-right", hidden - element.scrollLeft > 1);
+    if (hidden > 1) element.tabIndex = 0;
+    else element.removeAttribute("tabindex");
+  };
+  element.classList.add("scrolls");
+  element.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(element);
+  return element;
+}
+
+export const tableOf = (name, ...children) =>
+  scrolls(el("div", { className: "table", role: "region", ariaLabel: name }, el("table", {}, ...children)));
+
+// A long remark: closed on a phone, where it would be most of the screen.
+export const remark = (title, text) =>
+  el("details", { className: "note", open: innerWidth > 720 }, el("summary", {}, title), el("p", {}, text));
+
 export function notice(text) {
-  const place = document.getElementById("notice");
-  place.textContent = text;
-  place.hidden = !text;
+  const line = document.getElementById("notice");
+  line.textContent = text;
+  line.hidden = !text;
 }
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)}`);
@@ -98,25 +120,3 @@ export function size(bytes) {
   const step = bytes < 1 ? 0 : Math.min(4, Math.floor(Math.log10(bytes) / 3));
   return `${(bytes / 1000 ** step).toPrecision(3)} ${units[step]}`;
 }
-
-// What the labels say of a class in an image: colours are those of `bigscl render`.
-
-export function kind(one) {
-  if (one.annotated) return "annotated";
-  if (one.present) return "unannotated";
-  if (one.absent || (one.present === false && one.known !== false)) return "negative";
-  return one.expected ? "expected" : "unknown";
-}
-
-export const MEANING = {
-  annotated: "annotated",
-  unannotated: "there, not annotated",
-  expected: "expected, not annotated",
-  negative: "not there",
-  unknown: "not annotated",
-};
-
-export const badges = (one) =>
-  el("span", { className: "badges" },
-    el("span", { className: `dot ${kind(one)}`, title: MEANING[kind(one)] }),
-    one.expected ? el("span", { className: "mark", title: "expected positive" }, "✓") : null);

@@ -1,37 +1,51 @@
-// The run as a whole: its curves, which grow while it trains, its store, snapshots, lease and disk.
+// The run as a whole: its curves beside those of other runs, which grow while they train; store, snapshots, lease, disk.
 
-import { ask, el, plain, size } from "./dom.js";
+import { ask, change, el, plain, size, tableOf } from "./dom.js";
+import { chart, smoothed, thinned } from "./chart.js";
 
 export const KEYS = {};
 const SECONDS = 2;
 const SECONDS_STORE = 15;
-const PANELS = {
-  "losses": { kind: "train", fields: ["loss", "base", "consistency"], low: 0 },
-  "validation": { kind: "val", fields: ["map", "map_with_map_pooling", "top1"] },
-  "waits, share of the step": { kind: "train", fields: ["wait_data", "wait_heatmaps", "wait_writeback"], low: 0 },
-  "images per second": { kind: "train", fields: ["images_per_second"], low: 0 },
-  "learning rate": { kind: "train", fields: ["learning_rate"], low: 0 },
-  "gamma": { kind: "train", fields: ["gamma"], low: 0 },
-};
-const MAX_POINTS = 600;
-let watched = [];
+const COLORS = 8;
+// Title, kind of line, field, and a value that is always in view.
+const CHARTS = [
+  ["loss", "train", "loss", 0],
+  ["base loss", "train", "base", 0],
+  ["consistency", "train", "consistency", 0],
+  ["validation mAP", "val", "map"],
+  ["validation mAP, map pooling", "val", "map_with_map_pooling"],
+  ["validation top-1", "val", "top1"],
+  ["images per second", "train", "images_per_second", 0],
+  ["learning rate", "train", "learning_rate", 0],
+  ["gamma", "train", "gamma", 0],
+  ["waiting for data, share of the step", "train", "wait_data", 0],
+  ["waiting for heatmaps", "train", "wait_heatmaps", 0],
+  ["waiting for the writeback", "train", "wait_writeback", 0],
+];
+let curvesOf = [];
 let timers = [];
 
-export async function show({ state, runs, number }) {
-  const numbers = [number, ...runs[number].same_samples.filter((one) => String(one) === state.against)];
-  watched = numbers.map((one) => ({ number: one, name: runs[one].name, next: 0, lines: [] }));
+export async function show({ state: values, runs, number }) {
+  curvesOf = runs.map((run, color) => ({ number: color, name: run.name, color: color % COLORS, next: 0, lines: [], hidden: isHidden(values, color, number) }));
   await more();
-  const section = el("section", { className: "run" },
-    watched.length > 1 ? el("p", { className: "legend" }, watched.map((one, place) => el("span", {}, el("span", { className: `dash run-${place}` }), one.name))) : null,
-    el("div", { className: "panels" }, Object.keys(PANELS).map((title) => el("figure", { className: "panel" }, el("figcaption", {}, title), el("div", { className: "plot" })))),
-    el("div", { id: "store" }));
-  draw(section);
-  store(section.querySelector("#store"), number);
+  const charts = el("div", { className: "panels" });
+  const stored = el("div", { id: "store" });
+  const redraw = () => draw(charts, Number(smoothing.value) / 100);
+  const smoothing = el("input", {
+    id: "smoothing", type: "range", min: 0, max: 99, value: values.smoothing ?? 0,
+    oninput: ({ target }) => { change({ smoothing: target.value === "0" ? null : target.value }); redraw(); },
+  });
+  redraw();
+  store(stored, number);
   timers = [
-    setInterval(async () => { if (!document.hidden && (await more().catch(() => false))) draw(section); }, 1000 * SECONDS),
-    setInterval(() => { if (!document.hidden) store(section.querySelector("#store"), number); }, 1000 * SECONDS_STORE),
+    setInterval(async () => { if (!document.hidden && (await more().catch(() => false))) redraw(); }, 1000 * SECONDS),
+    setInterval(() => { if (!document.hidden) store(stored, number); }, 1000 * SECONDS_STORE),
   ];
-  return section;
+  return el("section", { className: "run" },
+    el("h1", { className: "unseen" }, "Run"),
+    el("div", { className: "controls" }, choice(redraw), el("label", {}, "smoothing ", smoothing)),
+    el("h2", { className: "unseen" }, "Curves"), charts,
+    el("h2", {}, `Store of ${runs[number].name}`), stored);
 }
 
 export function leave() {
@@ -39,108 +53,69 @@ export function leave() {
   timers = [];
 }
 
+// Which runs have curves: all, but those that were unticked.
+
+const isHidden = (values, run, current) => run !== current && (values.without ?? "").split(",").includes(String(run));
+
+const choice = (redraw) =>
+  el("fieldset", { className: "runs" }, el("legend", { className: "unseen" }, "runs with curves"), curvesOf.map((run) =>
+    el("label", { className: "check" },
+      el("input", { type: "checkbox", checked: !run.hidden, onchange: ({ target }) => {
+        run.hidden = !target.checked;
+        change({ without: curvesOf.filter(({ hidden }) => hidden).map((each) => each.number).join(",") || null });
+        redraw();
+      } }),
+      el("span", { className: `dash color-${run.color}` }), run.name)));
+
 async function more() {
   let grown = false;
-  for (const run of watched) {
+  for (const run of curvesOf) {
     for (let again = true; again;) {
-      const found = await ask("curves", { run: run.number, after: run.next });
-      if (found.start < run.next) run.lines = [];
-      grown ||= found.next !== run.next;
-      again = found.lines.length > 0 && found.next !== run.next;
-      run.next = found.next;
-      run.lines.push(...found.lines);
+      const part = await ask("curves", { run: run.number, after: run.next });
+      if (part.start < run.next) run.lines = [];
+      grown ||= part.next !== run.next;
+      again = part.lines.length > 0 && part.next !== run.next;
+      run.next = part.next;
+      run.lines.push(...part.lines);
     }
   }
   return grown;
 }
 
-// Curves
-
-function draw(section) {
-  section.querySelectorAll(".panel").forEach((figure, place) => {
-    const { kind, fields, low } = Object.values(PANELS)[place];
-    const curves = watched.flatMap((run, number) => fields.map((field, color) => ({
-      field, number, color: fields.length > 1 ? color : 0,
-      points: thinned(run.lines.filter((line) => line.kind === kind && Number.isFinite(line[field])).map((line) => [line.step, line[field]])),
-    }))).filter((curve) => curve.points.length);
-    figure.hidden = !curves.length;
-    figure.querySelector(".plot").replaceChildren(...(curves.length ? [chart(curves, low), names(curves, fields)] : []));
-  });
+function draw(charts, weight) {
+  const shown = curvesOf.filter(({ hidden }) => !hidden);
+  const drawn = CHARTS.map(([title, kind, field, low]) => [title, low, shown.map((run) => {
+    const all = run.lines.filter((line) => line.kind === kind && Number.isFinite(line[field])).map((line) => [line.step, line[field]]);
+    const raw = thinned(all);
+    return { name: run.name, color: run.color, raw, points: weight ? thinned(smoothed(all, weight)) : raw };
+  }).filter(({ points }) => points.length)]).filter(([, , curves]) => curves.length);
+  charts.replaceChildren(...drawn.map(([title, low, curves]) => chart(title, curves, low)));
+  if (!drawn.length) charts.append(el("p", { className: "empty" }, "No curves: there is no metrics.jsonl with lines of these runs."));
 }
-
-function thinned(points) {
-  if (points.length <= MAX_POINTS) return points;
-  const step = points.length / MAX_POINTS;
-  return Array.from({ length: MAX_POINTS }, (_, place) => {
-    const part = points.slice(Math.floor(place * step), Math.floor((place + 1) * step));
-    return [part.at(-1)[0], part.reduce((sum, [, value]) => sum + value, 0) / part.length];
-  });
-}
-
-const WIDTH = 420;
-const HEIGHT = 180;
-const ROOM = { left: 46, right: 8, top: 8, bottom: 22 };
-
-function chart(curves, low) {
-  const all = curves.flatMap((curve) => curve.points);
-  const [x0, x1] = [Math.min(...all.map(([x]) => x)), Math.max(...all.map(([x]) => x))];
-  let [y0, y1] = [Math.min(low ?? Infinity, ...all.map(([, y]) => y)), Math.max(...all.map(([, y]) => y))];
-  if (y0 === y1) y1 = y0 + (Math.abs(y0) || 1);
-  const x = (value) => ROOM.left + ((WIDTH - ROOM.left - ROOM.right) * (value - x0)) / (x1 - x0 || 1);
-  const y = (value) => HEIGHT - ROOM.bottom - ((HEIGHT - ROOM.top - ROOM.bottom) * (value - y0)) / (y1 - y0);
-  const lines = ticks(y0, y1).flatMap((value) => [
-    el("line", { x1: ROOM.left, x2: WIDTH - ROOM.right, y1: y(value), y2: y(value), class: "rule" }),
-    el("text", { x: ROOM.left - 5, y: y(value) + 3.5, class: "tick", "text-anchor": "end" }, short(value))]);
-  const steps = ticks(x0, x1).map((value) => el("text", { x: x(value), y: HEIGHT - 6, class: "tick", "text-anchor": "middle" }, short(value)));
-  const paths = curves.map((curve) => el("path", {
-    d: curve.points.map(([a, b], place) => `${place ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(""),
-    class: `curve color-${curve.color} run-${curve.number}`,
-  }));
-  const dots = curves.flatMap((curve) => (curve.points.length > 40 ? [curve.points.at(-1)] : curve.points).map(([a, b]) =>
-    el("circle", { cx: x(a), cy: y(b), r: 2, class: `dot-of color-${curve.color}` }, el("title", {}, `${curve.field} at step ${plain(a)}: ${b.toPrecision(4)}`))));
-  return el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" }, lines, steps, paths, dots);
-}
-
-function ticks(low, high) {
-  const rough = (high - low) / 4;
-  if (!(rough > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
-  const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, place) => (first + place) * step);
-}
-
-const short = (value) => (value !== 0 && (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5) ? value.toExponential(0) : String(Number(value.toPrecision(3))));
-
-const names = (curves, fields) =>
-  el("p", { className: "legend" }, fields.filter((field) => curves.some((curve) => curve.field === field)).map((field) => {
-    const mine = curves.filter((curve) => curve.field === field);
-    return el("span", {}, el("span", { className: `dash color-${mine[0].color}` }), field.replaceAll("_", " "), " ",
-      el("b", {}, mine.map((curve) => curve.points.at(-1)[1].toPrecision(3)).join(" / ")));
-  }));
 
 // Store
 
-async function store(place, number) {
-  const found = await ask("store", { run: number }).catch((error) => ({ error: error.message }));
-  if (found.error) return place.replaceChildren(el("p", { className: "failure" }, found.error));
-  const total = Object.values(found.bytes).reduce((a, b) => a + b, 0);
-  const facts = [
-    ["store", found.url], ["layout", `${found.layout.layout}${found.layout.top ? ` ${found.layout.top}` : ""}, ${found.layout.slots} slots`],
-    ["lease", lease(found.lease)], ["size", size(total)], ["free disk", size(found.free)],
+async function store(room, number) {
+  const facts = await ask("store", { run: number }).catch((error) => ({ error: error.message }));
+  if (facts.error) return room.replaceChildren(el("p", { className: "failure" }, facts.error));
+  const total = Object.values(facts.bytes).reduce((a, b) => a + b, 0);
+  const named = [
+    ["store", facts.url], ["layout", `${facts.layout.layout}${facts.layout.top ? ` ${facts.layout.top}` : ""}, ${facts.layout.slots} slots`],
+    ["lease", lease(facts.lease)], ["size", size(total)], ["free disk", size(facts.free)],
   ];
   const heads = ["snapshot", "epoch", "step", "time", "arrays", "notes"];
-  const rows = found.snapshots.map((one) => [
-    one.id, one.epoch + 1, plain(one.step), new Date(1000 * one.time).toLocaleString(), one.group,
-    [one.id === found.shown ? "shown" : "", one.selection ? "selection" : "", one.mid_epoch ? "mid-epoch" : "", ...one.checkpoints].filter(Boolean).join(", "),
+  const rows = facts.snapshots.map((each) => [
+    each.id, each.epoch + 1, plain(each.step), new Date(1000 * each.time).toLocaleString(), each.group,
+    [each.id === facts.shown ? "shown" : "", each.selection ? "selection" : "", each.mid_epoch ? "mid-epoch" : "", ...each.checkpoints].filter(Boolean).join(", "),
   ]);
-  place.replaceChildren(
-    el("dl", { className: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("div", { className: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))),
-      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value) => el("td", {}, value))))))),
-    el("details", {}, el("summary", {}, "bytes by array"), el("table", {}, el("tbody", {}, Object.entries(found.bytes).sort().map(([name, bytes]) =>
-      el("tr", {}, el("td", {}, name), el("td", { className: "number" }, size(bytes))))))));
+  const isOpen = room.querySelector("details")?.open ?? false;
+  room.replaceChildren(
+    el("dl", { className: "facts" }, named.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    tableOf("snapshots", el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value) => el("td", {}, value)))))),
+    el("details", { open: isOpen }, el("summary", {}, "bytes by array"),
+      tableOf("bytes by array", el("tbody", {}, Object.entries(facts.bytes).sort().map(([name, bytes]) =>
+        el("tr", {}, el("th", { scope: "row" }, name), el("td", { className: "number" }, size(bytes))))))));
 }
 
 function lease(holder) {
