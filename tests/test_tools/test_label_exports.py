@@ -52,7 +52,7 @@ def test_coco_holds_what_the_table_holds(runs, index, tmp_path, run, which):
     from pycocotools.coco import COCO
 
     wanted = table(runs / run, tmp_path, which)
-    coco = COCO(str(export(runs / run, tmp_path, "coco", which, "--images", "scenes/")))
+    coco = COCO(str(export(runs / run, tmp_path, "coco", which, "--image-prefix", "scenes/")))
     images = coco.loadImgs(coco.getImgIds())
     assert {one["id"] for one in images} == (set(index.ids().tolist()) if which == "all" else set(wanted))
     sizes = {name: image.shape for name, image in read_images(index, index.ids()).items()}
@@ -92,7 +92,7 @@ def test_lines_of_multilabel_imagenet_hold_what_the_table_holds_and_train_again(
 
 def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
     wanted = table(runs / "topk", tmp_path, "mined")
-    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--images", "s3://mine/")
+    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--image-prefix", "s3://mine/")
     tasks = json.loads((folder / "tasks.json").read_text())
     assert {task["data"]["id"] for task in tasks} == set(wanted)
     for task in tasks:
@@ -319,8 +319,11 @@ def test_overwriting_a_folder_keeps_what_is_not_ours(run, tmp_path):
     ("words", "message"),
     [
         (["scores", "--format", "coco", "-o", "x.json"], "--format: has no effect on scores"),
-        (["labels", "--images", "a/", "-o", "x.csv"], "--images: has no effect on format table"),
-        (["labels", "--format", "fiftyone", "--images", "a/", "-o", "x"], "no effect on format fiftyone"),
+        (["labels", "--image-prefix", "a/", "-o", "x.csv"], "--image-prefix: has no effect on format table"),
+        (
+            ["labels", "--format", "fiftyone", "--image-prefix", "a/", "-o", "x"],
+            "no effect on format fiftyone",
+        ),
         (["labels", "--format", "coco", "-o", "x.csv"], "COCO annotations are written as .json"),
         (["labels", "--format", "dataset", "-o", "x.parquet"], "a folder with labels.parquet"),
         (["labels", "--format", "label-studio", "-o", "x.json"], "a folder with tasks.json and config.xml"),
@@ -371,7 +374,7 @@ def photographs(tmp_path_factory):
 def test_exports_name_the_original_files(photographs, tmp_path):
     files = {str(path.relative_to(photographs / "photos")) for path in photographs.rglob("*.jpg")}
     run, prefix = photographs / "run", f"{photographs / 'photos'}/"
-    coco = json.loads(export(run, tmp_path, "coco", "all", "--images", prefix).read_text())
+    coco = json.loads(export(run, tmp_path, "coco", "all", "--image-prefix", prefix).read_text())
     assert {image["file_name"] for image in coco["images"]} == {prefix + name for name in files}
     tasks = json.loads((export(run, tmp_path, "label-studio", "all") / "tasks.json").read_text())
     assert {unquote(task["data"]["image"]) for task in tasks} == files

@@ -95,7 +95,7 @@ def test_samples_never_visited_are_drawn_with_their_initial_heatmaps(tmp_path, i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{bare}"], "render: needs the shards"),
+        (["{bare}"], "render: needs the images"),
         (["{runs}/dense", "--class", "cow"], "no such class"),
         (["{runs}/dense", "--epochs", "--against", "{runs}/weak"], "has no effect with --against"),
         (["{runs}/dense", "--choose", "most-changed", "--snapshot", "3"], "is the oldest one"),

@@ -181,7 +181,7 @@ def fill_in(form, path, said):
 def test_questions_go_out_and_answers_come_back(run, tmp_path, form):
     path = tmp_path / FILES[form]
     answer = bigscl(
-        "review", "export", run, form, "--count", 12, "-o", path, "--images", "http://x/{key}.jpg"
+        "review", "export", run, form, "--count", 12, "-o", path, "--image-prefix", "http://x/{key}.jpg"
     )
     assert answer.code == 0, answer.err
     assert not (run / "answers.jsonl").exists()
@@ -218,7 +218,7 @@ NAMES = ['"', "line\nfeed", "a,b;c", "\u2028 \U0001f408", "x" * 10_000, "={1+1}"
 def test_hostile_names_survive_the_way_out_and_back(tmp_path, form):
     path = tmp_path / FILES[form]
     questions = [
-        Question(sample=n, key=key, number=m, class_name=name, labelled=False, score=0.5, chance=0.5)
+        Question(sample=n, key=key, path="", number=m, class_name=name, labelled=False, score=0.5, chance=0.5)
         for n, key in enumerate(NAMES)
         for m, name in enumerate(NAMES)
     ]

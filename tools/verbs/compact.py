@@ -71,7 +71,7 @@ def command(
     change = _change(opened, top, slots, codec, keep or [])
     facts = _forecast(opened, change, checkpoints_by_snapshot(run_folder(store)))
     if apply:
-        data = source.need("--apply", store, opened.spec.fingerprint)
+        data = source.need("--apply", store, opened.spec)
         # The rows are still those that this run learnt, so the snapshot keeps the name of the run.
         with HeatmapStore.open(
             locate(store),

@@ -85,7 +85,7 @@ def _open_both(
             f"{other.spec.fingerprint[:12]}: their rows "
             f"are of different images. Compare stores of the same dataset."
         )
-    data = source.find(url_a, one.spec.fingerprint)
+    data = source.find(url_a, one.spec)
     if data is not None:
         one = open_store(url_a, one.snapshot.id, storage, data)
         other = open_store(url_b, other.snapshot.id, storage, data)

@@ -95,7 +95,7 @@ def command(
             "says how they were made.",
         ),
     ] = "table",
-    images: Annotated[
+    image_prefix: Annotated[
         str | None,
         typer.Option(
             metavar="PREFIX",
@@ -127,27 +127,25 @@ def command(
         raise UserError(f"--format: has no effect on {what}, only on labels")
     if form == "multilabel-imagenet" and which != "all":
         raise UserError(f"--which {which}: format {form} has all labels of every image. Add --which all.")
-    if images is not None and form not in ("coco", "label-studio"):
-        raise UserError(f"--images: has no effect on format {form}, only on coco and label-studio")
+    if image_prefix is not None and form not in ("coco", "label-studio"):
+        raise UserError(f"--image-prefix: has no effect on format {form}, only on coco and label-studio")
     if output.exists() and not overwrite and not _is_empty_folder(output):
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
-    fingerprint = opened.spec.fingerprint
     labels: FoundLabels | None = None
     if what == "scores":
-        data = source.find(store, fingerprint)
+        data = source.find(store, opened.spec)
         if data is None and output.suffix != ".npy":
-            data = source.need("scores with keys", store, fingerprint)
+            data = source.need("scores with keys", store, opened.spec)
         rows = write_scores(open_store(store, opened.snapshot.id, storage, data), data, output)
     else:
-        needed = source.need(what, store, fingerprint)
-        opened = open_store(store, opened.snapshot.id, storage, needed)
+        opened, needed = source.open(what, store, opened.snapshot.id, storage)
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
             labels = find_labels(opened, needed, which)
             fit = labels.fit(box_share)
-            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(images or ""))
+            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(image_prefix or ""))
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id

@@ -15,7 +15,6 @@ from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, AnswersFile, now, standing_answers
 from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
-from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_class
 from bigscl.tools.shared.label_formats import QuestionFormat, Source, read_tool_answers, write_questions
 from bigscl.tools.shared.label_table import table_writer
@@ -26,7 +25,6 @@ from bigscl.tools.shared.open_store import (
     StorageFlags,
     Store,
     locate,
-    open_store,
     run_folder,
 )
 from bigscl.tools.shared.questions import (
@@ -82,19 +80,11 @@ class QuestionFlags:
         self, store: str, source: DataFlags, storage: StorageFlags, most: int
     ) -> tuple[Questions, Data, Path, str]:
         """Return the questions, the data, the file for answers, and the snapshot that is asked about."""
-        opened, data = _open(store, source, storage, self.snapshot)
+        opened, data = source.open("review", store, self.snapshot, storage)
         files = answers_files(run_folder(store), data, self.answers)
         only = None if self.class_name is None else find_class(self.class_name, data.index)
         questions = Questions(opened, data, files, most=most, by=self.by, only=only, seed=self.seed)
         return questions, data, files[0], str(opened.snapshot.id)
-
-
-def _open(
-    store: str, source: DataFlags, storage: StorageFlags, snapshot: int | None = None
-) -> tuple[HeatmapStore, Data]:
-    opened = open_store(store, snapshot, storage)
-    data = source.need("review", store, opened.spec.fingerprint)
-    return open_store(store, opened.snapshot.id, storage, data), data
 
 
 # List doubtful labels
@@ -128,7 +118,7 @@ def list_labels(
     if output is not None and output.exists() and not overwrite:
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     folder = _run_of(store)
-    opened, data = _open(store, source, storage)
+    opened, data = source.open("review", store, None, storage)
     facts, lists = find_doubtful_labels(folder, opened, data, count)
     if output is not None:
         with table_writer(output, LIST_COLUMNS) as write:
@@ -303,9 +293,14 @@ def export(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write; label-studio: a folder.")],
-    images: Annotated[
-        str, typer.Option(help="Where that tool finds an image; {key} stands for its key.")
-    ] = "{key}",
+    image_prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX",
+            help="What that tool needs before the path of an image in your dataset (its key, if the shards "
+            "do not say); or an address in which {key} stands for its key.",
+        ),
+    ] = "",
     *,
     flags: QuestionFlags,
     source: DataFlags,
@@ -318,7 +313,7 @@ def export(
     """
     questions, data, _, snapshot = flags.open(store, source, storage, flags.count)
     chosen, names = questions.next(flags.count), data.index.class_names
-    write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(images))
+    write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(image_prefix))
     facts = {"output": str(output), "format": form, "questions": len(chosen)}
     print_result(facts, f"{output}: {plural(len(chosen), 'question')} for {form}", as_json)
 
@@ -339,7 +334,7 @@ def import_answers(
 
     Example: bigscl review import runs/mine questions.csv
     """
-    _, data = _open(store, source, storage)
+    _, data = source.open("review", store, None, storage)
     path = answers_files(run_folder(store), data, answers)[0]
     given = Source(who=who or getpass.getuser(), when=now())
     answers_of_tool = read_tool_answers(file, given)

@@ -61,7 +61,7 @@ class OpenRun:
         self._url, self._pinned = with_snapshot(place)
         self._storage = places.storage
         opened = open_store(self._url, self._pinned, places.storage)
-        self.data: Data = places.source.need("view", self._url, opened.spec.fingerprint)
+        self.data: Data = places.source.need("view", self._url, opened.spec)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
         self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
