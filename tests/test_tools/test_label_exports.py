@@ -389,7 +389,7 @@ def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tm
     folder = tmp_path / "found"
     words = ("export", photographs / "run", "labels", "--which", "all", "--format", "dataset", "-o", folder)
     assert bigscl(*words).code == 0
-    rows = datasets.load_dataset(str(folder), "labels", split="train", cache_dir=str(tmp_path / "cache"))
+    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
     assert {(photographs / "photos" / path).is_file() for path in rows["path"]} == {True}
     (kind,) = {type(rows.features["positives"].feature)}
     assert kind is datasets.ClassLabel
@@ -398,3 +398,27 @@ def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tm
         load_index(str(photographs / "shards" / "train-*.tar")), folder / "labels.parquet"
     )
     assert again.num_samples == len(rows)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # timm opens images, and PIL closes them when it likes
+def test_timm_trains_on_an_exported_dataset(photographs, tmp_path):
+    """By the call that its training script makes with --dataset, --input-key and --target-key."""
+    pytest.importorskip("datasets")
+    timm_data = pytest.importorskip("timm.data")
+    folder, prefix = tmp_path / "found", f"{photographs / 'photos'}/"
+    words = ("--which", "all", "--format", "dataset", "--image-prefix", prefix, "-o", folder)
+    assert bigscl("export", photographs / "run", "labels", *words).code == 0
+    read = timm_data.create_dataset(
+        f"hfds/{folder}",
+        root=str(tmp_path / "cache"),
+        split="train",
+        input_key="path",
+        target_key="positives",
+    )
+    with (folder / "labels.parquet").open("rb") as file:
+        rows = pytest.importorskip("pyarrow.parquet").read_table(file).to_pylist()
+    assert read.reader.class_to_idx == {"cat": 0, "dog": 1}
+    assert [read[number][1] for number in range(len(read))] == [row["positives"] for row in rows]
+    for number, row in enumerate(rows):
+        with Image.open(row["path"]) as image:
+            assert np.array_equal(np.asarray(read[number][0]), np.asarray(image.convert("RGB")))

@@ -266,7 +266,7 @@ def image_address(images: str, file: str) -> str:
 
 def with_folder(images: str, file: str) -> str:
     """Return the path of an image below the folder of all images; a URL has its own."""
-    return file if "://" in file else images + file
+    return images + file if file and "://" not in file else file
 
 
 # FiftyOne
