@@ -102,7 +102,7 @@ def _read(path: Path, images: Path | None, options: TableOptions) -> Parts:
     def check(names: list[str]) -> None:
         found[:] = [_Columns.of(names, options)]
 
-    rows = read_table(path, check, "a column with images and one with labels")
+    rows = read_table(path, check, "a header that names a column of images and one of labels")
     if not rows:
         raise BadFile(f"{path}: no rows")
     columns, folder = found[0], path.parent if images is None else images
