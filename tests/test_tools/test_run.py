@@ -236,3 +236,29 @@ def test_commands_take_images_in_place_of_shards(mine, tmp_path):
     answer = bigscl("export", store, "labels", "-o", tmp_path / "y.csv", *images, "--shards", "x.tar")
     assert answer.code == 2
     assert "--images: has no effect with --shards" in answer.err
+
+
+def kinds(cell):
+    """What a cell shows: the types of its result, and whether it prints."""
+    results = [sorted(output["data"]) for output in cell.outputs if output.output_type == "execute_result"]
+    return results, any(output.get("name") == "stdout" for output in cell.outputs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_the_notebook_shows_what_is_in_its_file(runs, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    file = ROOT / "docs" / "notebook.ipynb"
+    assert file.stat().st_size < 300_000
+    shutil.copytree(runs / "dense", tmp_path / "quickstart" / "scl_plus")
+    lines = (
+        {"kind": kind, "step": 1, "epoch": 1, name: 0.5} for kind, name in (("train", "loss"), ("val", "map"))
+    )
+    metrics = tmp_path / "quickstart" / "scl_plus" / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    stored, executed = (nbformat.read(file, as_version=4) for _ in range(2))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(executed, timeout=170, kernel_name="python3", resources=resources).execute()
+    code = [cell for cell in stored.cells if cell.cell_type == "code"]
+    assert all(results or prints for results, prints in map(kinds, code))
+    assert list(map(kinds, code)) == [kinds(cell) for cell in executed.cells if cell.cell_type == "code"]
