@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
@@ -422,3 +423,54 @@ def test_timm_trains_on_an_exported_dataset(photographs, tmp_path):
     for number, row in enumerate(rows):
         with Image.open(row["path"]) as image:
             assert np.array_equal(np.asarray(read[number][0]), np.asarray(image.convert("RGB")))
+
+
+def test_label_studio_accepts_every_task(photographs, tmp_path):
+    """By the validator of its SDK (pip install label-studio-sdk)."""
+    interface_of = pytest.importorskip("label_studio_sdk.label_interface").LabelInterface
+    prefix = "/data/local-files/?d=photos/"
+    folder = export(photographs / "run", tmp_path, "label-studio", "all", "--image-prefix", prefix)
+    interface = interface_of((folder / "config.xml").read_text())
+    interface.validate()
+    for task in json.loads((folder / "tasks.json").read_text()):
+        assert interface.validate_task({"data": task["data"]})
+        assert all(map(interface.validate_prediction, task["predictions"]))
+        path = unquote(task["data"]["image"].removeprefix(prefix))
+        assert (photographs / "photos" / path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "part"),
+    [
+        ("labels", "FiftyOneImageClassificationDatasetImporter", "classifications"),
+        ("boxes", "FiftyOneImageDetectionDatasetImporter", "detections"),
+    ],
+)
+def test_fiftyone_imports_labels_of_the_original_files(photographs, tmp_path, monkeypatch, name, kind, part):
+    """By its own importers (pip install fiftyone), without its database."""
+    monkeypatch.setenv("FIFTYONE_DISABLE_SERVICES", "1")
+    monkeypatch.setenv("FIFTYONE_DO_NOT_TRACK", "true")
+    importers = pytest.importorskip("fiftyone.utils.data.importers")
+    file = export(photographs / "run", tmp_path, "fiftyone", "all") / f"{name}.json"
+    stored = json.loads(file.read_text())
+    found = {}
+    with getattr(importers, kind)(data_path=str(photographs / "photos"), labels_path=str(file)) as samples:
+        for path, _, labels in samples:
+            assert Path(path).is_file()
+            key = str(Path(path).relative_to(photographs / "photos").with_suffix(""))
+            found[key] = [each.label for each in getattr(labels, part)]
+    assert found == {
+        key: [stored["classes"][target["label"]] for target in targets]
+        for key, targets in stored["labels"].items()
+    }
+
+
+def test_pycocotools_finds_the_original_files(photographs, tmp_path):
+    coco = pytest.importorskip("pycocotools.coco").COCO(
+        str(export(photographs / "run", tmp_path, "coco", "all"))
+    )
+    images = coco.loadImgs(coco.getImgIds())
+    assert len(images) == 6
+    for image in images:
+        with Image.open(photographs / "photos" / image["file_name"]) as opened:
+            assert opened.size == (image["width"], image["height"])

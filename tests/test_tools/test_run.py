@@ -16,8 +16,10 @@ from torchvision.datasets import ImageFolder
 import bigscl as package
 from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore, StoreError
+from bigscl.tools.shared.open_store import DataFlags
 from tests.builders import picture
 from tests.test_tools.conftest import bigscl
+from tests.test_tools.view_site import serving
 
 pytest.importorskip("pandas")
 ROOT = Path(__file__).parent.parent.parent
@@ -219,6 +221,8 @@ def test_commands_take_images_in_place_of_shards(mine, tmp_path):
             "36 rows",
         ),
         (("render", store, "-o", tmp_path / "x.png", "--choose", "confident"), "8 samples"),
+        (("export", store, "scores", "-o", tmp_path / "x.npz"), "24 rows"),
+        (("export", store, "samples", "-o", tmp_path / "samples.json"), "24 rows"),
         (("show", store, "--sample", "cat/11.png"), "cat"),
         (("review", "ask", store, "--answers", tmp_path / "answers.jsonl", "--list", "--count", 3), "owl"),
         (("view", store, "--prepare", "--cache", tmp_path / "cache"), "is indexed"),
@@ -262,3 +266,44 @@ def test_the_notebook_shows_what_is_in_its_file(runs, tmp_path):
     code = [cell for cell in stored.cells if cell.cell_type == "code"]
     assert all(results or prints for results, prints in map(kinds, code))
     assert list(map(kinds, code)) == [kinds(cell) for cell in executed.cells if cell.cell_type == "code"]
+
+
+def test_the_page_shows_the_images_of_an_own_loop(mine):
+    source = DataFlags(images=mine / "photos")
+    with serving(mine / "mine" / "store", source=source) as site:
+        (item, *_) = site.ask("/api/samples?count=1").json()["items"]
+        assert (mine / "photos" / item["key"]).is_file()
+        sample = site.ask(f"/api/sample?row={item['row']}").json()
+        assert sample["path"] == item["key"]
+        assert site.ask(f"/api/image?row={item['row']}").body == (mine / "photos" / item["key"]).read_bytes()
+        assert site.ask(f"/api/thumbnail?row={item['row']}").headers["content-type"] == "image/jpeg"
+
+
+def test_an_own_loop_is_reviewed_by_paths_of_images(mine, tmp_path, monkeypatch):
+    store = (mine / "mine" / "store", "--images", mine / "photos", "--answers", tmp_path / "answers.jsonl")
+    assert bigscl("review", "export", store[0], "csv", "-o", tmp_path / "questions.csv", *store[1:]).code == 0
+    lines = (tmp_path / "questions.csv").read_text().splitlines()
+    rows = list(csv.DictReader(lines))
+    assert all(row["path"] == row["key"] and (mine / "photos" / row["path"]).is_file() for row in rows)
+    rows[0]["yes"] = "yes"
+    with (tmp_path / "questions.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert bigscl("review", "import", store[0], tmp_path / "questions.csv", *store[1:]).code == 0
+    left = bigscl("review", "ask", *store, "--json").json()
+    assert (rows[0]["key"], rows[0]["class"]) not in {(each["key"], each["class_name"]) for each in left}
+    assert len(left) == len(rows) - 1
+
+
+def test_an_image_that_is_gone_is_named(mine, tmp_path):
+    shutil.copytree(mine, tmp_path / "copy")
+    paths, labels = zip(*ImageFolder(tmp_path / "copy" / "photos").samples, strict=True)
+    store = tmp_path / "copy" / "mine" / "store"
+    run = package.open_run(store, images=paths, labels=[[label] for label in labels])
+    key = run.labels().index[0]
+    Path(paths[0]).unlink()
+    with pytest.raises(UserError, match=f"{key}: cannot be read: No such file"):
+        run.show(key)
+    with pytest.raises(UserError, match=f"{key}: the image cannot be read"):
+        run.heatmap(key, 0)
