@@ -82,7 +82,9 @@ def _source(
 
 
 class Run:
-    """A run, or a store with its images. It is only read, and may be that of a running training."""
+    """A run, or a store with its images, which is only read. While a training writes it, each call sees its
+    newest snapshot.
+    """
 
     def __init__(self, place: str, source: DataFlags) -> None:
         """Open it, unless nothing but metrics is there: a run without a store on disk has those."""
@@ -95,8 +97,13 @@ class Run:
     def __repr__(self) -> str:
         return f"bigscl.open_run({self._place!r})"
 
-    @cached_property
+    @property
     def _opened(self) -> OpenRun:
+        self._open_run.reopen()
+        return self._open_run
+
+    @cached_property
+    def _open_run(self) -> OpenRun:
         return OpenRun(self._place, Places(source=self._source, storage=StorageFlags(), cache=None))
 
     @property
@@ -122,7 +129,8 @@ class Run:
         `trust` is the share of found labels of such classes that are right, estimated from hidden labels
         (`data.canaries`), NaN if unknown; `box` is around the hottest region, as fractions of the image.
         """
-        pandas, store, data = _pandas(), self._opened.store, self._opened.data
+        pandas, run = _pandas(), self._opened
+        store, data = run.store, run.data
         found = find_labels(store, data, "all")
         share = found.fit(None).share
         parts = [labels for _, labels in found.passed_over(partial(found.of_shard, share=share))]
@@ -136,16 +144,10 @@ class Run:
             "score": columns["score"],
             "given": columns["annotated"],
             "expected": columns["expected"],
-            "trust": np.where(columns["annotated"], np.nan, self._trust()[columns["class"]]),
+            "trust": np.where(columns["annotated"], np.nan, _trust(run)[columns["class"]]),
             "box": [None if np.isnan(box[0]) else box for box in boxes],
         }
         return pandas.DataFrame(frame, index=pandas.Index(columns["key"], name="key"))
-
-    def _trust(self) -> NDArray[np.float64]:
-        """Return how likely a found label of each class is right, [L]."""
-        index, trust = self._opened.data.index, trust_at(self._opened.store)
-        counts = np.bincount(index.given.values, minlength=index.num_classes)
-        return np.full(len(counts), np.nan) if trust is None else trust.by_class(counts)
 
     def samples(self, by: str = "surprise", *, name: str | None = None, count: int = 100) -> Any:
         """Return a DataFrame of samples and their classes as the page lists them, of class `name` if given.
@@ -173,7 +175,8 @@ class Run:
 
     def heatmap(self, key: str | int, name: str | int) -> NDArray[np.float32]:
         """Return the heatmap of a class in a sample, `[height,width]` of its image, 0 to 1."""
-        store, index = self._opened.store, self._opened.data.index
+        run = self._opened
+        store, index = run.store, run.data.index
         ids = find_samples([str(key)], store.spec, index)
         number = find_class(str(name), index)
         rows = store.read_without_initial_value(ids)
@@ -189,10 +192,18 @@ class Run:
 
     def show(self, key: str | int, *, heatmaps: int = 6) -> "Picture":
         """Return a picture of a sample with its strongest heatmaps, which a notebook shows."""
-        store, data = self._opened.store, self._opened.data
+        run = self._opened
+        store, data = run.store, run.data
         ids = find_samples([str(key)], store.spec, data.index)
         images = SampleImages(store, data, ids, None if data.index.full is not None else expected_at(store))
         return Picture(figure_of(side_by_side([store], images, data, ids, heatmaps)))
+
+
+def _trust(run: OpenRun) -> NDArray[np.float64]:
+    """Return the share of the found labels of such classes that are right, [L]."""
+    index, trust = run.data.index, trust_at(run.store)
+    counts = np.bincount(index.given.values, minlength=index.num_classes)
+    return np.full(len(counts), np.nan) if trust is None else trust.by_class(counts)
 
 
 class Picture:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from torchvision.datasets import ImageFolder
 
 import bigscl as package
 from bigscl.common.user_error import UserError
+from bigscl.selection.trust import GROUPS, Group, Trust
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.shared.open_store import DataFlags
-from tests.builders import picture
+from tests.builders import learn, picture
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.view_site import serving
 
@@ -307,3 +309,39 @@ def test_an_image_that_is_gone_is_named(mine, tmp_path):
         run.show(key)
     with pytest.raises(UserError, match=f"{key}: the image cannot be read"):
         run.heatmap(key, 0)
+
+
+def test_each_call_sees_the_newest_snapshot(run, index):
+    opened = package.open_run(run)
+    before, at = opened.labels(), opened._opened.store.snapshot.id
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="more") as writer:
+        learn(writer, index, 3, 0.2, np.random.default_rng(5))
+    pinned = package.open_run(f"{run}@{at}")
+    assert before.score.tolist() == pinned.labels().score.tolist()
+    assert before.score.tolist() != opened.labels().score.tolist()
+    assert opened._opened.store.snapshot.id > at
+
+
+def test_trust_is_that_of_the_classes_of_a_label(run, index):
+    counts = np.bincount(index.given.values, minlength=index.num_classes)
+    groups = tuple(
+        Group(name=name, classes=len(own), precision=precision, hidden=20, found=9)
+        for name, precision, own in zip(
+            GROUPS, (0.2, 0.5, 0.8), np.array_split(np.argsort(counts, kind="stable"), 3), strict=True
+        )
+    )
+    known = {"precision": 0.6, "low": 0.5, "high": 0.7, "recall": 0.4}
+    trust = Trust(hidden=60, found=27, **known, epochs=3, images_per_class=3.0, groups=groups)
+    with HeatmapStore.open(run / "store", annotations=index.annotations(), mode="w", run="more") as store:
+        attributes = {**store.snapshot.attributes, "trust": trust.to_json()}
+        store.commit(epoch=2, step=31, attributes=attributes)
+    labels = package.open_run(run).labels()
+    assert labels.trust[labels.given].isna().all()
+    expected = dict(
+        zip(np.argsort(counts, kind="stable").tolist(), [0.2] * 4 + [0.5] * 3 + [0.8] * 3, strict=True)
+    )
+    mined = labels[~labels.given]
+    assert mined.trust.tolist() == [expected[index.class_names.index(name)] for name in mined["class"]]
+    assert trust.by_class(counts).tolist() == [expected[number] for number in range(len(counts))]
+    few = replace(trust, hidden=3)
+    assert np.isnan(few.by_class(counts)).all()
