@@ -1,6 +1,5 @@
 """Draw samples with their heatmaps."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,8 +75,6 @@ def command(
     """
     if output.suffix not in SUFFIXES:
         raise UserError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
-    # Of a notebook or another project; pictures are written without any backend.
-    os.environ.pop("MPLBACKEND", None)
     opened, data = source.open("render", store, snapshot, storage)
     stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
     number = None if class_name is None else find_class(class_name, data.index)
