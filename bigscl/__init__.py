@@ -1,6 +1,7 @@
 """Multi-label image classifiers from single-label datasets, with the Spatial Consistency Loss.
 
-The names below are for own training loops. Each is imported when it is first used: torch takes seconds.
+The names below are for own training loops and notebooks. Each is imported when it is first used: torch
+takes seconds.
 """
 
 from importlib import import_module
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from bigscl.memory.memory import Memory
     from bigscl.models.spatial import MapPooling, build_model
     from bigscl.store import Annotations
+    from bigscl.tools.run import open_run
 
 __version__ = version("bigscl")
 
@@ -38,6 +40,7 @@ __all__ = [
     "build_model",
     "load_index",
     "objective",
+    "open_run",
 ]
 
 # Where each name is defined, and as what.
@@ -57,6 +60,7 @@ _DEFINED = {
     "build_model": ("bigscl.models.spatial", "build_model"),
     "load_index": ("bigscl.data.index", "load_index"),
     "objective": ("bigscl.config", "make_objective"),
+    "open_run": ("bigscl.tools.run", "open_run"),
 }
 
 

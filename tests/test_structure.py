@@ -48,7 +48,7 @@ def test_imports_point_from_tools_to_bigscl_to_store():
         if name.startswith("bigscl.store"):
             # Two small modules, which import nothing of ours.
             assert ours - {"bigscl.common.user_error", "bigscl.common.url_secrets"} == store, name
-        elif not name.startswith("bigscl.tools") and name != "bigscl.__main__":
+        elif not name.startswith("bigscl.tools") and name not in ("bigscl", "bigscl.__main__"):
             assert not tools, name
 
 
@@ -100,6 +100,9 @@ def test_folders_import_only_from_lower_folders():
     for name, file in files.items():
         for other in imported_modules(file, files):
             mine, its = layer(file), layer(other)
+            # Names of the package are imported when they are used; only type checkers follow them here.
+            if mine == "bigscl/__init__" and its == "tools":
+                continue
             assert mine == its or LEVELS[its] < LEVELS[mine], f"{name} ({mine}) imports {other} ({its})"
 
 

@@ -149,6 +149,8 @@ def run(command: Any, arguments: list[str] | None, program: str) -> int:
 
 def _run(command: Any, arguments: list[str] | None, program: str) -> int:
     _Start.is_over = False
+    # Of a notebook or another project; pictures are written without any backend.
+    os.environ.pop("MPLBACKEND", None)
     # From here on nothing but url_secrets has the secrets in URLs, not even trackers that note sys.argv.
     hide_in_logs()
     sys.argv[1:] = take_words(sys.argv[1:])

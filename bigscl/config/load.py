@@ -106,6 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = data.decode()
     except (OSError, ValueError) as error:
         hint = ". `bigscl configs` lists those that come with bigscl" if not os.path.exists(path) else ""
+        hint = ". Expected YAML: `key: value`." if isinstance(error, UnicodeDecodeError) else hint
         raise ConfigError(f"{printable(str(path))}: cannot be read: {reason_of(error)}{hint}") from error
     _check_digest(data, path)
     values = parse_yaml(text, str(path))

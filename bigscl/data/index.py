@@ -70,6 +70,8 @@ class Index:
     """Given positives that training does not see (`data.canaries`); None if it sees all."""
     fingerprint: str
     """Digest of names, keys, image lengths and labels: other data has another fingerprint."""
+    folder: str | None = None
+    """Folder of the image files, whose paths in it are the keys; None if the images are in tars."""
     allow_pipe: bool = False
     """Whether the commands of `pipe:` shards may be run. Files of indexes do not say so."""
 
@@ -108,8 +110,9 @@ class Index:
         return path.decode(errors="backslashreplace") or None
 
     def name(self, sample_id: int) -> str:
-        """Return a sample's shard and key for messages, without control characters."""
-        return printable(f"{self.shard_names[sample_id // self.rows_per_shard]}/{self.key(sample_id)}")
+        """Return a sample's shard and key for messages, without control characters; the path of a file."""
+        shard = "" if self.folder is not None else f"{self.shard_names[sample_id // self.rows_per_shard]}/"
+        return printable(shard + self.key(sample_id))
 
     def labels_of(
         self, ids: NDArray[np.int64], which: Labels = "given", classes: range | None = None

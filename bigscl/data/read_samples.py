@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import tarfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +57,9 @@ def _in_reading_order(index: Index, stream: Stream) -> Iterator[tuple[int, Encod
 
 
 def _images_of_shard(index: Index, number: int, ids: list[int]) -> Iterator[tuple[int, Encoded]]:
+    if index.folder is not None:
+        yield from ((sample_id, _image_file(index, sample_id)) for sample_id in ids)
+        return
     logger.debug("reading %d samples of %s", len(ids), index.urls[number])
     try:
         shard = open_shard(index.urls[number], allow_pipe=index.allow_pipe)
@@ -68,6 +73,18 @@ def _images_of_shard(index: Index, number: int, ids: list[int]) -> Iterator[tupl
                 yield sample_id, _image(index, shard, sample_id)
             except Unreadable as error:
                 yield sample_id, error
+
+
+def _image_file(index: Index, sample_id: int) -> Encoded:
+    """Return the content of an image that is a file of its own, or why it cannot be read."""
+    assert index.folder is not None
+    path = Path(index.folder, os.fsdecode(bytes(index.keys[sample_id])))
+    try:
+        if path.stat().st_size > LARGEST_IMAGE_BYTES:
+            return Unreadable(f"{path.stat().st_size} bytes, expected at most {LARGEST_IMAGE_BYTES}")
+        return bytearray(path.read_bytes())
+    except OSError as error:
+        return Unreadable(f"cannot be read: {error.strerror or error}")
 
 
 def _image(index: Index, shard: Shard, sample_id: int) -> bytearray:
@@ -128,7 +145,7 @@ def read_metadata(index: Index, ids: NDArray[np.int64]) -> dict[int, dict[str, A
     Malformed `boxes`, which `bigscl index` reports, are left out.
     """
     metadata: dict[int, dict[str, Any]] = {int(sample_id): {} for sample_id in ids}
-    for number in np.unique(ids // index.rows_per_shard).tolist():
+    for number in () if index.folder is not None else np.unique(ids // index.rows_per_shard).tolist():
         wanted = {bytes(index.keys[n]): n for n in metadata if n // index.rows_per_shard == number}
         with closing(open_shard(index.urls[number], allow_pipe=index.allow_pipe)) as shard:
             for member in members(shard, _ignore):
@@ -183,6 +200,8 @@ class ImageHead:
 
 def read_image_heads(index: Index, ids: NDArray[np.int64]) -> dict[int, ImageHead]:
     """Return names and sizes of images by id, without those that are not readable images."""
+    if index.folder is not None:
+        return dict(_heads_of_files(index, ids))
     heads: dict[int, ImageHead] = {}
     for number in np.unique(ids // index.rows_per_shard).tolist():
         own = ids[ids // index.rows_per_shard == number]
@@ -196,6 +215,14 @@ def read_image_heads(index: Index, ids: NDArray[np.int64]) -> dict[int, ImageHea
                 if not wanted:
                     break
     return heads
+
+
+def _heads_of_files(index: Index, ids: NDArray[np.int64]) -> Iterator[tuple[int, ImageHead]]:
+    for sample_id in ids.tolist():
+        content = _image_file(index, sample_id)
+        with suppress(Unreadable):
+            if not isinstance(content, Unreadable):
+                yield sample_id, ImageHead(index.key(sample_id), *image_size(content))
 
 
 def _upright_size(shard: Shard, member: Member) -> tuple[int, int] | None:

@@ -78,12 +78,30 @@ def table(path: Path, images: Path | None, options: TableOptions) -> Shards:
     Images are files in the folder `images` (default: that of the table) or URLs. An image may have several
     rows. Boxes are the columns x0, y0, x1, y1, or lists [class, x0, y0, x1, y1] in the column `boxes`.
     """
+    return _shards("table", _read(path, images, options), options, path)
+
+
+def labelled_paths(
+    path: Path, class_names: Sequence[str] | None
+) -> tuple[list[tuple[str, list[int]]], tuple[str, ...]]:
+    """Return the training images of a table with their classes, in its order, and the classes' names."""
+    images = list(_read(path, None, TableOptions()).get("train", {}).values())
+    names = tuple(class_names or _class_names(images))
+    numbers = _Numbers(names)
+    return [
+        (image.source, sorted({numbers.of(label, image.source) for label in image.labels}))
+        for image in images
+    ], names
+
+
+def _read(path: Path, images: Path | None, options: TableOptions) -> Parts:
+    """Return the images of a table by their splits, in its order."""
     found: list[_Columns] = []
 
     def check(names: list[str]) -> None:
         found[:] = [_Columns.of(names, options)]
 
-    rows = read_table(path, check, "a column with images and one with labels")
+    rows = read_table(path, check, "a header that names a column of images and one of labels")
     if not rows:
         raise BadFile(f"{path}: no rows")
     columns, folder = found[0], path.parent if images is None else images
@@ -111,7 +129,7 @@ def table(path: Path, images: Path | None, options: TableOptions) -> Shards:
             f"{path}: {len(missing)} images are not there: {first_few(missing, len(missing), most=3)}. "
             f"--images FOLDER says where the paths of the table start."
         )
-    return _shards("table", parts, options, path)
+    return parts
 
 
 def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> Shards:

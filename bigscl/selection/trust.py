@@ -138,6 +138,13 @@ class Trust:
             for one in self.groups
         ]
 
+    def by_class(self, labels: NDArray[np.int64]) -> Floats:
+        """Return the precision of each class's group, [L]; NaN if unknown. `labels` counts all labels."""
+        precision = np.full(len(labels), np.nan)
+        for group, classes in zip(self.groups, _thirds(labels), strict=True):
+            precision[classes] = group.precision if self.is_known else np.nan
+        return precision
+
 
 def _number(value: Any) -> Any:
     return float("nan") if value is None else value
@@ -198,6 +205,11 @@ def estimate(
     )
 
 
+def _thirds(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the classes of each of GROUPS, by the number of labels of each class."""
+    return np.array_split(np.argsort(labels, kind="stable"), len(GROUPS))
+
+
 def _groups(
     labels: NDArray[np.int64],
     hidden: NDArray[np.int64],
@@ -205,9 +217,8 @@ def _groups(
     mined: NDArray[np.int64],
     probabilities: Floats,
 ) -> tuple[Group, ...]:
-    order = np.argsort(labels, kind="stable")
     groups = []
-    for name, classes in zip(GROUPS, np.array_split(order, len(GROUPS)), strict=True):
+    for name, classes in zip(GROUPS, _thirds(labels), strict=True):
         own, is_hidden = np.isin(mined, classes), np.isin(hidden, classes)
         known = len(probabilities) and own.any()
         precision = float(probabilities[own].mean()) if known else float("nan")

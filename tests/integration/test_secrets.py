@@ -174,9 +174,9 @@ def commands_over(run: Path, made: Path, images: str) -> Iterator[tuple[object, 
     yield "export", run, "heatmaps", "--sample", 0, "-o", made / "heatmaps.npz"
     for form in ("coco", "label-studio", "fiftyone", "dataset"):
         output = made / (f"{form}.json" if form == "coco" else form)
-        prefix = ("--images", images) if form in ("coco", "label-studio") else ()
+        prefix = ("--image-prefix", images) if form in ("coco", "label-studio") else ()
         yield "export", run, "labels", "--format", form, *prefix, "-o", output
-    asked = ("--images", f"{images}{{key}}", "-o", made / "questions")
+    asked = ("--image-prefix", f"{images}{{key}}", "-o", made / "questions")
     yield "review", "export", run, "label-studio", *asked
     yield "publish", run, made / "published", "--no-onnx"
     yield "review", "list", run, "-o", made / "audit.csv"

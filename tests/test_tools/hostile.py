@@ -56,6 +56,7 @@ KINDS = {
     "table_file": "table",
     "classes": "text",
     "images": "text",
+    "image_prefix": "text",
     "sample": "sample",
     "class_name": "sample",
     "endpoint": "endpoint",

@@ -304,7 +304,7 @@ def test_heatmaps_go_to_pngs_cell_by_cell(runs, index, tmp_path):
         (["{runs}/dense", "labels", "-o", "{out}/x.txt"], "tables are written as .csv, .jsonl, .parquet"),
         (["{runs}/dense", "labels", "-o", "{out}/there.csv"], "already exists"),
         (["{runs}/dense", "scores", "-o", "{out}/x.csv"], "scores are written as .npz, .parquet, .npy"),
-        (["{bare}", "scores", "-o", "{out}/x.npz"], "scores with keys: needs the shards"),
+        (["{bare}", "scores", "-o", "{out}/x.npz"], "scores with keys: needs the images"),
         (
             ["{runs}/dense", "scores", "--box-share", "0.4", "-o", "{out}/x.npy"],
             "--box-share: has no effect on scores",
@@ -315,7 +315,7 @@ def test_heatmaps_go_to_pngs_cell_by_cell(runs, index, tmp_path):
             ["{runs}/dense", "labels", "--sample", "3", "-o", "{out}/x.csv"],
             "--sample: has no effect on labels",
         ),
-        (["{bare}", "labels", "-o", "{out}/x.csv"], "labels: needs the shards"),
+        (["{bare}", "labels", "-o", "{out}/x.csv"], "labels: needs the images"),
         (["{runs}/dense", "labels", "--snapshot", "7", "-o", "{out}/x.csv"], "no snapshot 7"),
     ],
 )

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_coco_holds_what_the_table_holds(runs, index, tmp_path, run, which):
     from pycocotools.coco import COCO
 
     wanted = table(runs / run, tmp_path, which)
-    coco = COCO(str(export(runs / run, tmp_path, "coco", which, "--images", "scenes/")))
+    coco = COCO(str(export(runs / run, tmp_path, "coco", which, "--image-prefix", "scenes/")))
     images = coco.loadImgs(coco.getImgIds())
     assert {one["id"] for one in images} == (set(index.ids().tolist()) if which == "all" else set(wanted))
     sizes = {name: image.shape for name, image in read_images(index, index.ids()).items()}
@@ -92,7 +93,7 @@ def test_lines_of_multilabel_imagenet_hold_what_the_table_holds_and_train_again(
 
 def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
     wanted = table(runs / "topk", tmp_path, "mined")
-    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--images", "s3://mine/")
+    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--image-prefix", "s3://mine/")
     tasks = json.loads((folder / "tasks.json").read_text())
     assert {task["data"]["id"] for task in tasks} == set(wanted)
     for task in tasks:
@@ -319,8 +320,11 @@ def test_overwriting_a_folder_keeps_what_is_not_ours(run, tmp_path):
     ("words", "message"),
     [
         (["scores", "--format", "coco", "-o", "x.json"], "--format: has no effect on scores"),
-        (["labels", "--images", "a/", "-o", "x.csv"], "--images: has no effect on format table"),
-        (["labels", "--format", "fiftyone", "--images", "a/", "-o", "x"], "no effect on format fiftyone"),
+        (["labels", "--image-prefix", "a/", "-o", "x.csv"], "--image-prefix: has no effect on format table"),
+        (
+            ["labels", "--format", "fiftyone", "--image-prefix", "a/", "-o", "x"],
+            "no effect on format fiftyone",
+        ),
         (["labels", "--format", "coco", "-o", "x.csv"], "COCO annotations are written as .json"),
         (["labels", "--format", "dataset", "-o", "x.parquet"], "a folder with labels.parquet"),
         (["labels", "--format", "label-studio", "-o", "x.json"], "a folder with tasks.json and config.xml"),
@@ -371,7 +375,7 @@ def photographs(tmp_path_factory):
 def test_exports_name_the_original_files(photographs, tmp_path):
     files = {str(path.relative_to(photographs / "photos")) for path in photographs.rglob("*.jpg")}
     run, prefix = photographs / "run", f"{photographs / 'photos'}/"
-    coco = json.loads(export(run, tmp_path, "coco", "all", "--images", prefix).read_text())
+    coco = json.loads(export(run, tmp_path, "coco", "all", "--image-prefix", prefix).read_text())
     assert {image["file_name"] for image in coco["images"]} == {prefix + name for name in files}
     tasks = json.loads((export(run, tmp_path, "label-studio", "all") / "tasks.json").read_text())
     assert {unquote(task["data"]["image"]) for task in tasks} == files
@@ -386,7 +390,7 @@ def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tm
     folder = tmp_path / "found"
     words = ("export", photographs / "run", "labels", "--which", "all", "--format", "dataset", "-o", folder)
     assert bigscl(*words).code == 0
-    rows = datasets.load_dataset(str(folder), "labels", split="train", cache_dir=str(tmp_path / "cache"))
+    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
     assert {(photographs / "photos" / path).is_file() for path in rows["path"]} == {True}
     (kind,) = {type(rows.features["positives"].feature)}
     assert kind is datasets.ClassLabel
@@ -395,3 +399,78 @@ def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tm
         load_index(str(photographs / "shards" / "train-*.tar")), folder / "labels.parquet"
     )
     assert again.num_samples == len(rows)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # timm opens images, and PIL closes them when it likes
+def test_timm_trains_on_an_exported_dataset(photographs, tmp_path):
+    """By the call that its training script makes with --dataset, --input-key and --target-key."""
+    pytest.importorskip("datasets")
+    timm_data = pytest.importorskip("timm.data")
+    folder, prefix = tmp_path / "found", f"{photographs / 'photos'}/"
+    words = ("--which", "all", "--format", "dataset", "--image-prefix", prefix, "-o", folder)
+    assert bigscl("export", photographs / "run", "labels", *words).code == 0
+    read = timm_data.create_dataset(
+        f"hfds/{folder}",
+        root=str(tmp_path / "cache"),
+        split="train",
+        input_key="path",
+        target_key="positives",
+    )
+    with (folder / "labels.parquet").open("rb") as file:
+        rows = pytest.importorskip("pyarrow.parquet").read_table(file).to_pylist()
+    assert read.reader.class_to_idx == {"cat": 0, "dog": 1}
+    assert [read[number][1] for number in range(len(read))] == [row["positives"] for row in rows]
+    for number, row in enumerate(rows):
+        with Image.open(row["path"]) as image:
+            assert np.array_equal(np.asarray(read[number][0]), np.asarray(image.convert("RGB")))
+
+
+def test_label_studio_accepts_every_task(photographs, tmp_path):
+    """By the validator of its SDK (pip install label-studio-sdk)."""
+    interface_of = pytest.importorskip("label_studio_sdk.label_interface").LabelInterface
+    prefix = "/data/local-files/?d=photos/"
+    folder = export(photographs / "run", tmp_path, "label-studio", "all", "--image-prefix", prefix)
+    interface = interface_of((folder / "config.xml").read_text())
+    interface.validate()
+    for task in json.loads((folder / "tasks.json").read_text()):
+        assert interface.validate_task({"data": task["data"]})
+        assert all(map(interface.validate_prediction, task["predictions"]))
+        path = unquote(task["data"]["image"].removeprefix(prefix))
+        assert (photographs / "photos" / path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "part"),
+    [
+        ("labels", "FiftyOneImageClassificationDatasetImporter", "classifications"),
+        ("boxes", "FiftyOneImageDetectionDatasetImporter", "detections"),
+    ],
+)
+def test_fiftyone_imports_labels_of_the_original_files(photographs, tmp_path, monkeypatch, name, kind, part):
+    """By its own importers (pip install fiftyone), without its database."""
+    monkeypatch.setenv("FIFTYONE_DISABLE_SERVICES", "1")
+    monkeypatch.setenv("FIFTYONE_DO_NOT_TRACK", "true")
+    importers = pytest.importorskip("fiftyone.utils.data.importers")
+    file = export(photographs / "run", tmp_path, "fiftyone", "all") / f"{name}.json"
+    stored = json.loads(file.read_text())
+    found = {}
+    with getattr(importers, kind)(data_path=str(photographs / "photos"), labels_path=str(file)) as samples:
+        for path, _, labels in samples:
+            assert Path(path).is_file()
+            key = str(Path(path).relative_to(photographs / "photos").with_suffix(""))
+            found[key] = [each.label for each in getattr(labels, part)]
+    assert found == {
+        key: [stored["classes"][target["label"]] for target in targets]
+        for key, targets in stored["labels"].items()
+    }
+
+
+def test_pycocotools_finds_the_original_files(photographs, tmp_path):
+    coco = pytest.importorskip("pycocotools.coco").COCO(
+        str(export(photographs / "run", tmp_path, "coco", "all"))
+    )
+    images = coco.loadImgs(coco.getImgIds())
+    assert len(images) == 6
+    for image in images:
+        with Image.open(photographs / "photos" / image["file_name"]) as opened:
+            assert opened.size == (image["width"], image["height"])

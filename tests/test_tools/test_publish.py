@@ -381,3 +381,42 @@ def test_report_and_card_have_f1_with_the_offset(shifted, tmp_path):
     assert figures["F1 at 0.5"] == pytest.approx(100 * f1, abs=0.01)
     assert run("publish", path, tmp_path / "other", "--no-onnx", "--offset", "2") == 0
     assert "F1 at 0.5" not in (tmp_path / "other" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("averages", "file", "told"),
+    [
+        ({}, "best", "the best weights of the run, of epoch 5 (not averaged)"),
+        (
+            {"weight_ema": 0.99},
+            "best",
+            "the best weights of the run, of epoch 5 (running average over the steps, weight_ema 0.99)",
+        ),
+        ({}, "checkpoints/step-00000007", "the weights of step-00000007, epoch 3 (not averaged)"),
+        (
+            {"weight_ema": 0.99},
+            "checkpoints/step-00000007",
+            "the weights of step-00000007, epoch 3 (not averaged: the run's average is in its folder best)",
+        ),
+    ],
+)
+def test_it_is_said_which_weights_are_published(tmp_path, capsys, averages, file, told):
+    path = make_run(tmp_path, **averages)
+    if file != "best":
+        shutil.copytree(path / "best", path / file)
+        (path / file / "progress.json").write_text('{"epoch": 3}')
+        path /= file
+    assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: {told}, {tmp_path}")
+    assert told in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_missing_names_of_classes_are_said_to_be_missing(tmp_path, capsys):
+    path = make_run(tmp_path)
+    (tmp_path / "names.txt").write_text("0\n1\n2\n")
+    assert run("publish", path, tmp_path / "out", "--no-onnx", "--classes", tmp_path / "names.txt") == 0
+    assert "names of the classes are missing" in capsys.readouterr().out
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Names of the 3 classes are missing: the data number them from 0." in text
+    assert run("publish", path, tmp_path / "named", "--no-onnx") == 0
+    assert "names of the classes" not in capsys.readouterr().out

@@ -3,19 +3,23 @@
 import csv
 import io
 import json
+import os
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from bigscl.data.answers import Answer, AnswersFile, now, read_answers
 from bigscl.data.build_index import scan
 from bigscl.data.labels.label_files import with_training_labels
 from bigscl.data.labels.training_labels import draw_given
+from bigscl.evaluation.plots.sample_plots import draw_samples
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
 from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
 from bigscl.tools.shared.questions import Question
 from bigscl.tools.shared.shard_passes import expected_at
+from bigscl.tools.viewer import question_pictures
 from tests.benchmarks.label_weights import write_noisy_labels
 from tests.builders import SIDE, centres, labelled, make_store, write_tar
 from tests.test_store.conftest import random_update
@@ -181,7 +185,7 @@ def fill_in(form, path, said):
 def test_questions_go_out_and_answers_come_back(run, tmp_path, form):
     path = tmp_path / FILES[form]
     answer = bigscl(
-        "review", "export", run, form, "--count", 12, "-o", path, "--images", "http://x/{key}.jpg"
+        "review", "export", run, form, "--count", 12, "-o", path, "--image-prefix", "http://x/{key}.jpg"
     )
     assert answer.code == 0, answer.err
     assert not (run / "answers.jsonl").exists()
@@ -218,7 +222,7 @@ NAMES = ['"', "line\nfeed", "a,b;c", "\u2028 \U0001f408", "x" * 10_000, "={1+1}"
 def test_hostile_names_survive_the_way_out_and_back(tmp_path, form):
     path = tmp_path / FILES[form]
     questions = [
-        Question(sample=n, key=key, number=m, class_name=name, labelled=False, score=0.5, chance=0.5)
+        Question(sample=n, key=key, path="", number=m, class_name=name, labelled=False, score=0.5, chance=0.5)
         for n, key in enumerate(NAMES)
         for m, name in enumerate(NAMES)
     ]
@@ -421,3 +425,64 @@ def test_mistakes_are_one_line_and_exit_code_2(runs, bare, run, index, arguments
     assert answer.code == 2
     assert message.format(**places) in answer.err
     assert len(answer.err.strip().splitlines()) == 1
+
+
+# Images of questions
+
+
+@pytest.fixture
+def browser(monkeypatch):
+    """The addresses that a browser was told to open."""
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    return opened
+
+
+def lines_of(monkeypatch, run, *options):
+    """What a person sees who answers yes, no, and quits."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\nn\nq\n"))
+    answer = bigscl("review", "ask", run, *options)
+    assert answer.code == 0, answer.err
+    return answer.out.splitlines()
+
+
+def test_a_question_comes_with_a_picture_that_the_browser_follows(run, monkeypatch, browser):
+    seen = []
+
+    def draw(samples, file):
+        draw_samples(samples, file)
+        with Image.open(file) as picture:
+            seen.append((samples[0].title, [panel.name for panel in samples[0].panels], picture.width))
+
+    monkeypatch.setattr(question_pictures, "draw_samples", draw)
+    (first,) = pairs(asked(run, "--count", 1))
+    lines = lines_of(monkeypatch, run, "--open")
+    assert (seen[0][0], *seen[0][1]) == first
+    assert len(seen) == 3
+    assert all(width > 200 for *_, width in seen)
+    assert sum(line.endswith("question.png") for line in lines) == 3
+    (address,) = browser
+    assert address.startswith("file://")
+    assert address.endswith("question.html")
+
+
+def test_without_a_display_only_the_file_is_named(run, monkeypatch, browser):
+    monkeypatch.setenv("DISPLAY", ":0")  # but the output is no terminal
+    lines = lines_of(monkeypatch, run)
+    assert sum(line.endswith("question.png") for line in lines) == 3
+    assert not browser
+
+
+def test_a_question_is_shown_on_the_page_while_that_is_served(run, monkeypatch, browser):
+    (first,) = asked(run, "--count", 1)
+    file = run / "view" / "page.json"
+    with question_pictures.announced([file.parent], "http://127.0.0.1:8765/?token=t"):
+        assert file.stat().st_mode & 0o777 == 0o600
+        lines, known = lines_of(monkeypatch, run, "--open"), file.read_text()
+    page = f"http://127.0.0.1:8765/?token=t&run=0&page=sample&row={first['sample']}&focus={first['number']}"
+    assert any(line.endswith(page) for line in lines)
+    assert page == browser[0]
+    assert not file.exists()
+    # Of a process that was killed.
+    file.write_text(known.replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
+    assert not [line for line in lines_of(monkeypatch, run) if "http://" in line]

@@ -36,7 +36,7 @@ from tests.test_tools.conftest import bigscl
 
 
 def opened(run):
-    data = DataFlags().need("test", str(run), open_store(str(run), None, StorageFlags()).spec.fingerprint)
+    data = DataFlags().need("test", str(run), open_store(str(run), None, StorageFlags()).spec)
     return open_store(str(run), None, StorageFlags(), data), data
 
 
@@ -333,8 +333,8 @@ def test_store_of_scores_alone_has_an_index(index, tmp_path):
 
 def opened_bare(place, index):
     source = DataFlags(shards=[index.urls[0].replace("000000", "*")])
-    fingerprint = open_store(str(place), None, StorageFlags()).spec.fingerprint
-    return None, source.need("test", str(place), fingerprint)
+    spec = open_store(str(place), None, StorageFlags()).spec
+    return None, source.need("test", str(place), spec)
 
 
 def test_run_is_followed_to_its_next_snapshot(run, index):

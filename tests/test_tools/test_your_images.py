@@ -4,11 +4,13 @@ import csv
 import json
 import re
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from bigscl.data.index import load_index
 from tests.builders import VOC, real_data
 from tests.test_tools.conftest import bigscl
 
@@ -61,3 +63,27 @@ def test_the_commands_of_the_page_lead_to_mined_labels(tmp_path, monkeypatch):
     # K is 1.5, so half as many labels as there are images are to be found, and the hidden ones.
     assert len(found) == len(CLASSES) * PER_CLASS // 2 + trust["hidden"] - trust["found"]
     assert {row["name"] for row in found} <= set(CLASSES.values())
+    assert all((tmp_path / "photos" / row["path"]).is_file() for row in found)
+
+
+@real_data
+def test_a_table_gives_the_same_samples_as_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_photos(tmp_path / "photos")
+    paths = sorted(path.relative_to(tmp_path / "photos") for path in (tmp_path / "photos").rglob("*.jpg"))
+    rows = "".join(f"{path},{path.parent}\n" for path in paths)
+    (tmp_path / "photos.csv").write_text(f"path,label\n{rows}")
+    (by_table,), (by_folder, scan) = blocks("csv"), blocks("sh")[0].splitlines()
+    indexes = []
+    for command in (by_folder, by_table):
+        for line in (command, scan):
+            answer = bigscl(*shlex.split(line)[1:])
+            assert answer.code == 0, answer.err
+        indexes.append(load_index("shards/photos/train-*.tar"))
+        shutil.rmtree("shards")
+    first, second = (
+        {index.source(n): index.given[n].tolist() for n in index.ids().tolist()} for index in indexes
+    )
+    assert first == second
+    assert len(first) == len(CLASSES) * PER_CLASS
+    assert indexes[0].class_names == indexes[1].class_names

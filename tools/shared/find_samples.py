@@ -31,7 +31,9 @@ def _find(name: str, spec: StoreSpec, index: Index | None) -> int:
         if len(rows):
             return int(rows[0])
     if not name.isdecimal():
-        where = "add --shards PATTERN to find it by key" if index is None else "there is no such key"
+        where = "add --shards PATTERN to find it by key"
+        if index is not None:
+            where = f"there is no such key: keys look like {printable(index.key(int(index.ids()[0])))!r}"
         raise UserError(f"sample {name!r}: not an id, and {where}.")
     number = int(name)
     shard, position = divmod(number, spec.rows_per_shard)
@@ -93,7 +95,7 @@ def find_class(name: str, index: Index) -> int:
     hint = (
         f"Did you mean {', '.join(near)}?"
         if near
-        else f"There are {index.num_classes} classes, numbered from 0."
+        else f"There are {index.num_classes}, the first is {printable(index.class_names[0])!r}."
     )
     raise UserError(f"class {name!r}: no such class. {hint}")
 

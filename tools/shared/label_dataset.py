@@ -13,7 +13,7 @@ from bigscl.common.files import load_pyarrow, write_text
 from bigscl.common.text import printable
 from bigscl.config import ConfigError, load_config
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.tools.shared.label_formats import check_folder
+from bigscl.tools.shared.label_formats import check_folder, with_folder
 from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, objects, table_writer
 
 LABELS, BOXES, CARD = "labels.parquet", "boxes.parquet", "README.md"
@@ -29,8 +29,10 @@ Counts = NDArray[np.int64]
 """[4,L]: labels of each class: annotated, mined, mined in images with full labels, right ones of these."""
 
 
-def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Path) -> int:
+def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Path, images: str = "") -> int:
     """Write the labels of images, one row per label with its box, and the card; return the number of labels.
+
+    `images` is put before the path of each image.
 
     The labels are a file that `data.labels_file` of a config reads.
     """
@@ -43,28 +45,27 @@ def write_relabelled(found: FoundLabels, fit: Fit, run: Path | None, folder: Pat
         table_writer(folder / BOXES, COLUMNS) as write_boxes,
     ):
         for shard, labels in found.passed_over(partial(found.of_shard, share=fit.share)):
-            images = _images(found, shard, labels)
-            write_labels(images)
-            write_boxes(labels)
-            num_images += len(images["key"])
+            rows = _images(found, shard, labels, images)
+            write_labels(rows)
+            write_boxes({**labels, "path": objects([with_folder(images, path) for path in labels["path"]])})
+            num_images += len(rows["key"])
             counts += _count(found, labels)
     write_text(folder / CARD, _card(found, fit, run, counts, num_images, folder.name))
     return int(counts[:2].sum())
 
 
-def _images(found: FoundLabels, shard: int, labels: Batch) -> Batch:
+def _images(found: FoundLabels, shard: int, labels: Batch, images: str) -> Batch:
     """Return the labels by image; of `all` also images without labels."""
     index = found.data.index
     every = found.store.spec.sample_ids(shard)
     ids = every if found.which == "all" else np.unique(labels["id"])
-    name = found.shard_names[shard]
     ends = np.searchsorted(labels["id"], ids, side="right")
     starts = np.searchsorted(labels["id"], ids, side="left")
     positives = [labels["class"][start:end].tolist() for start, end in zip(starts, ends, strict=True)]
     known = index.labels_of(ids, "given") == 0
     return {
-        "key": objects([printable(f"{name}/{index.key(sample)}") for sample in ids.tolist()]),
-        "path": objects([index.source(sample) or "" for sample in ids.tolist()]),
+        "key": objects([index.name(sample) for sample in ids.tolist()]),
+        "path": objects([with_folder(images, index.source(sample) or "") for sample in ids.tolist()]),
         "positives": objects(positives),
         "negatives": objects([np.flatnonzero(row).tolist() for row in known]),
     }
@@ -91,7 +92,10 @@ def _card(found: FoundLabels, fit: Fit, run: Path | None, counts: Counts, num_im
         "license": "unknown",
         "task_categories": ["image-classification", "object-detection"],
         "tags": ["multi-label", "machine-generated", "spatial-consistency-loss"],
-        "configs": [{"config_name": name, "data_files": file} for name, file in files.items()],
+        "configs": [
+            {"config_name": name, "data_files": file, **({"default": True} if file == LABELS else {})}
+            for name, file in files.items()
+        ],
         # So that `datasets.load_dataset` gives names of classes.
         "dataset_info": [{"config_name": LABELS.split(".")[0], "features": _features(found)}],
     }

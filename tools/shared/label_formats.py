@@ -266,7 +266,7 @@ def image_address(images: str, file: str) -> str:
 
 def with_folder(images: str, file: str) -> str:
     """Return the path of an image below the folder of all images; a URL has its own."""
-    return file if "://" in file else images + file
+    return images + file if file and "://" not in file else file
 
 
 # FiftyOne
@@ -325,7 +325,7 @@ def _multilabel_imagenet(file: TextIO, class_names: Sequence[str]) -> Write:
 # Questions, and their answers
 
 QuestionFormat = Literal["label-studio", "coco", "csv"]
-QUESTION_COLUMNS = ("key", "class", "yes", "question", "score", "snapshot")
+QUESTION_COLUMNS = ("key", "class", "yes", "question", "score", "snapshot", "path")
 WORDS = {
     **dict.fromkeys(("yes", "y", "true", "1"), True),
     **dict.fromkeys(("no", "n", "false", "0"), False),
@@ -348,9 +348,9 @@ def write_questions(
     class_names: Sequence[str],
     *,
     snapshot: str,
-    images: str = "{key}",
+    images: str = "",
 ) -> None:
-    """Write questions for another tool; `images` with {key} says where that tool finds an image."""
+    """Write questions for another tool; `images` is put before their paths, or has {key} for their keys."""
     if form == "csv":
         _write_csv(output, questions, snapshot)
         return
@@ -360,7 +360,8 @@ def write_questions(
         form, output, class_names, made_by="questions of bigscl", images=prefix, info=info, questions=True
     ) as write:
         for each in questions:
-            file = each.key + end.replace("{key}", each.key) if "{key}" in images else ""
+            by_key = each.key + end.replace("{key}", each.key)
+            file = by_key if "{key}" in images else each.path or each.key
             label = Label(number=each.number, score=each.score, question=str(each))
             write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
 
@@ -372,7 +373,8 @@ def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> No
         writer = csv.writer(file)
         writer.writerow(QUESTION_COLUMNS)
         for question in questions:
-            writer.writerow([question.key, question.class_name, "", str(question), question.score, snapshot])
+            facts = [str(question), question.score, snapshot, question.path]
+            writer.writerow([question.key, question.class_name, "", *facts])
 
 
 def read_tool_answers(path: Path, source: Source) -> list[Answer]:

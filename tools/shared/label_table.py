@@ -67,7 +67,7 @@ class FoundLabels:
 
     def passed_over(self, work: Callable[[int], Result]) -> Iterator[tuple[int, Result]]:
         """Yield `work(shard)` of each shard in order, as `pass_over`."""
-        return pass_over("exporting", range(self.store.spec.num_shards), work, [self.store])
+        return pass_over("reading labels", range(self.store.spec.num_shards), work, [self.store])
 
     def of_shard(self, shard: int, share: float) -> Batch:
         """Return the labels of a shard in the order of ids and classes; `share` gives the size of boxes."""

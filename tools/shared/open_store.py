@@ -22,6 +22,7 @@ from bigscl.store import (
     IndexMismatch,
     Snapshot,
     StorageOptions,
+    StoreSpec,
     process_start,
 )
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from bigscl.config import DataConfig
     from bigscl.data.index import Index, Labels
+    from bigscl.tools.shared.image_files import ImageFiles
 
 Store = Annotated[
     str, typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az).")
@@ -96,11 +98,37 @@ class DataFlags:
     index: Annotated[
         Path | None, typer.Option("--index", help="Index of these tars, if it is not in their folder.")
     ] = None
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            help="Images of a store of your own loop, instead of shards: a folder with a subfolder per "
+            "class, as torchvision's ImageFolder reads it, or a table of paths and labels, row by row."
+        ),
+    ] = None
+    names: Annotated[
+        Path | None, typer.Option("--names", help="With --images: names of the classes, one per line.")
+    ] = None
 
-    def find(self, store: str, fingerprint: str) -> Data | None:
-        """Return the data of a store: of these shards, or of its run's config; None if neither names any."""
+    def files(self) -> "ImageFiles | None":
+        """Return the images of an own loop; None if the data are shards."""
+        from bigscl.tools.shared.image_files import image_files
+
+        if self.images is None:
+            if self.names is not None:
+                raise UserError("--names: has no effect without --images")
+            return None
+        if self.shards is not None:
+            raise UserError("--images: has no effect with --shards. Give one of them.")
+        return image_files(self.images, self.names)
+
+    def find(self, store: str, spec: StoreSpec) -> Data | None:
+        """Return the data of a store: these, or those of its run's config; None if nothing names any."""
         from bigscl.data.index import load_index
         from bigscl.data.labels.training_labels import training_labels, with_hidden
+
+        if (files := self.files()) is not None:
+            return _data_of_files(files, store, spec)
+        fingerprint = spec.fingerprint
 
         settings = _data_settings(store, needed=self.shards is None)
         patterns = self.shards or (None if settings is None else settings.train)
@@ -126,15 +154,36 @@ class DataFlags:
             f"run drew the given labels itself (data.given), config.yaml must be next to the store."
         )
 
-    def need(self, what: str, store: str, fingerprint: str) -> Data:
+    def need(self, what: str, store: str, spec: StoreSpec) -> Data:
         """Return the data of a store, or raise an error that says what it is needed for."""
-        data = self.find(store, fingerprint)
+        data = self.find(store, spec)
         if data is None:
             raise UserError(
-                f"{what}: needs the shards, and no config.yaml next to {locate(store)} names them. "
-                f"Add --shards PATTERN, and --index FILE if their index is not in their folder."
+                f"{what}: needs the images, and no config.yaml next to {locate(store)} names them. Add "
+                f"--shards PATTERN (and --index FILE if their index is not in their folder), or --images "
+                f"FOLDER if your own loop read files."
             )
         return data
+
+    def open(
+        self, what: str, store: str, snapshot: int | None, storage: StorageFlags
+    ) -> tuple[HeatmapStore, Data]:
+        """Return the store with its data, which `what` needs."""
+        opened = open_store(store, snapshot, storage)
+        data = self.need(what, store, opened.spec)
+        return open_store(store, opened.snapshot.id, storage, data), data
+
+
+def _data_of_files(files: "ImageFiles", store: str, spec: StoreSpec) -> Data:
+    annotations = files.annotations(spec)
+    if annotations.fingerprint != spec.fingerprint:
+        raise IndexMismatch(
+            f"{locate(store)}: was created for {spec.num_samples:,} samples with other labels or in another "
+            f"order than these {len(files.paths):,} images. Give them as the Dataset of the loop has them: "
+            f"row n is sample n."
+        )
+    index = files.index(spec, annotations)
+    return Data(index=index, labels="given", annotations=annotations, labelled=index, answers=None)
 
 
 def locate(store: str) -> str:

@@ -213,7 +213,8 @@ def model_card(
         f"---\n{yaml.safe_dump(_front(target, licences, title, results), sort_keys=False)}---",
         f"# {title}",
         f"A multi-label image classifier: `{target.backbone}` with {len(class_names):,} classes, trained "
-        f"with bigscl ({method(config)}). Each class has its own score, the sigmoid of its logit.",
+        f"with bigscl ({method(config)}). Each class has its own score, the sigmoid of its logit. These are "
+        f"{describe_weights(target)}.",
         "## Data",
         _data(config, class_names, licences),
         "## Results",
@@ -227,6 +228,31 @@ def model_card(
         f"which trained them: Apache-2.0.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def describe_weights(target: EvaluationTarget) -> str:
+    """Return which weights of a run these are: of which epoch, and whether they are averaged."""
+    file, config = Path(target.weights), target.config
+    assert config is not None
+    ema = config.weight_ema
+    if file.parent.name == "best":
+        epoch = _facts(file.parent / "metrics.json").get("epoch")
+        of_epoch = "" if epoch is None else f", of epoch {epoch}"
+        kind = "not averaged" if ema is None else f"running average over the steps, weight_ema {ema:g}"
+        return f"the best weights of the run{of_epoch} ({kind})"
+    if (epoch := _facts(file.parent / "progress.json").get("epoch")) is not None:
+        kind = "not averaged" if ema is None else "not averaged: the run's average is in its folder best"
+        return f"the weights of {file.parent.name}, epoch {epoch} ({kind})"
+    return f"the weights in {file.name}"
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    return (read_json_object(file) or {}) if file.is_file() else {}
+
+
+def lacks_names(class_names: Sequence[str]) -> bool:
+    """Return whether the data do not name their classes, which then are numbers."""
+    return list(class_names) == [str(number) for number in range(len(class_names))]
 
 
 def published_settings(config: Config) -> dict[str, Any]:
@@ -307,10 +333,13 @@ def _data(config: Config, class_names: Sequence[str], licences: Licences) -> str
     seen = "all labels" if config.data.labels == "full" else "partial labels"
     if config.data.labels_file is not None:
         seen += f" of {config.data.labels_file.name}"
-    names = ", ".join(class_names[:MOST_NAMES])
-    more = f", ... ({len(class_names):,} in classes.txt)" if len(class_names) > MOST_NAMES else ""
+    names = f"Classes: {', '.join(class_names[:MOST_NAMES])}"
+    if len(class_names) > MOST_NAMES:
+        names += f", ... ({len(class_names):,} in classes.txt)"
+    if lacks_names(class_names):
+        names = f"Names of the {len(class_names):,} classes are missing: the data number them from 0"
     shards = Path(config.data.train).name
-    return f"Trained on {licences.dataset or f'shards `{shards}`'} with {seen}. Classes: {names}{more}."
+    return f"Trained on {licences.dataset or f'shards `{shards}`'} with {seen}. {names}."
 
 
 def _results(results: dict[str, Any]) -> str:

@@ -41,6 +41,8 @@ class Question:
     sample: int
     key: str
     """As answers name the image: its key, or `shard/key` if several shards have it."""
+    path: str
+    """Of the image in the dataset that the shards were made from; empty if they do not say."""
     number: int
     class_name: str
     labelled: bool
@@ -127,6 +129,7 @@ class Questions:
         return Question(
             sample=sample,
             key=answer_key(sample, self._index),
+            path=self._index.source(sample) or "",
             number=number,
             class_name=self._index.class_names[number],
             labelled=bool(pairs.labelled[row]),

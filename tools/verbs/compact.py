@@ -56,7 +56,7 @@ def command(
     stays = {*(keep or ()), *([opened.snapshot.id] if group is None else [])}
     facts = _forecast(opened, group, stays, checkpoints_by_snapshot(run_folder(store)))
     if apply:
-        data = source.need("--apply", store, opened.spec.fingerprint)
+        data = source.need("--apply", store, opened.spec)
         # The rows are still those that this run learnt, so the snapshot keeps the name of the run.
         with HeatmapStore.open(
             locate(store),

@@ -91,7 +91,7 @@ def _open_both(
             f"{other.spec.fingerprint[:12]}: their rows "
             f"are of different images. Compare stores of the same dataset."
         )
-    data = source.find(url_a, one.spec.fingerprint)
+    data = source.find(url_a, one.spec)
     if data is not None:
         one = open_store(url_a, one.snapshot.id, storage, data)
         other = open_store(url_b, other.snapshot.id, storage, data)
@@ -275,7 +275,7 @@ def _agreement(
 ) -> dict[str, Any]:
     """Count the pairs of image and class that are mined, in the file, or both, and are not annotated."""
     url, snapshot = with_snapshot(store)
-    data = source.need("diff", url, open_store(url, snapshot, storage).spec.fingerprint)
+    data = source.need("diff", url, open_store(url, snapshot, storage).spec)
     mined = open_store(url, snapshot, storage, data)
     labels, thresholds = read_labels(path, data.index), expected_at(mined)
 

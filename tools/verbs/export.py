@@ -95,12 +95,12 @@ def command(
             "says how they were made.",
         ),
     ] = "table",
-    images: Annotated[
+    image_prefix: Annotated[
         str | None,
         typer.Option(
             metavar="PREFIX",
-            help="What coco and label-studio put before the path of an image in your dataset (SHARD/FILE, if "
-            "the shards do not say): a folder, s3://bucket/, /data/local-files/?d=...",
+            help="What coco, label-studio and dataset put before the path of an image in your dataset "
+            "(SHARD/FILE, if the shards do not say): a folder, s3://bucket/, /data/local-files/?d=...",
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
@@ -127,27 +127,27 @@ def command(
         raise UserError(f"--format: has no effect on {what}, only on labels")
     if form == "multilabel-imagenet" and which != "all":
         raise UserError(f"--which {which}: format {form} has all labels of every image. Add --which all.")
-    if images is not None and form not in ("coco", "label-studio"):
-        raise UserError(f"--images: has no effect on format {form}, only on coco and label-studio")
+    if image_prefix is not None and form not in ("coco", "label-studio", "dataset"):
+        raise UserError(
+            f"--image-prefix: has no effect on format {form}, only on coco, label-studio, dataset"
+        )
     if output.exists() and not overwrite and not _is_empty_folder(output):
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
-    fingerprint = opened.spec.fingerprint
     labels: FoundLabels | None = None
     if what == "scores":
-        data = source.find(store, fingerprint)
+        data = source.find(store, opened.spec)
         if data is None and output.suffix != ".npy":
-            data = source.need("scores with keys", store, fingerprint)
+            data = source.need("scores with keys", store, opened.spec)
         rows = write_scores(open_store(store, opened.snapshot.id, storage, data), data, output)
     else:
-        needed = source.need(what, store, fingerprint)
-        opened = open_store(store, opened.snapshot.id, storage, needed)
+        opened, needed = source.open(what, store, opened.snapshot.id, storage)
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
             labels = find_labels(opened, needed, which)
             fit = labels.fit(box_share)
-            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(images or ""))
+            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(image_prefix or ""))
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id
@@ -190,7 +190,7 @@ def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | 
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":
-        return write_relabelled(found, fit, run, output)
+        return write_relabelled(found, fit, run, output, images)
     of = "a store" if run is None else run.name
     made_by = f"bigscl {version('bigscl')}, {of}, snapshot {found.store.snapshot.id}, {found.which} labels"
     names, rows, unreadable = found.data.index.class_names, 0, list[int]()

@@ -74,7 +74,13 @@ def command(
     if folder.exists():
         raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
     from bigscl.evaluation.target import find_target
-    from bigscl.tools.shared.publication import Licences, model_card, write_portable_files
+    from bigscl.tools.shared.publication import (
+        Licences,
+        describe_weights,
+        lacks_names,
+        model_card,
+        write_portable_files,
+    )
 
     target = find_target(run, None, None)
     assert target.config is not None
@@ -98,11 +104,15 @@ def command(
     facts = {
         "folder": str(folder),
         "weights": str(target.weights),
+        "weights_are": describe_weights(target),
         "offset": added,
         "differences": differences,
         "pushed_to": push_to_hub,
     }
-    print_result(facts, _text(folder, f"{target.weights}\n{why}", differences, push_to_hub), as_json)
+    lines = [f"{folder}: {describe_weights(target)}, {target.weights}", why]
+    if lacks_names(names):
+        lines.append("names of the classes are missing, the data number them: --classes FILE gives names")
+    print_result(facts, "\n".join([*lines, *_text(differences, push_to_hub)]), as_json)
 
 
 def _offset(wanted: str, config: "Config") -> tuple[float, str]:
@@ -162,9 +172,9 @@ def _push(folder: Path, repository: str, private: bool) -> None:
         ) from error
 
 
-def _text(folder: Path, weights: str, differences: dict[str, float], repository: str | None) -> str:
-    lines = [f"{folder}: weights of {weights}", "largest difference from the logits of the run:"]
+def _text(differences: dict[str, float], repository: str | None) -> list[str]:
+    lines = ["largest difference from the logits of the run:"]
     lines += [f"  {name:18} {difference:.1e}" for name, difference in differences.items()]
     if repository is not None:
         lines.append(f"uploaded to {repository}")
-    return "\n".join(lines)
+    return lines

@@ -86,7 +86,7 @@ def command(
     report = examine(store, storage, opened.snapshots(), checkpoints_by_snapshot(folder))
     facts = _facts(opened, report)
     if apply and report.shards:
-        data = source.need("--apply", store, opened.spec.fingerprint)
+        data = source.need("--apply", store, opened.spec)
         with HeatmapStore.open(
             locate(store),
             annotations=data.annotations,

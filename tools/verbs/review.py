@@ -1,6 +1,7 @@
 """List doubtful labels, ask people, use their answers."""
 
 import getpass
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from bigscl.tools.shared.open_store import (
     StorageFlags,
     Store,
     locate,
-    open_store,
     run_folder,
 )
 from bigscl.tools.shared.questions import (
@@ -38,6 +38,8 @@ from bigscl.tools.shared.questions import (
     find_doubtful_labels,
 )
 from bigscl.tools.shared.terminal import plural, print_result, table
+from bigscl.tools.viewer.open_run import default_cache
+from bigscl.tools.viewer.question_pictures import QuestionPictures, has_display
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -80,21 +82,13 @@ class QuestionFlags:
 
     def open(
         self, store: str, source: DataFlags, storage: StorageFlags, most: int
-    ) -> tuple[Questions, Data, Path, str]:
-        """Return the questions, the data, the file for answers, and the snapshot that is asked about."""
-        opened, data = _open(store, source, storage, self.snapshot)
+    ) -> tuple[Questions, HeatmapStore, Data, Path]:
+        """Return the questions, the snapshot and the data that are asked about, and the file for answers."""
+        opened, data = source.open("review", store, self.snapshot, storage)
         files = answers_files(run_folder(store), data, self.answers)
         only = None if self.class_name is None else find_class(self.class_name, data.index)
         questions = Questions(opened, data, files, most=most, by=self.by, only=only, seed=self.seed)
-        return questions, data, files[0], str(opened.snapshot.id)
-
-
-def _open(
-    store: str, source: DataFlags, storage: StorageFlags, snapshot: int | None = None
-) -> tuple[HeatmapStore, Data]:
-    opened = open_store(store, snapshot, storage)
-    data = source.need("review", store, opened.spec.fingerprint)
-    return open_store(store, opened.snapshot.id, storage, data), data
+        return questions, opened, data, files[0]
 
 
 # List doubtful labels
@@ -128,7 +122,7 @@ def list_labels(
     if output is not None and output.exists() and not overwrite:
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     folder = _run_of(store)
-    opened, data = _open(store, source, storage)
+    opened, data = source.open("review", store, None, storage)
     facts, lists = find_doubtful_labels(folder, opened, data, count)
     if output is not None:
         with table_writer(output, LIST_COLUMNS) as write:
@@ -159,6 +153,14 @@ def ask(
     simulate: Annotated[
         int | None, typer.Option(min=1, help="Let the full labels of the shards answer so many questions.")
     ] = None,
+    open_images: Annotated[
+        bool | None,
+        typer.Option(
+            "--open/--no-open",
+            help="Open each image in a browser: on the page of a running `bigscl view`, else a picture. "
+            "Default: if there is a display. The address or the file is printed in any case.",
+        ),
+    ] = None,
     *,
     flags: QuestionFlags,
     source: DataFlags,
@@ -174,7 +176,8 @@ def ask(
 
     Example: bigscl review ask runs/mine --count 50
     """
-    questions, data, path, snapshot = flags.open(store, source, storage, simulate or flags.count)
+    questions, opened, data, path = flags.open(store, source, storage, simulate or flags.count)
+    snapshot = str(opened.snapshot.id)
     session = Session(questions, path, who or (SIMULATED if simulate else getpass.getuser()), snapshot)
     if simulate is not None:
         print_result(*_simulate(session, data, simulate), as_json)
@@ -182,7 +185,11 @@ def ask(
         chosen = questions.next(flags.count)
         print_result([asdict(question) for question in chosen], _listed(chosen), as_json)
     else:
-        _ask(session, flags.count)
+        opens = has_display() if open_images is None else open_images
+        cache = default_cache(run_folder(store), locate(store))
+        with tempfile.TemporaryDirectory(prefix="bigscl-review-") as folder:
+            pictures = QuestionPictures(opened, data, cache, Path(folder), opens=opens)
+            _ask(session, flags.count, pictures)
 
 
 class Session:
@@ -212,7 +219,7 @@ class Session:
         return Answer(question.key, question.class_name, yes, self.who, now(), self.snapshot)
 
 
-def _ask(session: Session, count: int) -> None:
+def _ask(session: Session, count: int, pictures: QuestionPictures) -> None:
     print(f"{KEYS}; answers go to {printable(str(session.file.path))}")
     again: Question | None = None
     while len(session.answered) < count:
@@ -221,6 +228,7 @@ def _ask(session: Session, count: int) -> None:
         if question is None:
             print("no question is left")
             break
+        print(printable(pictures.show(question)))
         print(_asked(question, len(session.answered) + 1, count), end=" ", flush=True)
         match _read_key():
             case "y" | "n" as key:
@@ -303,9 +311,14 @@ def export(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write; label-studio: a folder.")],
-    images: Annotated[
-        str, typer.Option(help="Where that tool finds an image; {key} stands for its key.")
-    ] = "{key}",
+    image_prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX",
+            help="What that tool needs before the path of an image in your dataset (its key, if the shards "
+            "do not say); or an address in which {key} stands for its key.",
+        ),
+    ] = "",
     *,
     flags: QuestionFlags,
     source: DataFlags,
@@ -316,9 +329,9 @@ def export(
 
     Example: bigscl review export runs/mine csv -o questions.csv
     """
-    questions, data, _, snapshot = flags.open(store, source, storage, flags.count)
-    chosen, names = questions.next(flags.count), data.index.class_names
-    write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(images))
+    questions, opened, data, _ = flags.open(store, source, storage, flags.count)
+    chosen, names, snapshot = questions.next(flags.count), data.index.class_names, str(opened.snapshot.id)
+    write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(image_prefix))
     facts = {"output": str(output), "format": form, "questions": len(chosen)}
     print_result(facts, f"{output}: {plural(len(chosen), 'question')} for {form}", as_json)
 
@@ -339,7 +352,7 @@ def import_answers(
 
     Example: bigscl review import runs/mine questions.csv
     """
-    _, data = _open(store, source, storage)
+    _, data = source.open("review", store, None, storage)
     path = answers_files(run_folder(store), data, answers)[0]
     given = Source(who=who or getpass.getuser(), when=now())
     answers_of_tool = read_tool_answers(file, given)

@@ -75,12 +75,11 @@ def command(
     Example: bigscl show runs/quickstart/store --sample train_000003
     """
     opened = open_store(store, snapshot, storage)
-    fingerprint = opened.spec.fingerprint
     if sample:
         wants_keys = not all(name.isdecimal() for name in sample)
         # Ids can be shown without the data, if they were visited.
         data = (
-            source.need("--sample KEY", store, fingerprint) if wants_keys else source.find(store, fingerprint)
+            source.need("--sample KEY", store, opened.spec) if wants_keys else source.find(store, opened.spec)
         )
         opened = open_store(store, opened.snapshot.id, storage, data)
         ids = find_samples(sample, opened.spec, None if data is None else data.index)
@@ -96,7 +95,7 @@ def command(
         text = _histogram_text(facts)
     else:
         facts = _facts(opened, checkpoints_by_snapshot(run_folder(store)))
-        data = source.find(store, fingerprint) if facts["snapshots"][-1]["approximate"] else None
+        data = source.find(store, opened.spec) if facts["snapshots"][-1]["approximate"] else None
         text = "\n".join([_text(facts), *_approximate_text(opened, data)])
     print_result(facts, text, as_json)
 

@@ -86,7 +86,7 @@ def command(
     findings: list[Finding] = []
     data = None
     try:
-        data = source.find(store, opened.spec.fingerprint)
+        data = source.find(store, opened.spec)
     except IndexMismatch as error:
         findings.append(Finding(None, "index", str(error)))
     except (ConfigError, BadInput) as error:

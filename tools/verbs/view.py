@@ -13,6 +13,7 @@ from bigscl.common.user_error import UserError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.api import Api
 from bigscl.tools.viewer.open_run import OpenRun, Places
+from bigscl.tools.viewer.question_pictures import announced
 from bigscl.tools.viewer.server import Server
 
 SECONDS_BETWEEN_LOOKS = 5.0
@@ -78,7 +79,8 @@ def _serve(runs: list[OpenRun], host: str, port: int) -> None:
     threading.Thread(target=_follow, args=(runs, ended), daemon=True, name="view-follow").start()
     print(f"open {server.address}\nCtrl-C ends it", flush=True)
     try:
-        server.serve_forever()
+        with announced([run.cache for run in runs], server.address):
+            server.serve_forever()
     except KeyboardInterrupt:
         pass
     finally:

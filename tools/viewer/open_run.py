@@ -61,14 +61,15 @@ class OpenRun:
         self._url, self._pinned = with_snapshot(place)
         self._storage = places.storage
         opened = open_store(self._url, self._pinned, places.storage)
-        self.data: Data = places.source.need("view", self._url, opened.spec.fingerprint)
+        self.data: Data = places.source.need("view", self._url, opened.spec)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
         self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
         self.config = _config_of(self.folder)
-        self._cache = places.cache or _default_cache(self.folder, locate(self._url))
+        self.cache = places.cache or default_cache(self.folder, locate(self._url))
+        """Folder of its indexes."""
         self._lock = threading.Lock()
-        self.index: ScoreIndex | None = open_index(self._cache, self.store)
+        self.index: ScoreIndex | None = open_index(self.cache, self.store)
         self.progress: tuple[int, int] | None = None
         """Shards done and all shards of the index that is being built."""
         self.failure = ""
@@ -132,8 +133,7 @@ class OpenRun:
         try:
             self.index = self.read(
                 lambda store: (
-                    open_index(self._cache, store)
-                    or build_index(self._cache, store, self.data, self._advance)
+                    open_index(self.cache, store) or build_index(self.cache, store, self.data, self._advance)
                 )
             )
         finally:
@@ -193,7 +193,7 @@ class OpenRun:
             "before": None if self.index is None else self.index.before,
             "progress": self.progress,
             "failure": printable(self.failure),
-            "note": "; ".join(self._notes()),
+            "note": " ".join(self._notes()),
         }
 
     def _notes(self) -> list[str]:
@@ -202,7 +202,7 @@ class OpenRun:
         visits = np.array([min(next_epoch(self.store), MAX_COUNT)])
         share = 0.0 if start is None else float(start.remaining(visits)[0])
         notes = [line.strip() for line in few_visits_note(share)]
-        return notes if trust is None else [*notes, str(trust)]
+        return notes if trust is None else [*notes, f"{trust}."]
 
 
 def _config_of(folder: Path | None) -> Config | None:
@@ -213,7 +213,7 @@ def _config_of(folder: Path | None) -> Config | None:
         return None
 
 
-def _default_cache(folder: Path | None, url: str) -> Path:
+def default_cache(folder: Path | None, url: str) -> Path:
     """Return where the indexes of a store are kept: with its run, or with its user if it is read-only."""
     if folder is not None and os.access(
         folder, os.W_OK, effective_ids=os.access in os.supports_effective_ids

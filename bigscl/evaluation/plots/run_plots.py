@@ -154,17 +154,25 @@ CURVES = {"val": ("map", "validation mAP, %", 100.0), "train": ("loss", "trainin
 """The kinds of lines in metrics.jsonl, each with its field, its title and its scale."""
 
 
+def read_curves(run: Path) -> dict[str, Curve]:
+    """Return the mean of each metric in each epoch of a run, by its name as `train/loss`."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for line in read_json_lines(run / "metrics.jsonl"):
+        epoch, kind, _ = (line.pop(name, None) for name in ("epoch", "kind", "step"))
+        if not isinstance(epoch, int):
+            continue
+        for name, value in line.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                values.setdefault(f"{kind}/{name}", {}).setdefault(epoch, []).append(value)
+    return {
+        name: {epoch: statistics.fmean(own) for epoch, own in sorted(by_epoch.items())}
+        for name, by_epoch in values.items()
+    }
+
+
 def read_curve(run: Path, kind: str, name: str, scale: float = 1.0) -> Curve:
     """Return the mean of a metric in each epoch of a run; empty if the run has not logged it."""
-    values: dict[int, list[float]] = {}
-    file = run / "metrics.jsonl"
-    for line in read_json_lines(file) if file.exists() else ():
-        epoch, value = line.get("epoch"), line.get(name)
-        if line.get("kind") != kind or not isinstance(epoch, int) or not isinstance(value, int | float):
-            continue
-        if math.isfinite(value):
-            values.setdefault(epoch, []).append(scale * value)
-    return {epoch: statistics.fmean(value) for epoch, value in sorted(values.items())}
+    return {epoch: scale * value for epoch, value in read_curves(run).get(f"{kind}/{name}", {}).items()}
 
 
 def draw_curves(runs: Mapping[str, Sequence[Path]], path: Path) -> bool:

@@ -174,13 +174,18 @@ def is_inside(point: tuple[float, float], boxes: Sequence[Box]) -> bool:
 def overlay(image: NDArray[np.uint8], heatmap: NDArray[Any]) -> NDArray[np.uint8]:
     """Return `[H,W,3]`: the heat in fixed colours over the image `[3,H,W]` in dim grey."""
     _, height, width = image.shape
-    small = Image.fromarray(heatmap.astype(np.float32))
-    heat = np.asarray(small.resize((width, height), Image.Resampling.BILINEAR))[:, :, None].clip(0, 1)
+    heat = over_image(heatmap, width, height)[:, :, None]
     grey = DIM * image.astype(np.float32).mean(axis=0)[:, :, None]
     colors = _heat_colors(heat[:, :, 0]) * 255
     # The image shows through strong heat too; weak heat is visible, but not mistaken for strong.
     opacity = 0.75 * np.sqrt(heat)
     return np.asarray(grey * (1 - opacity) + colors * opacity).round().astype(np.uint8)
+
+
+def over_image(heatmap: NDArray[Any], width: int, height: int) -> NDArray[np.float32]:
+    """Return a heatmap `[W,W]` in 0..1 as `[height,width]`: it covers the whole image."""
+    small = Image.fromarray(heatmap.astype(np.float32))
+    return np.asarray(small.resize((width, height), Image.Resampling.BILINEAR)).clip(0, 1)
 
 
 def _heat_colors(values: NDArray[Any]) -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """Torchvision's classification networks: `resnet50`."""
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,9 +32,11 @@ class Torchvision(Family):
     def check(self, name: str) -> None:
         from torchvision import models
 
-        if name not in models.list_models(module=models):
+        if name not in (known := models.list_models(module=models)):
+            near = difflib.get_close_matches(name, known, n=1)
             raise UserError(
-                f"backbone: torchvision has no classification network {name!r}. Use one of "
+                f"backbone: torchvision has no classification network {name!r}"
+                f"{f'; did you mean {near[0]}?' if near else '.'} Use one of "
                 f"torchvision.models.list_models(), 'timm:<name>', or 'package.module:callable'."
             )
 

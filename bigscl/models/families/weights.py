@@ -25,7 +25,9 @@ def is_file(weights: str) -> bool:
 def read_state(file: str) -> dict[str, Tensor]:
     """Return the state dict in a weights file; a torch file is read without running code in it."""
     if not Path(file).is_file():
-        raise FileNotFoundError(f"weights: no file {file}")
+        raise FileNotFoundError(
+            f"weights: no file {file}. Give a file (.pt, .pth, .safetensors) or a name as DEFAULT."
+        )
     check_beside(Path(file), "Restore it from a copy, or give other weights.")
     with parse_errors(file, "a weights file of tensors", "Give model.weights another file."):
         content = _load(file)

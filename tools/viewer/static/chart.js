@@ -35,7 +35,7 @@ export function chart(title, curves, low) {
   const y = (value) => HEIGHT - ROOM.bottom - ((HEIGHT - ROOM.top - ROOM.bottom) * (value - y0)) / (y1 - y0);
   const path = (points, color, className) =>
     el("path", { d: points.map(([a, b], number) => `${number ? "L" : "M"}${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(""), class: `${className} color-${color}` });
-  const label = curves.map(({ name, points }) => `${name} ${short(points.at(-1)[1])}`).join(", ");
+  const label = curves.map(({ name, raw }) => `${name} ${short(raw.at(-1)[1])}`).join(", ");
   const drawing = el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${label}` },
     ticks(y0, y1).flatMap((value) => [
       el("line", { x1: ROOM.left, x2: WIDTH - ROOM.right, y1: y(value), y2: y(value), class: "rule" }),
@@ -51,14 +51,14 @@ function extent(values) {
   return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 }
 
-// The last values, or those nearest to the pointer.
+// The last values, or those nearest to the pointer: as they were measured, not smoothed.
 function readout(drawing, curves, { x, y, x0, x1 }) {
   const line = el("p", { className: "values" });
   const cursor = el("g", { class: "cursor" });
   drawing.append(cursor);
   const nearest = (points, step) => points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
   const show = (step) => {
-    const points = curves.map((curve) => (step === null ? curve.points.at(-1) : nearest(curve.points, step)));
+    const points = curves.map(({ raw }) => (step === null ? raw.at(-1) : nearest(raw, step)));
     line.replaceChildren(el("span", {}, step === null ? "last" : `step ${plain(points[0][0])}`),
       ...points.map(([, value], number) => el("b", { className: `color-${curves[number].color}`, title: curves[number].name }, short(value))));
     cursor.replaceChildren(...(step === null ? [] : [
