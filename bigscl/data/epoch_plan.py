@@ -202,7 +202,6 @@ def _left(streams: list[Stream], visited: NDArray[np.bool_], batch_size: int) ->
     left, turns = [], []
     for stream in streams:
         ids = stream.ids[~visited[stream.ids]]
-        # Batches cut by other rules, of an earlier revision, are at most one more or less.
         batches_had = -(-(len(stream.ids) - len(ids)) // batch_size)
         turns.append((len(ids) == 0, batches_had))
         left.append(Stream(shards=stream.shards, ids=ids))

@@ -42,8 +42,10 @@ class Crop:
 
 def pipeline(index: Index, memory: bigscl.Memory, planned: bool) -> wds.WebDataset:
     """Return the batches of an epoch: each sample once."""
-    shards = memory.plan(batch_size=BATCH_SIZE, seed=SEED).streams[0][0].shards
-    urls = [index.urls[shard] for shard in shards] if planned else list(index.urls)
+    urls = list(index.urls)
+    if planned:
+        plan = memory.plan(batch_size=BATCH_SIZE, seed=SEED)
+        urls = [index.urls[shard] for shard in plan.streams[0][0].shards]
     # Not resampled: a sample comes at most once per epoch. `split_by_node` gives each shard to one rank.
     dataset = wds.WebDataset(urls, shardshuffle=0 if planned else 100, nodesplitter=wds.split_by_node)
     dataset = dataset.shuffle(0 if planned else 40).map(bigscl.SampleIds(index)).decode("torchrgb8")

@@ -132,8 +132,7 @@ def _phase(
 def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: int) -> int:
     """Return how many shards of a rank are in RAM at once, at most: each from its first batch to its last.
 
-    Rows are read `ahead` batches before their step and written up to `behind` batches after it. A shard that
-    another rank writes stays, with the updates for it.
+    Rows are read `ahead` batches before their step and written up to `behind` batches after it.
     """
     batches = list(plan.batches(rank))
     if not batches:
@@ -145,7 +144,8 @@ def open_shards(plan: Plan, rank: int, rows_per_shard: int, ahead: int, behind: 
     last = np.zeros(places.max() + 1, np.int64)
     np.minimum.at(first, places, steps)
     np.maximum.at(last, places, steps)
-    return _most_at_once(first, last + ahead + behind) + 2 * len(plan.borrowed(rank))
+    # The first and the last shard, which other ranks train too, stay, and updates of the first.
+    return _most_at_once(first, last + ahead + behind) + 3 * (plan.world_size > 1)
 
 
 def _most_at_once(first: NDArray[np.int64], last: NDArray[np.int64]) -> int:

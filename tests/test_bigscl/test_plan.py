@@ -239,23 +239,6 @@ def test_batches_are_full_but_for_the_last_two(num_samples, batch_size):
         assert lengths == plain
 
 
-@given(topologies(), st.integers(0, 60))
-@settings(max_examples=80, deadline=None)
-def test_an_epoch_that_an_earlier_revision_began_is_finished_exactly_once(topology, steps):
-    """It cut streams into full batches and a last one of any length, also of one sample."""
-    topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 300)
-    size = topology["batch_size"]
-    plan = training_plan(**topology, seed=5, epoch=2)
-    visited = np.zeros(len(topology["shard_sizes"]) * topology["rows_per_shard"], dtype=bool)
-    for stream in (stream for rank in plan.streams for stream in rank):
-        visited[stream.ids[: steps * size]] = True
-    rest = training_plan(**topology, seed=5, epoch=2, visited=visited)
-    ids = np.concatenate([np.empty(0, int), *(ids for rank in yielded(rest) for ids in rank)])
-    left = all_ids(topology)
-    assert np.array_equal(np.sort(ids), left[~visited[left]])
-    assert rest.num_steps <= plan.num_steps
-
-
 def test_the_buffer_mixes_samples_over_its_length():
     ids = (
         training_plan(np.array([5000]), 5000, seed=1, epoch=1, batch_size=64, shuffle_buffer=500)
