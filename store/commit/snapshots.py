@@ -99,8 +99,6 @@ def unpack(message: bytes) -> dict[int, Snapshot]:
 
 
 class SnapshotLog:
-    """The snapshot files of one store."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
