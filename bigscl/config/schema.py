@@ -44,8 +44,6 @@ Side = Annotated[int, Field(ge=16, le=LARGEST_SIDE)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the images come from and how they are transformed."""
-
     train: str
     """Training shards: a folder, a glob, a brace pattern, or URLs."""
     val: str | None = None
@@ -136,8 +134,6 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The network."""
-
     backbone: str
     """A torchvision name, `timm:<name>`, or `package.module:callable`."""
     weights: str | None = None
@@ -224,8 +220,6 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer."""
-
     name: Literal["adam", "adamw", "lamb", "sgd"] = "adam"
     """Algorithm."""
     weight_decay: NonNegative = 0.0
@@ -246,8 +240,6 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """Precision, speed and processes."""
-
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the network's arithmetic; losses and memory are computed in fp32."""
     channels_last: bool = False
@@ -292,8 +284,6 @@ class ValidationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Settings of the log."""
-
     every_steps: Count = 20
     """Log the losses every so many steps."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)

@@ -180,8 +180,6 @@ def _samples(images: Sequence[LabelledImage], numbers: "_Numbers", full: bool) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """The columns of a table."""
-
     image: str
     label: str
     split: str | None
@@ -284,8 +282,6 @@ def _class_names(images: Iterable[LabelledImage]) -> tuple[str, ...]:
 
 
 class _Numbers:
-    """Numbers of classes by name or number."""
-
     def __init__(self, names: Sequence[str]) -> None:
         if not names:
             raise UserError("no labels in any row. --label-column names the column that has them")

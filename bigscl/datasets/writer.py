@@ -105,8 +105,6 @@ class Shards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A finished shard."""
-
     name: str
     num_samples: int
     skipped: bool

@@ -184,8 +184,6 @@ base_loss("em_apl", em_apl, setting=section("em_apl", EmApl), state=PseudoLabelC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crisp:
-    """Class-prior induced single-positive learning (Liu et al. 2023)."""
-
     start_epoch: Count = 1
     """First epoch, from 0, with class priors; before it the loss is `an`."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.01

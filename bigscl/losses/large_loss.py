@@ -26,8 +26,6 @@ Scheme = Literal["reject", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeLoss:
-    """Large losses are rejected or corrected (Kim et al. 2022)."""
-
     rate: Share = 0.002
     """Share of a batch's labels: ll_r and ll_ct treat `epoch * rate` of them, ll_cp `rate` in each epoch."""
 
@@ -215,8 +213,6 @@ def _corrections(run: RunFacts) -> LabelCorrections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoostLu:
-    """Logits boosted where the map has positive evidence (Kim et al. 2023)."""
-
     alpha: Annotated[float, Field(ge=1)] = 5.0
     """Factor of the map's positive logits, before the mean over its cells; 1 changes nothing."""
     scheme: Scheme = "reject"

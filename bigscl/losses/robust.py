@@ -33,8 +33,6 @@ Exponent = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Focal:
-    """Focal loss (Lin et al. 2017)."""
-
     gamma: NonNegative = 2.0
     """Exponent of the weight: 1 - f of positives, f of negatives."""
 
@@ -49,8 +47,6 @@ def focal(logits: Tensor, labels: Tensor, settings: Focal = Focal()) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asl:
-    """Asymmetric loss (Ridnik et al. 2021)."""
-
     gamma_positive: NonNegative = 0.0
     """Exponent of the weight of positives."""
     gamma_negative: NonNegative = 4.0
@@ -80,8 +76,6 @@ def asl(logits: Tensor, labels: Tensor, settings: Asl = Asl()) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hill:
-    """Hill loss (Zhang et al. 2021)."""
-
     peak: Annotated[float, Field(ge=1)] = 1.5
     """Lambda of (lambda - f) f^2, the loss of unknown labels, which is highest at f = 2/3 of lambda."""
     margin: NonNegative = 1.0
@@ -105,8 +99,6 @@ def hill(logits: Tensor, labels: Tensor, settings: Hill = Hill()) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splc:
-    """Self-paced loss correction (Zhang et al. 2021)."""
-
     threshold: Share = 0.6
     """Unknown labels whose probability is above it count as positives."""
     start_epoch: CountOrZero = 1

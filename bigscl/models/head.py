@@ -162,8 +162,6 @@ def find_head(network: nn.Module, backbone: str) -> Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """The last call of a module in the probe."""
-
     name: str
     module: nn.Module
     input: Tensor
@@ -235,8 +233,6 @@ def _run_on(network: nn.Module, backbone: str, height: int, width: int) -> tuple
 
 
 class _Map(NamedTuple):
-    """Where a map is."""
-
     name: str
     side: Side
     layout: Layout

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with a shortcut around them."""
-
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """How many positives a run expects."""
-
     positives_per_image: float
     """K."""
     annotated: int

@@ -201,8 +201,6 @@ def expected_positives(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRule:
-    """How expected positives are selected."""
-
     positives_per_image: float
     """K, the expected positives for each label."""
     start_epoch: int = 1

@@ -38,8 +38,6 @@ HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Advice to the user about credentials of one kind of storage."""
-
     missing: str
     refused: str
 

@@ -179,8 +179,6 @@ def _http(location: Location, settings: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How the locations of one URL scheme are reached."""
-
     connect: Callable[[Location, dict[str, Any]], Any]
     credentials: Credentials
     endpoint: Callable[[], str | None] = lambda: None

@@ -34,8 +34,6 @@ REMEDY = "Remove it with `bigscl unlock --force --apply` if no run uses this sto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who holds a lease."""
-
     run: str
     host: str
     pid: Whole

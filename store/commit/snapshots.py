@@ -80,7 +80,7 @@ class Snapshot:
                 numbers_of(table) if len(table) == 8 * len(snapshot.slots) else np.array([NO_DIGEST - 1])
             )
             if ((numbers < NO_DIGEST) | (numbers > 2**32)).any():
-                many = f"{len(snapshot.slots)} numbers (int64) from {NO_DIGEST} to 2**32"
+                many = f"{len(snapshot.slots)} whole numbers (int64) from {NO_DIGEST} to 2**32"
                 raise BadFile(f"{place}: digests: {name}: expected base64 of {many}. {REMEDY}")
         return snapshot
 
@@ -99,8 +99,6 @@ def unpack(message: bytes) -> dict[int, Snapshot]:
 
 
 class SnapshotLog:
-    """The snapshot files of one store."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 

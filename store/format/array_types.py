@@ -24,8 +24,6 @@ ONE_BITS = np.float16(1).view(np.uint16)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Start:
-    """Inputs of the initial values of a shard."""
-
     given: NDArray[np.bool_]
     """[R,L]"""
     classes: Array | None
@@ -49,8 +47,6 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Inputs of the check that values are valid."""
-
     num_classes: int
     last_epoch: int
 
@@ -109,8 +105,6 @@ class Fractions(StoredArray):
 
 
 class Counts(StoredArray):
-    """Numbers of visits."""
-
     def dtype(self, spec: StoreSpec) -> np.dtype[np.generic]:
         return np.dtype(np.uint8)
 

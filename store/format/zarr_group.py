@@ -172,8 +172,6 @@ def planned_metadata(plan: ArrayPlan, group: GroupSpec) -> Any:
 
 
 class ArrayGroup:
-    """One array group, opened."""
-
     def __init__(self, backend: Backend, spec: StoreSpec, group: GroupSpec, *, read_only: bool) -> None:
         self.spec = group
         self._store_spec = spec

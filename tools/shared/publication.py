@@ -187,8 +187,6 @@ MOST_NAMES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Licences:
-    """Licences that the publisher states."""
-
     weights: str | None
     dataset: str | None
     data: str | None

@@ -124,8 +124,6 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of a study."""
-
     config: Path
     variant: str
     """The settings that differ from the config, as given; empty for the config itself."""

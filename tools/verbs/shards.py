@@ -33,8 +33,6 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """How the shards are written."""
-
     samples_per_shard: Annotated[int, typer.Option(min=1, max=10**7, help="Number of samples per shard.")] = (
         1000
     )

@@ -68,8 +68,6 @@ def command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The content of the lease file."""
-
     holder: Holder | None = None
     damage: str | None = None
     """Why it cannot be read; then the holder is unknown."""

@@ -49,8 +49,6 @@ MAX_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem and its place."""
-
     snapshot: int | None
     where: str
     reason: str
