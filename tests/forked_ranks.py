@@ -1,7 +1,7 @@
 """Let a real launcher fork its ranks, which need not import torch then: that takes 3 s of CPU for each.
 
-They are forks of a process that has no thread. The launcher adopts them: it waits for them and signals them as
-those that it starts itself, and they see its end.
+They are forks of a process that has no thread. The launcher adopts them: it waits for them and signals
+them as those that it starts itself, and they see its end.
 """
 
 import contextlib
