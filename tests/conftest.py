@@ -19,18 +19,29 @@ from tests import forks
 if TYPE_CHECKING:
     from bigscl.store import StorageOptions
 
+RAM = Path("/dev/shm")
 RAM_BYTES = 6 * 2**30
 """Free memory, of which the folders of all tests take about a tenth."""
 
 
 def put_folders_in_ram() -> None:
     """Let temporary folders be in RAM if there is enough: a run of a second waits as long for 189 syncs."""
-    ram = Path("/dev/shm")
-    if ram.is_dir() and min(shutil.disk_usage(ram).free, psutil.virtual_memory().available) > RAM_BYTES:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ram))
+    if RAM.is_dir() and min(shutil.disk_usage(RAM).free, psutil.virtual_memory().available) > RAM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(RAM))
 
 
 put_folders_in_ram()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def free_ram(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the folders at the end if no test has failed. Not sooner: threads may still write to them."""
+    yield
+    folder = tmp_path_factory.getbasetemp()
+    if folder.is_relative_to(RAM) and not request.session.testsfailed:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 LONG = (
     "integration/test_resume",
     "pairs",
