@@ -19,29 +19,61 @@ from tests import forks
 if TYPE_CHECKING:
     from bigscl.store import StorageOptions
 
+RAM = Path("/dev/shm")
 RAM_BYTES = 6 * 2**30
 """Free memory, of which the folders of all tests take about a tenth."""
 
 
 def put_folders_in_ram() -> None:
     """Let temporary folders be in RAM if there is enough: a run of a second waits as long for 189 syncs."""
-    ram = Path("/dev/shm")
-    if ram.is_dir() and min(shutil.disk_usage(ram).free, psutil.virtual_memory().available) > RAM_BYTES:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(ram))
+    if RAM.is_dir() and min(shutil.disk_usage(RAM).free, psutil.virtual_memory().available) > RAM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(RAM))
 
 
 put_folders_in_ram()
-LONG = ("integration/test_resume", "test_tools/test_study", "integration", "distributed", "faults", "pairs")
-"""Files and folders that take long, and so are started first when several workers share the files."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def free_ram(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the folders at the end if no test has failed. Not sooner: threads may still write to them."""
+    yield
+    folder = tmp_path_factory.getbasetemp()
+    if folder.is_relative_to(RAM) and not request.session.testsfailed:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+LONG = (
+    "integration/test_resume",
+    "pairs",
+    "integration",
+    "faults",
+    "distributed",
+    "clusters",
+    "test_tools/test_view_browser",
+    "test_tools/test_view_review",
+    *(f"test_tools/test_{name}" for name in ("study", "environment", "hostile_calls", "your_images")),
+    *(f"test_tools/test_{name}" for name in ("publish", "real_folders", "render", "quickstart")),
+    *(f"test_store/test_{name}" for name in ("state_machine", "processes", "crash", "bad_connections")),
+    *(f"test_bigscl/test_{name}" for name in ("workers", "model", "report", "tables", "interrupts")),
+)
+"""Files and folders that take long: started first when workers share the files, left out by `--quick`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out files that take long")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return (config.getoption("quick") and _place_in_the_run(collection_path) < len(LONG)) or None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place_in_the_run)
+    items.sort(key=lambda item: _place_in_the_run(item.path))
 
 
-def _place_in_the_run(item: pytest.Item) -> int:
-    name = item.nodeid.removeprefix("tests/")
+def _place_in_the_run(path: Path) -> int:
+    name = path.relative_to(Path(__file__).parent).as_posix()
     return next((place for place, start in enumerate(LONG) if name.startswith(start)), len(LONG))
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from bigscl.data.build_index import scan
 from bigscl.models.spatial import build_model
 from tests.builders import labelled, write_tar
-from tests.forks import ROOT, free_port
+from tests.forks import ROOT
+from tests.integration.runs import launcher_words
 
 BACKBONE, NUM_CLASSES = "bigscl.models.smallnet:small_resnet", 4
 
@@ -60,8 +61,7 @@ def evaluate(server, made, processes, batch_size, *options, launched=False):
     if processes == 1:
         result = run_with_all_threads(words)
     elif launched:
-        launcher = ["--multi_gpu", "--num_processes", processes, "--main_process_port", free_port()]
-        result = server.run_module("accelerate.commands.launch", *launcher, "-m", "bigscl.evaluate", *words)
+        result = server.run_module(*launcher_words(processes), "-m", "bigscl.evaluate", *words)
     else:
         result = server.run_module("bigscl.evaluate", *words, processes=processes)
     return result, {

@@ -8,6 +8,7 @@ return to.
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update, 
 from bigscl.store.backends.backend import open_backend
 from bigscl.store.commit.lease import break_lease, read_holder
 from bigscl.store.errors import NotAStore
-from tests.test_store.conftest import all_ids, make_annotations
+from tests.test_store.conftest import all_ids, make_annotations, values_of_rows
 from tests.test_store.rounding_reference import slowly_rounded
 
 NUM_CLASSES, SIZE, TOP, EPOCHS, KEPT = 5, 2, 3, 3, 2
@@ -24,14 +25,7 @@ ANNOTATIONS = make_annotations((4, 3), NUM_CLASSES)
 IDS = all_ids(ANNOTATIONS)
 
 
-def values_of(ids, epoch, classes=None):
-    """(scores, heatmaps) of some samples in an epoch; heatmaps of all classes, or of those given per row."""
-    seeds = np.asarray(ids, np.int64)[:, None] * 1009 + epoch * 7919
-    scores = ((seeds + np.arange(NUM_CLASSES) * 31) % 997 / 997).astype(np.float16)
-    chosen = np.broadcast_to(np.arange(NUM_CLASSES), scores.shape) if classes is None else classes
-    cells = np.arange(SIZE * SIZE).reshape(SIZE, SIZE)
-    maps = (seeds[:, :, None, None] + chosen[:, :, None, None].astype(np.int64) * 17 + cells * 3) % 991 / 991
-    return scores, maps.astype(np.float16)
+values_of = partial(values_of_rows, NUM_CLASSES, SIZE)
 
 
 class Ledger:

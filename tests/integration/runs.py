@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import yaml
@@ -24,6 +23,7 @@ from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
 from tests import forks
 from tests.builders import index_of
 from tests.forks import ROOT, Child, free_port, trainer_server
+from tests.test_store.conftest import assert_same_rows
 
 TIMEOUT = 150
 ENVIRONMENT = {**os.environ, **forks.ENVIRONMENT}
@@ -34,16 +34,21 @@ def command(arguments: Sequence[object], processes: int = 1, **launcher: object)
     call = ["-m", "bigscl.train", *map(str, arguments)]
     if processes == 1 and not launcher:
         return [sys.executable, *call]
-    options = {
+    return [sys.executable, "-m", *launcher_words(processes, **launcher), *call]
+
+
+def launcher_words(processes: int, **options: object) -> list[str]:
+    """The module and the flags of accelerate's launcher."""
+    given = {
         "num_processes": processes,
         "num_machines": 1,
         "mixed_precision": "no",
         "dynamo_backend": "no",
         "main_process_port": free_port(),
-        **launcher,
+        **options,
     }
-    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", *flags, *call]
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return ["accelerate.commands.launch", "--multi_gpu", *flags]
 
 
 def train(*arguments: object, processes: int = 1) -> "subprocess.CompletedProcess[str]":
@@ -165,14 +170,6 @@ def store_of(folder: Path, shards: Path, snapshot: int | None = None) -> Heatmap
 def memory_of(folder: Path, shards: Path, snapshot: int | None = None) -> Rows:
     """What a run's store holds of every sample."""
     return store_of(folder, shards, snapshot).read(index_of(shards).ids())
-
-
-def assert_same_rows(one: Rows, other: Rows) -> None:
-    """Bit for bit."""
-    arrays, others = dict(one), dict(other)
-    assert arrays.keys() == others.keys()
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, others[name], err_msg=name)
 
 
 def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 0.0) -> None:

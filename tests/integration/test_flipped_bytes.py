@@ -251,7 +251,8 @@ def test_reader_names_a_file_with_a_flipped_byte_or_is_not_misled(made, watch, c
     assert expected.code == 0, expected.err
     faults = []
     for file in one_of_each(sorted(seen), made):
-        for place in places(file):
+        # An evaluation takes as long as ten looks; other readers try three bytes of most of its files.
+        for place in places(file)[1 if name == "evaluate" else 0 :]:
             caplog.clear()
             with flipped(file, place):
                 said = read(run)

@@ -9,8 +9,8 @@ import pytest
 
 from bigscl.store import StorageOptions, open_backend
 from tests.builders import index_of, write_config
-from tests.forks import free_port, trainer_server
-from tests.integration.runs import copy_run
+from tests.forks import trainer_server
+from tests.integration.runs import copy_run, launcher_words
 
 SHORT = ("--steps", 3, "--json")
 FAULTS = "tests.integration.preflight_faults"
@@ -175,10 +175,8 @@ def test_objective_without_memory_has_no_storage_to_measure(tmp_path, shards):
 @pytest.mark.slow
 def test_report_under_the_real_launcher_ends_with_the_problems(tmp_path, shards):
     config = write_config(tmp_path / "run.yaml", shards, data={"batch_size": 64, "workers": 3})
-    launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", free_port()]
     job = ["-m", "bigscl", "preflight", config, "--steps", 3]
-    done = trainer_server().run_module("accelerate.commands.launch", *launcher, *job)
+    done = trainer_server().run_module(*launcher_words(2), *job)
     assert done.returncode == 1
     assert "problem: 2 loader workers get no batch" in done.stdout
     assert "bigscl preflight: problems found" in done.stderr

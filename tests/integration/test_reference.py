@@ -131,7 +131,7 @@ PLUS = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scl_plus_equals_its_equations(tmp_path, shards, processes):
     """Its ranking is a square root of stored values: a rounding error can move it by more than one step."""
     config = write_config(tmp_path / "run.yaml", shards, **PLUS)

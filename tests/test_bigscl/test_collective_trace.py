@@ -26,7 +26,7 @@ from bigscl.training.step import Step
 from tests.test_store.conftest import make_annotations
 
 NUM_CLASSES, SIZE, BATCH = 4, 16, 2
-WORLD_SIZES = (2, 8, 16, 128)
+WORLD_SIZES = (2, 8, 128)
 RANKS_OF_MANY = (0, 1, 2, 63, 126, 127)
 """Of 128 ranks these are traced."""
 

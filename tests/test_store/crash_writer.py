@@ -5,27 +5,21 @@ what each row must hold from its visit stamp alone.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from bigscl.store import HeatmapStore, Prefetcher, Rows, ShardCache, Writeback
 from bigscl.store.errors import NotAStore
-from tests.test_store.conftest import all_ids, make_annotations
+from tests.test_store.conftest import all_ids, make_annotations, values_of_rows
 
 NUM_CLASSES, SIZE, TOP, EPOCHS = 30, 6, 5, 12
 COMPACT_AFTER = 3
 ANNOTATIONS = make_annotations((24, 20, 24, 7, 24, 24), NUM_CLASSES)
 
 
-def values_of(ids, epoch, classes=None):
-    """(scores, heatmaps) of some samples in an epoch; heatmaps of all classes, or of those given per row."""
-    seeds = np.asarray(ids, np.int64)[:, None] * 1009 + epoch * 7919
-    scores = ((seeds + np.arange(NUM_CLASSES) * 31) % 997 / 997).astype(np.float16)
-    chosen = np.broadcast_to(np.arange(NUM_CLASSES), scores.shape) if classes is None else classes
-    cells = np.arange(SIZE * SIZE).reshape(SIZE, SIZE)
-    maps = (seeds[:, :, None, None] + chosen[:, :, None, None].astype(np.int64) * 17 + cells * 3) % 991 / 991
-    return scores, maps.astype(np.float16)
+values_of = partial(values_of_rows, NUM_CLASSES, SIZE)
 
 
 def main(path, acknowledged):

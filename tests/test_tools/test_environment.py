@@ -9,7 +9,7 @@ import pytest
 from bigscl.preflight import environment
 from bigscl.preflight.environment import NEEDED, probe_place
 from bigscl.store import LocalBackend, SingleProcess, StorageOptions
-from tests.forks import free_port
+from tests.integration.runs import launcher_words
 from tests.test_store.ranks import run_ranks
 from tests.test_tools.conftest import bigscl
 from tests.test_tools.lookers import look
@@ -131,10 +131,8 @@ def test_a_bucket_is_probed_like_a_folder(s3_options):
 
 
 def test_processes_of_the_real_launcher_report_together(tmp_path, trainer_server):
-    launcher = ["--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--mixed_precision", "no"]
-    launcher += ["--dynamo_backend", "no", "--main_process_port", free_port()]
     job = ["-m", "bigscl.tools.cli", "preflight", "--place", tmp_path / "store", "--json"]
-    done = trainer_server.run_module("accelerate.commands.launch", *launcher, *job)
+    done = trainer_server.run_module(*launcher_words(2), *job)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     assert len(facts["processes"]) == 2
