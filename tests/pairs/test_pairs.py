@@ -2,10 +2,11 @@
 
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bigscl.config import ConfigError, load_config
+from bigscl.config import ConfigError, make_config
 from tests.builders import make_once
 from tests.pairs.places import Places, fill, serve
 from tests.pairs.rows import Row, all_pairs, pairs_of, refusal_of, rows
@@ -28,9 +29,7 @@ def quick_rows() -> list[int]:
     found = [
         number
         for number, row in enumerate(rows())
-        # Workers that read a server are no forks: each process of each run then imports torch once more.
-        if (row["tars"] == "folder" or (row["tars"], row["workers"]) == ("s3", "0"))
-        and all(row[name] in values for name, values in QUICK.items())
+        if row["tars"] == "folder" and all(row[name] in values for name, values in QUICK.items())
     ]
     return sorted(found, key=num_others, reverse=True)[:NUM_QUICK]
 
@@ -79,7 +78,7 @@ def test_what_the_table_refuses_is_refused_with_all_reasons(tmp_path, places):
     for row in refused_rows():
         reasons = [refusal.says for refusal in REFUSALS if refusal.forbids(row)]
         trial = Trial(row, tmp_path, places)
-        found = mistakes_in(trial.config("run", later=True))
+        found = mistakes_in(trial.values("run", later=True))
         if found:
             unsaid = {says for says in reasons if not is_one_line(found, says)}
             assert unsaid <= set(KNOWN_AT_THE_START), f"{row}: {found}"
@@ -93,9 +92,9 @@ def test_what_the_table_refuses_is_refused_with_all_reasons(tmp_path, places):
         assert not (tmp_path / "run").exists(), output
 
 
-def mistakes_in(config: Path) -> str:
+def mistakes_in(values: dict[str, Any]) -> str:
     try:
-        load_config(config)
+        make_config(values)
     except ConfigError as error:
         return str(error)
     return ""

@@ -163,6 +163,14 @@ class Trial:
 
     def config(self, name: str, others: Mapping[str, Any] | None = None, *, later: bool = False) -> Path:
         """Write the config of a run of this name."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(self.values(name, others, later=later)))
+        return path
+
+    def values(
+        self, name: str, others: Mapping[str, Any] | None = None, *, later: bool = False
+    ) -> dict[str, Any]:
+        """Return the settings of a run of this name."""
         values: dict[str, Any] = settings(self.places.shards)
         given = {key: value for name, own in self.row.items() for key, value in DIMENSIONS[name][own].items()}
         given |= (
@@ -176,9 +184,7 @@ class Trial:
             for section in sections:
                 inner = inner.setdefault(section, {})
             inner[last] = value
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({"run": str(path.with_suffix("")), **values}))
-        return path
+        return {"run": str(self.folder / name), **values}
 
     def places_of(self, name: str) -> dict[str, Any]:
         """Return the settings that name files and servers."""
