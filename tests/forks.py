@@ -179,12 +179,7 @@ class ForkServer:
         with tempfile.TemporaryDirectory(prefix="bigscl-forks-") as folder:
             output, errors = Path(folder, "output"), Path(folder, "errors")
             pids = self.start_ranks(
-                target,
-                *arguments,
-                processes=processes,
-                output=output,
-                errors=errors,
-                environment=environment,
+                target, *arguments, processes=processes, output=output, errors=errors, environment=environment
             )
             ended = self.wait_all(pids, seconds)
             codes = [ended[pid].returncode for pid in pids]

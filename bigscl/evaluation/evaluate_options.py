@@ -105,8 +105,7 @@ class EvaluationOptions:
         ),
     ] = 64
     workers: Annotated[
-        int,
-        typer.Option(min=0, max=1024, help="Loader workers of each process.", rich_help_panel=_IMAGES),
+        int, typer.Option(min=0, max=1024, help="Loader workers of each process.", rich_help_panel=_IMAGES)
     ] = 4
     max_bad_share: Annotated[
         float, typer.Option(help="Tolerated fraction of unreadable images.", rich_help_panel=_IMAGES)
@@ -137,8 +136,7 @@ class EvaluationOptions:
         ),
     ] = None
     activation: Annotated[
-        Literal["sigmoid", "softmax"],
-        typer.Option(help="How logits become scores.", rich_help_panel=_REPORT),
+        Literal["sigmoid", "softmax"], typer.Option(help="How logits become scores.", rich_help_panel=_REPORT)
     ] = "sigmoid"
     pooling: Annotated[
         Literal["plain", "map"],

@@ -295,10 +295,7 @@ def score_history(
 
 
 def _histories(
-    epochs: Sequence[Kept],
-    annotations: Annotations,
-    ids: NDArray[np.int64],
-    shares: NDArray[np.float64],
+    epochs: Sequence[Kept], annotations: Annotations, ids: NDArray[np.int64], shares: NDArray[np.float64]
 ) -> Iterator[ScoreHistory]:
     for start in range(0, len(ids), BLOCK):
         own = ids[start : start + BLOCK]

@@ -122,10 +122,7 @@ class ModelState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        files = {
-            WEIGHTS: write_tensors(self.network.network.state_dict()),
-            OPTIMIZER: write_state(optimizer),
-        }
+        files = {WEIGHTS: write_tensors(self.network.network.state_dict()), OPTIMIZER: write_state(optimizer)}
         if self.average is not None:
             files[AVERAGE] = write_state(self.average.state_dict())
         if self.loss_state is not None:
@@ -172,10 +169,7 @@ def make_network(config: Config, num_classes: int, device: torch.device, rank: i
     """Return the network with the same weights on every rank; later random numbers differ between ranks."""
     set_seed(config.seed)
     network = build_model(
-        config.model.backbone,
-        num_classes,
-        weights=config.model.weights,
-        args=config.model.args,
+        config.model.backbone, num_classes, weights=config.model.weights, args=config.model.args
     )
     network.check_side(config.data.eval_size or config.data.size, "data.eval_size")
     if config.hardware.sync_batchnorm:

@@ -65,9 +65,7 @@ class GitBlob:
 def _cat_file(repository):
     """Return a `git cat-file --batch` for this process, which ends with it: its input is closed then."""
     return subprocess.Popen(
-        ["git", "-C", str(repository), "cat-file", "--batch"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        ["git", "-C", str(repository), "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 

@@ -198,11 +198,7 @@ def epoch_of_store(store: HeatmapStore, epoch: int, shards: int) -> None:
         for shard in rng.permutation(shards):
             yield from np.split(shard * ROWS + rng.permutation(ROWS), ROWS // BATCH)
 
-    with (
-        ShardCache(store, epoch) as cache,
-        Prefetcher(cache) as prefetcher,
-        Writeback(cache) as writeback,
-    ):
+    with ShardCache(store, epoch) as cache, Prefetcher(cache) as prefetcher, Writeback(cache) as writeback:
         for ids, rows in prefetcher.pair(batches(), lambda ids: ids):
             after = blend({"scores": rows.scores, "heatmaps": rows.heatmaps})
             writeback.put(ids, Rows(**unchanged(rows) | after))

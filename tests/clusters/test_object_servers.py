@@ -13,12 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from azure.storage.blob import (
-    AccountSasPermissions,
-    BlobServiceClient,
-    ResourceTypes,
-    generate_account_sas,
-)
+from azure.storage.blob import AccountSasPermissions, BlobServiceClient, ResourceTypes, generate_account_sas
 
 from bigscl.store.backends.backend import open_backend
 from tests.builders import write_config

@@ -75,11 +75,7 @@ class Running:
     """A run that is going on, to be interrupted; it is over at the end of the block at the latest."""
 
     def __init__(
-        self,
-        folder: Path,
-        *arguments: object,
-        processes: int = 1,
-        environment: dict[str, str] | None = None,
+        self, folder: Path, *arguments: object, processes: int = 1, environment: dict[str, str] | None = None
     ) -> None:
         self._folder, self._processes = folder, processes
         self._log = folder.parent / f"{folder.name}-{time.time_ns()}.log"

@@ -38,10 +38,7 @@ def test_error_on_one_rank_ends_all_and_its_traceback_is_printed_last(tmp_path, 
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
-        (
-            RuntimeError("[third_party/gloo/gloo/pair.cc:534] Connection closed by peer"),
-            True,
-        ),
+        (RuntimeError("[third_party/gloo/gloo/pair.cc:534] Connection closed by peer"), True),
         (RuntimeError("[third_party/gloo/unbound_buffer.cc:129] Timed out waiting 15000ms for send"), True),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, remote process exited"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

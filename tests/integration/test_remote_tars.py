@@ -70,8 +70,7 @@ def remote(server, shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("tars", "store", "workers", "processes"),
-    [("glob", "s3", 2, 1), ("braces", "disk", 1, 2)],
+    ("tars", "store", "workers", "processes"), [("glob", "s3", 2, 1), ("braces", "disk", 1, 2)]
 )
 def test_a_run_on_remote_tars_with_workers_equals_one_on_local_tars(
     server, remote, shards, tmp_path, tars, store, workers, processes

@@ -276,7 +276,7 @@ def mistakes(tmp_path_factory, base, ended, small):
             "divergence": [base, "--run", folder / "diverged", *dotted(**diverging)],
             "print": [base, "--print-config", "--seed", 7],
             "finished": [base, "--run", finished],
-        },
+        }
     )
     return {**ended, "folder": folder}
 

@@ -68,10 +68,7 @@ def test_shards_have_the_split_labels_and_bytes_of_the_images(tmp_path, folder, 
     found = contents(out)
     images = {number: b"\xff\xd8\xff image %d\n" % number for number in IDS}
     assert found["train-000000.tar", "000000000030.jpg"] == images[30]
-    assert json.loads(found["train-000000.tar", "000000000030.json"]) == {
-        "full": [0, 1, 2],
-        "given": [0],
-    }
+    assert json.loads(found["train-000000.tar", "000000000030.json"]) == {"full": [0, 1, 2], "given": [0]}
     assert found["train-000001.tar", "000000581929.jpg"] == images[581929]
     assert found["val-000000.tar", "000000100012.jpg"] == images[100012]
     assert len(found) == 10

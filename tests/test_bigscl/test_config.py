@@ -100,10 +100,7 @@ NO_MEMORY = {"base": "an", "consistency": "none"}
         ({"objective": {"base": "crisp"}, "optimizer": {"accumulate": 2}}, "optimizer.accumulate"),
         ({"objective": {"hill": {"margin": 0.5}}}, "objective.hill"),
         ({"objective": {"base": "ll_ct", "em_apl": {"alpha": 0.5}}}, "objective.em_apl"),
-        (
-            {"objective": {"base": "em_apl", "consistency": "none"}, "store": {"kind": "none"}},
-            "store.kind",
-        ),
+        ({"objective": {"base": "em_apl", "consistency": "none"}, "store": {"kind": "none"}}, "store.kind"),
         ({"objective": {"base": "em_apl", "em_apl": {"start_epoch": 900}}}, "objective.em_apl.start_epoch"),
         ({"objective": {"base": "crisp", "crisp": {"start_epoch": 900}}}, "objective.crisp.start_epoch"),
         ({"objective": {"base": "splc", "splc": {"start_epoch": 900}}}, "objective.splc.start_epoch"),

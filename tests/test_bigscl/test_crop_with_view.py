@@ -49,10 +49,7 @@ def test_heatmaps_move_as_the_pixels_do(seed):
     crop = RandomResizedCropWithView(SIZE, scale=(0.3, 0.6))
     pixels, view = crop(gradients())
     heatmaps = torch.stack(
-        [
-            torch.linspace(0, 1, 64).expand(64, 64),
-            torch.linspace(0, 1, 64)[:, None].expand(64, 64),
-        ]
+        [torch.linspace(0, 1, 64).expand(64, 64), torch.linspace(0, 1, 64)[:, None].expand(64, 64)]
     )
     seen = to_view(heatmaps[None], view[None], SIZE)[0]
     np.testing.assert_allclose(seen, pixels[:2] / 255, atol=0.06)

@@ -93,12 +93,7 @@ def evaluated(*arguments, output):
 
 @pytest.mark.parametrize(
     ("place", "seed"),
-    [
-        ("run", 0),
-        ("run/best", 0),
-        ("run/best/model.safetensors", 0),
-        ("run/checkpoints/step-00000005", 1),
-    ],
+    [("run", 0), ("run/best", 0), ("run/best/model.safetensors", 0), ("run/checkpoints/step-00000005", 1)],
 )
 def test_a_run_a_checkpoint_or_its_file_is_evaluated_as_it_was_trained(made, tmp_path, place, seed):
     saved, report = evaluated(made / place, output=tmp_path)
@@ -192,11 +187,7 @@ def test_map_pooling_is_reported_from_the_same_pass_with_the_plain_figures_besid
 
 
 def test_unreadable_images_are_missing_by_name(made, tmp_path):
-    members = [
-        *labelled("good", 1, full=[0]),
-        ("bad.jpg", b"no image"),
-        *labelled("bad", 2, full=[1])[1:],
-    ]
+    members = [*labelled("good", 1, full=[0]), ("bad.jpg", b"no image"), *labelled("bad", 2, full=[1])[1:]]
     path = write_tar(tmp_path / "x.tar", members)
     scan(str(path), num_classes=NUM_CLASSES)[0].save(tmp_path / "x.npz")
     options = ["--shards", path, "--index", tmp_path / "x.npz"]

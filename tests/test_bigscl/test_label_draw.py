@@ -84,12 +84,7 @@ def test_draws_are_those_of_earlier_revisions():
 
 
 def test_draws_depend_on_seed_and_settings_alone_and_change_the_fingerprint(shards):
-    settings = [
-        {"seed": 1},
-        {"seed": 2},
-        {"seed": 1, "positives": 2},
-        {"seed": 1, "negatives": 1},
-    ]
+    settings = [{"seed": 1}, {"seed": 2}, {"seed": 1, "positives": 2}, {"seed": 1, "negatives": 1}]
     drawn = [draw_given(shards, **one).annotations() for one in settings]
     again = [draw_given(shards, **one).annotations() for one in settings]
     assert [one.fingerprint for one in drawn] == [one.fingerprint for one in again]

@@ -58,8 +58,7 @@ def make_store(path, index, top=None):
             heat[::3, :, 2, 3] = heat[::3, :, 4, 1] = 2
             scores = random.random(rows.scores.shape)
             store.save_shard(
-                shard,
-                rows.replace(heatmaps=heat.astype(np.float16), scores=scores.astype(np.float16)),
+                shard, rows.replace(heatmaps=heat.astype(np.float16), scores=scores.astype(np.float16))
             )
         store.commit(epoch=0)
         if top is not None:
@@ -197,7 +196,4 @@ def test_network_maps_point_as_counted_cell_by_cell_in_the_image(shards, resize,
         transport=SingleProcess(),
         measure=partial(map_trials, read_objects(index, index.ids())),
     )
-    check(
-        summarize(found.measured, index),
-        slow_figures(index, boxes_of, lambda n, label: heat[n][label]),
-    )
+    check(summarize(found.measured, index), slow_figures(index, boxes_of, lambda n, label: heat[n][label]))

@@ -15,10 +15,7 @@ from tests.builders import labelled, write_shards, write_tar
 def index(tmp_path):
     """Two shards of unequal size; every sample has full labels."""
     one = [*labelled("é/a", 0, full=[0, 2], given=[2]), *labelled("b", 1, full=[1])]
-    paths = [
-        write_tar(tmp_path / "t-0.tar", one),
-        write_tar(tmp_path / "t-1.tar", labelled("c", 2, full=[])),
-    ]
+    paths = [write_tar(tmp_path / "t-0.tar", one), write_tar(tmp_path / "t-1.tar", labelled("c", 2, full=[]))]
     return scan([str(path) for path in paths], num_classes=3)[0]
 
 

@@ -220,10 +220,7 @@ def test_classes_that_are_approximate_are_logged_and_recorded(tmp_path, caplog):
         floors = rows_at(tmp_path / "store")["score_floor"]
         cuts = memory.selection.score.numpy()
     reached = (floors[:, None] >= cuts).sum(0)
-    assert recorded == {
-        "classes": np.flatnonzero(reached).tolist(),
-        "images": reached[reached > 0].tolist(),
-    }
+    assert recorded == {"classes": np.flatnonzero(reached).tolist(), "images": reached[reached > 0].tolist()}
     (line,) = [each.getMessage() for each in caplog.records if "approximate" in each.getMessage()]
     assert f"{len(recorded['classes'])} of 7 classes are approximate (class {recorded['classes'][0]}" in line
 

@@ -105,12 +105,7 @@ def test_no_rank_receives_more_than_its_share_of_the_logits(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [
-        ({}, 1),
-        ({"metric": "top1"}, 2),
-        ({"pooling": "map"}, 3),
-        ({"pooling": "map", "metric": "top1"}, 4),
-    ],
+    [({}, 1), ({"metric": "top1"}, 2), ({"pooling": "map"}, 3), ({"pooling": "map", "metric": "top1"}, 4)],
 )
 def test_the_setting_chooses_the_metric_that_decides(settings, expected):
     metrics = {"map": 1, "top1": 2, "map_with_map_pooling": 3, "top1_with_map_pooling": 4}

@@ -95,11 +95,7 @@ def test_azures_connection_string_is_enough(server, monkeypatch, credentials):
     [
         ("AccountName=me;AccountKey=a2V5;EndpointSuffix=core.x.cn", "https://me.blob.core.x.cn", "me"),
         ("AccountName=me;AccountKey=a2V5", None, "me"),
-        (
-            "BlobEndpoint=https://u.blob.x.net/;SharedAccessSignature=sv=1&sig=2",
-            "https://u.blob.x.net",
-            "u",
-        ),
+        ("BlobEndpoint=https://u.blob.x.net/;SharedAccessSignature=sv=1&sig=2", "https://u.blob.x.net", "u"),
         ("BlobEndpoint=http://127.0.0.1:10000/dev;AccountKey=a2V5", "http://127.0.0.1:10000/dev", "dev"),
     ],
 )

@@ -66,14 +66,8 @@ def process(**differing):
 @pytest.mark.parametrize(
     ("differing", "problem"),
     [
-        (
-            {"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": "2.0"}},
-            "zarr has several versions",
-        ),
-        (
-            {"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": None}},
-            "zarr is not installed on far",
-        ),
+        ({"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": "2.0"}}, "zarr has several versions"),
+        ({"versions": {**dict.fromkeys(NEEDED, "1.0"), "zarr": None}}, "zarr is not installed on far"),
         ({"python": "3.10.0"}, "several versions of Python"),
         ({"backends": {"gloo": False, "nccl": False}}, "far: torch has no gloo"),
         (

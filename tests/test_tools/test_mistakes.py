@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from bigscl.models.families import create_network
-from tests.builders import (
-    index_of,
-    jpeg,
-    make_once,
-    make_shards,
-    make_store,
-    write_config,
-    write_shards,
-)
+from tests.builders import index_of, jpeg, make_once, make_shards, make_store, write_config, write_shards
 from tests.test_tools.conftest import bigscl
 
 SMALL = "bigscl.models.smallnet:small_resnet"

@@ -35,11 +35,7 @@ def test_every_config_and_variant_runs_with_every_seed_in_a_folder_of_its_own(tm
     assert len({trial.folder for trial in trials}) == 8
     for trial in trials:
         config = trial.resolved()
-        assert (config.run, config.seed, config.data.given.seed) == (
-            trial.folder,
-            trial.seed,
-            trial.seed,
-        )
+        assert (config.run, config.seed, config.data.given.seed) == (trial.folder, trial.seed, trial.seed)
         assert config.data.workers == 0
         assert config.store.momentum == (0.5 if trial.variant else 0.8)
     assert {trial.row for trial in trials} == {

@@ -333,9 +333,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize(
-    "screen",
-    [DESKTOP, {**PHONE, "color_scheme": "dark"}],
-    ids=["desktop in light", "phone in dark"],
+    "screen", [DESKTOP, {**PHONE, "color_scheme": "dark"}], ids=["desktop in light", "phone in dark"]
 )
 def test_pages_have_no_serious_fault_of_accessibility(browser, site, answers, screen):
     """By axe-core, whose rules are those of WCAG 2 and its own of good practice."""

@@ -326,10 +326,7 @@ def _multilabel_imagenet(file: TextIO, class_names: Sequence[str]) -> Write:
 
 QuestionFormat = Literal["label-studio", "coco", "csv"]
 QUESTION_COLUMNS = ("key", "class", "yes", "question", "score", "snapshot", "path")
-WORDS = {
-    **dict.fromkeys(("yes", "y", "true", "1"), True),
-    **dict.fromkeys(("no", "n", "false", "0"), False),
-}
+WORDS = {**dict.fromkeys(("yes", "y", "true", "1"), True), **dict.fromkeys(("no", "n", "false", "0"), False)}
 REMEDY = "Give a file that `bigscl review export` wrote, with answers."
 
 

@@ -98,12 +98,7 @@ def over_epochs(
 
 
 def _epochs_of(
-    images: SampleImages,
-    row: int,
-    sample: int,
-    history: dict[int, Rows],
-    count: int,
-    name: str,
+    images: SampleImages, row: int, sample: int, history: dict[int, Rows], count: int, name: str
 ) -> Iterator[SamplePicture]:
     last = history[max(history)]
     kinds = images.kinds[row]

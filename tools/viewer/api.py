@@ -16,12 +16,7 @@ from bigscl.data.open_tar import Unreadable
 from bigscl.memory.score_history import read_score_log
 from bigscl.store import HeatmapStore, Rows, StoreError, bytes_by_array, read_holder
 from bigscl.tools.shared.find_samples import next_epoch
-from bigscl.tools.shared.open_store import (
-    checkpoints_by_snapshot,
-    is_alive,
-    snapshot_facts,
-    trust_at,
-)
+from bigscl.tools.shared.open_store import checkpoints_by_snapshot, is_alive, snapshot_facts, trust_at
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer import pictures
 from bigscl.tools.viewer.open_run import OpenRun, curves_of

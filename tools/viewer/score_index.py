@@ -31,14 +31,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 HEAD, AGAIN = "index.json", "It is made again."
 PAIR = np.dtype(
-    [
-        ("row", "<u4"),
-        ("class", "<u4"),
-        ("score", "<u2"),
-        ("change", "<u2"),
-        ("peak", "u1"),
-        ("flags", "u1"),
-    ]
+    [("row", "<u4"), ("class", "<u4"), ("score", "<u2"), ("change", "<u2"), ("peak", "u1"), ("flags", "u1")]
 )
 """A sample and a class. Score and change are the bits of a float16, which have the order of their values; the
 peak is the hottest cell of the heatmap in 255ths. Change is that of the score since the snapshot before."""

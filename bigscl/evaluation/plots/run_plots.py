@@ -75,9 +75,7 @@ def draw_runs(
             title = f"{index.class_names[number]}: {MEANINGS[kind]}"
             samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
     draw_samples(
-        samples,
-        path,
-        title=f"{len(ids)} training images with an unannotated positive, evenly over the set",
+        samples, path, title=f"{len(ids)} training images with an unannotated positive, evenly over the set"
     )
 
 

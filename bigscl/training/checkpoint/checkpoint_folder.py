@@ -244,10 +244,7 @@ class Checkpoints:
         return found[-1] if found else None
 
     def save(
-        self,
-        progress: Progress,
-        files: Mapping[str, Writer],
-        check: Callable[[], object] = lambda: None,
+        self, progress: Progress, files: Mapping[str, Writer], check: Callable[[], object] = lambda: None
     ) -> Path:
         """Write a checkpoint, then remove those that are not kept any more; `check` as in `atomic_folder`."""
         path = self._folder / f"step-{progress.step:08d}"
