@@ -138,7 +138,7 @@ def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> S
     classes = options.class_names or _class_names(everything)
     numbers = _Numbers(classes)
     if unknown := [split for split in options.full if split not in parts]:
-        raise UserError(f"{origin}: no split {unknown[0]!r}, found {', '.join(parts)}")
+        raise UserError(f"{origin}: no split '{printable(unknown[0])}', found {', '.join(parts)}")
     written = {
         split: _samples(list(part.values()), numbers, split in options.full) for split, part in parts.items()
     }
@@ -326,9 +326,17 @@ def hugging_face(name: str, options: TableOptions, *, config: str | None = None)
     except ImportError:
         raise UserError("shards hf: needs the package datasets: pip install 'bigscl[hf]'") from None
     datasets.disable_progress_bars()
-    with parse_errors(name, "a dataset", "Give the name of a dataset on the hub, or a folder."):
-        is_saved = Path(name, "dataset_dict.json").is_file() or Path(name, "state.json").is_file()
-        loaded = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, config)
+    try:
+        with parse_errors(name, "a dataset", "Give the name of a dataset on the hub, or a folder."):
+            is_saved = Path(name, "dataset_dict.json").is_file() or Path(name, "state.json").is_file()
+            loaded = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, config)
+    except BadFile as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        raise UserError(
+            f"{name}: no permission for {error.__cause__.filename}. If this is the cache of the package "
+            f"datasets, set HF_HOME to a folder that you may write."
+        ) from None
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     parts: Parts = {}
     for split, rows in splits.items():
