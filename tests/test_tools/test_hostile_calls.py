@@ -145,7 +145,7 @@ def test_hostile_argument(world, verb, parameter, thing):
     value = str(hostile.hostile(parameter)[thing](world))
     short = SHORT.get(verb.words, [])
     extra = [] if parameter.name == "what" or parameter.flag in short else short
-    # preflight starts another interpreter, and `datasets` imports late: an ordinary user may not be allowed to.
+    # preflight starts another interpreter, `datasets` imports late: an ordinary user may not be allowed to.
     user = "read" in thing and verb.words not in (("preflight",), ("shards", "hf"))
     words, answer = call(world, verb, {parameter.name: value}, extra, user)
     names = [value or "expected", printable(value), parameter.flag or parameter.name]
