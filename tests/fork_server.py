@@ -31,6 +31,11 @@ def run_module(name: str, *arguments: str) -> None:
     """Do what `python -m name arguments` does; the ranks of a launcher are forks, too."""
     if name in LAUNCHERS:
         fork_ranks(run_module)
+    if "torch" in sys.modules:
+        # A fork has lost the threads of torch's pool. Whoever uses it next makes another pool, and two threads
+        # that do so at once abort the process ("Invalid thread pool!").
+        torch = sys.modules["torch"]
+        torch.set_num_threads(torch.get_num_threads())
     sys.argv = [name, *arguments]
     # What was imported before would be the same module twice, which runpy warns of.
     sys.modules.pop(name, None)
