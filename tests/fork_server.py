@@ -32,8 +32,8 @@ def run_module(name: str, *arguments: str) -> None:
     if name in LAUNCHERS:
         fork_ranks(run_module)
     if "torch" in sys.modules:
-        # A fork has lost the threads of torch's pool. Whoever uses it next makes another pool, and two threads
-        # that do so at once abort the process ("Invalid thread pool!").
+        # A fork has lost the threads of torch's pool. Whoever uses it next makes another pool, and two
+        # threads that do so at once abort the process ("Invalid thread pool!").
         torch = sys.modules["torch"]
         torch.set_num_threads(torch.get_num_threads())
     sys.argv = [name, *arguments]
