@@ -40,6 +40,8 @@ PROGRAMS = {
         trap 'kill -USR1 $(jobs -p)' USR1
         wait -n; code=$?
         [ $code -lt 128 ] || { wait -n; code=$?; }
+        # As the real one: other nodes go on when one has ended.
+        wait
         exit $code
     """,
 }
