@@ -52,9 +52,13 @@ LONG = (
     "test_tools/test_view_browser",
     "test_tools/test_view_review",
     *(f"test_tools/test_{name}" for name in ("study", "environment", "hostile_calls", "your_images")),
-    *(f"test_tools/test_{name}" for name in ("publish", "real_folders", "render", "quickstart")),
-    *(f"test_store/test_{name}" for name in ("state_machine", "processes", "crash", "bad_connections")),
+    *(f"test_tools/test_{name}" for name in ("publish", "real_folders", "render", "quickstart", "run")),
+    *(
+        f"test_store/test_{name}"
+        for name in ("state_machine", "processes", "crash", "bad_connections", "two_writers")
+    ),
     *(f"test_bigscl/test_{name}" for name in ("workers", "model", "report", "tables", "interrupts")),
+    *(f"test_bigscl/test_{name}" for name in ("loader", "collective_trace", "writing", "fuzz", "metrics")),
 )
 """Files and folders that take long: started first when workers share the files, left out by `--quick`."""
 
