@@ -68,6 +68,7 @@ class ClassHistograms:
         return self._inputs
 
     def epoch_inputs(self, epoch: int) -> dict[str, NDArray[Any]]:
+        """Return fields of `LossInputs`, from the complete histograms; each loss has its own."""
         raise NotImplementedError
 
     def add(self, values: Tensor, labels: Tensor) -> None:
