@@ -22,7 +22,8 @@ SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"
 OPTIONS = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2")
 IDLE_SECONDS = 200
 """A node whose link was cut is asked again after a minute or two."""
-# A requeued job waits until its credential has expired, by default for two minutes.
+# A requeued job waits until its credential has expired, by default for two minutes. A node that was set
+# down stays down, as if it had failed: taken back at once, it gets the job while its last step still ends.
 SETTINGS = """
 ClusterName=test
 SlurmctldHost={controller.name}({controller.address})
@@ -38,7 +39,7 @@ SlurmctldLogFile={folder}/controller.log
 SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-ReturnToService=2
+ReturnToService=1
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2
 SelectType=select/cons_tres

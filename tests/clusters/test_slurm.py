@@ -89,6 +89,8 @@ def trial(cluster, tmp_path, shards):
     yield trial
     for node in cluster.nodes:
         node.restore()
+        with contextlib.suppress(AssertionError):  # it is not down
+            cluster.call("scontrol", "update", f"nodename={node.name}", "state=resume")
     with contextlib.suppress(AssertionError):  # it has ended
         cluster.call("scancel", trial.job.number)
 
