@@ -143,7 +143,7 @@ class Steps:
                 logit_map = model.head.logit_map(
                     model.network, self.features, self.inputs.images, training=True
                 )
-                logits = pool(logit_map, "logits")
+                logits = pool(logit_map)
         self.loss(name, logit_map, logits).mean().backward()
 
     def loss(self, name: str, logit_map: Tensor | None, logits: Tensor) -> Tensor:
