@@ -88,11 +88,12 @@ def test_hidden_labels_that_would_have_no_use_are_refused(shards, tmp_path, labe
 # The estimate
 
 
-def simulated(seed, *, separation, num_hidden=400, num_images=4000, num_classes=12, k=2.2):
+def simulated(seed, *, separation, num_hidden=400, num_images=4000, num_classes=12, k=2.2, easier_alone=0.0):
     """Images with independent classes, single labels, and values that are higher for what is there.
 
-    Classes differ in how frequent they are and in the level of their values. Returns what `estimate` takes,
-    and precision and recall of what is mined in labelled images.
+    Classes differ in how frequent they are and in the level of their values; the only class of an image may
+    have a higher value (`easier_alone`, in logits). Returns the estimate, and precision and recall of what is
+    mined in labelled images.
     """
     random = np.random.default_rng(seed)
     frequencies = random.uniform(0.03, 0.3, num_classes)
@@ -103,6 +104,7 @@ def simulated(seed, *, separation, num_hidden=400, num_images=4000, num_classes=
     given = np.array([random.choice(np.flatnonzero(row)) for row in present])
     level = random.normal(-3, 1, num_classes)
     logits = level + separation * present + random.normal(0, 1, present.shape)
+    logits += easier_alone * present * (present.sum(1, keepdims=True) == 1)
     values = 1 / (1 + np.exp(-logits))
     is_hidden = np.arange(num_images) < num_hidden
     is_open = np.ones(present.shape, bool)
@@ -143,6 +145,14 @@ def test_estimate_is_within_five_points_of_the_truth(seed, separation):
     assert found.precision == pytest.approx(precision, abs=0.05)
     assert found.recall == pytest.approx(recall, abs=0.05)
     assert found.low <= found.precision <= found.high
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_easy_labels_of_images_with_one_class_do_not_count_for_missing_ones(seed, monkeypatch):
+    found, (precision, _) = simulated(seed, separation=1.0, easier_alone=1.0)
+    assert found.precision == pytest.approx(precision, abs=0.03)
+    monkeypatch.setattr(trusts, "_weights", np.ones_like)
+    assert simulated(seed, separation=1.0, easier_alone=1.0)[0].precision > precision + 0.03
 
 
 def test_values_that_say_nothing_make_labels_that_are_not_to_be_trusted():
@@ -193,8 +203,9 @@ def test_likelihood_is_that_of_all_possible_labels():
             some += chance * any(present)
             drawn += chance / max(1, sum(present)) * present[number]
         wanted += np.log(drawn / some)
-    found = trusts._log_likelihood(canaries, hidden, slope, offsets)
-    assert found == pytest.approx(wanted, abs=0.02)
+    likelihoods, others = trusts._log_likelihoods(canaries, hidden, slope, offsets)
+    assert likelihoods.sum() == pytest.approx(wanted, abs=0.02)
+    assert others == pytest.approx(p.sum(1) - p[np.arange(4), hidden], abs=0.02)
 
 
 def test_trust_comes_back_from_a_snapshot():
