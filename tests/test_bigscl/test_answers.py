@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bigscl.common.user_error import UserError
 from bigscl.data import answers as module
-from bigscl.data.answers import Answer, AnswersFile, now, read_answers, standing_answers
+from bigscl.data.answers import Answer, AnswersFile, read_answers, standing_answers
 
 HOSTILE = [
     'a"b',
@@ -45,10 +45,6 @@ def test_answers_come_back_whatever_their_texts(tmp_path):
     assert sorted(found.standing.values(), key=repr) == sorted(given, key=repr)
     assert not found.conflicts
     assert not found.torn
-
-
-def test_a_file_that_is_not_there_has_no_answers(tmp_path):
-    assert not read_answers(tmp_path / "none.jsonl").standing
 
 
 def test_the_same_answer_again_leaves_the_file_as_it_is(tmp_path):
@@ -218,11 +214,6 @@ def test_an_answer_that_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(UserError, match="when is ''"):
         AnswersFile(tmp_path / "a.jsonl").append([replace(answer(), when="")])
     assert not (tmp_path / "a.jsonl").exists()
-
-
-def test_now_is_a_moment_that_answers_accept(tmp_path):
-    AnswersFile(tmp_path / "a.jsonl").append([replace(answer(), when=now())])
-    assert len(read_answers(tmp_path / "a.jsonl").standing) == 1
 
 
 @pytest.mark.parametrize("who", ["ann", "bob"])

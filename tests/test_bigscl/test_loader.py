@@ -39,7 +39,7 @@ from bigscl.data.loader import (
 )
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import read_images, read_metadata
-from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from tests.builders import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
 from tests.servers import QuietHandler, web_server
@@ -626,11 +626,6 @@ def test_a_few_images_are_read_in_the_order_asked_for_and_bad_ones_named(tmp_pat
     assert list(read_images(index, np.array([2, 0]))) == [2, 0]
     with pytest.raises(Unreadable, match=r"x\.tar/b: cannot be decoded"):
         read_images(index, np.array([0, 1]))
-
-
-def test_resize_leaves_an_image_of_that_size_alone():
-    image = torch.from_numpy(np.array(picture(1))).permute(2, 0, 1)
-    assert resize(image, 30, 40) is image
 
 
 # Memory that workers share.

@@ -209,24 +209,6 @@ def test_no_batch_has_a_single_sample_if_it_can_be_helped(topology, epoch):
         assert min(map(len, batches)) >= 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world_size", "workers"),
-    [([4, 4, 1], 3, 1), ([4, 4, 1], 1, 3), ([1, 1, 1], 4, 2), ([8, 1], 2, 0)],
-)
-def test_a_shard_of_one_sample_is_never_alone(sizes, world_size, workers):
-    for epoch in range(5):
-        plan = training_plan(
-            np.array(sizes),
-            max(sizes),
-            seed=1,
-            epoch=epoch,
-            batch_size=4,
-            world_size=world_size,
-            workers=workers,
-        )
-        assert 1 not in [len(ids) for rank in yielded(plan) for ids in rank]
-
-
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_batches_are_full_but_for_the_last_two(num_samples, batch_size):
     lengths = batch_lengths(num_samples, batch_size)

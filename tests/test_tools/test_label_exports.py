@@ -91,45 +91,6 @@ def test_lines_of_multilabel_imagenet_hold_what_the_table_holds_and_train_again(
         assert again.given[sample].tolist() == [number for number, *_ in wanted[sample]]
 
 
-def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
-    wanted = table(runs / "topk", tmp_path, "mined")
-    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--image-prefix", "s3://mine/")
-    tasks = json.loads((folder / "tasks.json").read_text())
-    assert {task["data"]["id"] for task in tasks} == set(wanted)
-    for task in tasks:
-        data, (prediction,) = task["data"], task["predictions"]
-        assert data["image"] == f"s3://mine/{index.name(data['id']).replace('.tar', '')}.png"
-        named = [(int(one["name"]), one["score"], one["annotated"]) for one in data["labels"]]
-        assert named == [label[:3] for label in wanted[data["id"]]]
-        choices, *rectangles = prediction["result"]
-        assert [int(name) for name in choices["value"]["choices"]] == [
-            label[0] for label in wanted[data["id"]]
-        ]
-        boxes = {
-            int(one["value"]["rectanglelabels"][0]): to_fractions(
-                [one["value"][side] for side in ("x", "y", "width", "height")], 100, 100
-            )
-            for one in rectangles
-        }
-        assert boxes == {label[0]: label[3] for label in wanted[data["id"]] if label[3] is not None}
-
-
-def test_fiftyone_holds_what_the_table_holds(runs, index, tmp_path):
-    wanted = table(runs / "topk", tmp_path, "all")
-    folder = export(runs / "topk", tmp_path, "fiftyone", "all")
-    labels, boxes = (json.loads((folder / name).read_text()) for name in ("labels.json", "boxes.json"))
-    assert labels["classes"] == boxes["classes"] == list(index.class_names)
-    for sample in index.ids().tolist():
-        name = index.name(sample).replace(".tar", "")
-        found = [
-            (one["label"], one["confidence"], one["attributes"]["annotated"])
-            for one in labels["labels"][name]
-        ]
-        assert found == [label[:3] for label in wanted[sample]]
-        placed = {one["label"]: to_fractions(one["bounding_box"], 1, 1) for one in boxes["labels"][name]}
-        assert placed == {label[0]: label[3] for label in wanted[sample] if label[3] is not None}
-
-
 def test_a_relabelled_dataset_trains_with_its_labels(runs, index, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     wanted = table(runs / "topk", tmp_path, "all")
@@ -463,14 +424,3 @@ def test_fiftyone_imports_labels_of_the_original_files(photographs, tmp_path, mo
         key: [stored["classes"][target["label"]] for target in targets]
         for key, targets in stored["labels"].items()
     }
-
-
-def test_pycocotools_finds_the_original_files(photographs, tmp_path):
-    coco = pytest.importorskip("pycocotools.coco").COCO(
-        str(export(photographs / "run", tmp_path, "coco", "all"))
-    )
-    images = coco.loadImgs(coco.getImgIds())
-    assert len(images) == 6
-    for image in images:
-        with Image.open(photographs / "photos" / image["file_name"]) as opened:
-            assert opened.size == (image["width"], image["height"])
