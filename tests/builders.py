@@ -15,6 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from bigscl.config import Config, make_config
 from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index
 from bigscl.data.read_samples import read_metadata
@@ -156,6 +157,19 @@ def settings(shards: Path) -> dict[str, Any]:
         "optimizer": {"weight_decay": 1e-4},
         "log": {"trackers": [], "pictures_every": 0, "every_steps": 1},
     }
+
+
+def config_of(**sections: Any) -> Config:
+    """The config of a run that no test starts, some of whose sections have these values."""
+    values = {
+        "run": "run",
+        "data": {"train": "shards"},
+        "model": {"backbone": "resnet18"},
+        "selection": {"K": 2},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes} if isinstance(changes, dict) else changes
+    return make_config(values)
 
 
 def write_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:

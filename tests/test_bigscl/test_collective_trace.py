@@ -16,13 +16,13 @@ from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
-from bigscl.config import make_config
 from bigscl.data.loader import Batch
 from bigscl.train import Stopped, Trainer
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_memory import NoMemory
 from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
+from tests.builders import config_of
 from tests.test_store.conftest import make_annotations
 
 NUM_CLASSES, SIZE, BATCH = 4, 16, 2
@@ -209,21 +209,14 @@ def trace(rank, world_size, *, base="an", accumulate=1, synced=False, unreadable
     # Ranks have 30 or 29 samples, 8 or 7, 4 or 3; of 128 some have two, and the last ones none.
     sizes = (5, 3, 8, 6, 5, 4, 7, 2, 1, 9, 9) if world_size < 128 else (2,) * 100 + (7, 6, 1)
     annotations = make_annotations(sizes, NUM_CLASSES)
-    config = make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards", "size": SIZE, "batch_size": BATCH, "workers": 2},
-            "model": {"backbone": "tests.test_bigscl.test_collective_trace:TracedNet"},
-            "objective": {"base": base, "consistency": "none"},
-            "selection": {"K": 2.0},
-            "store": {"kind": "none", "top": None},
-            "optimizer": {"accumulate": accumulate},
-            "hardware": {"sync_batchnorm": synced},
-            "schedule": {
-                "warmup": {"epochs": 1, "learning_rate": 0.1},
-                "main": {"epochs": 1, "learning_rate": 0.1},
-            },
-        }
+    config = config_of(
+        data={"size": SIZE, "batch_size": BATCH, "workers": 2},
+        model={"backbone": "tests.test_bigscl.test_collective_trace:TracedNet"},
+        objective={"base": base, "consistency": "none"},
+        store={"kind": "none", "top": None},
+        optimizer={"accumulate": accumulate},
+        hardware={"sync_batchnorm": synced},
+        schedule={phase: {"epochs": 1, "learning_rate": 0.1} for phase in ("warmup", "main")},
     )
     events = []
     TracedNet.events = events if synced else None

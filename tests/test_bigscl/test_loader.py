@@ -114,20 +114,6 @@ def test_an_interrupted_epoch_goes_on_with_the_same_batches(index, workers):
         assert contents(rest) == contents(whole[steps:])
 
 
-def test_an_interrupted_epoch_goes_on_exactly_once_with_another_topology(index, expected):
-    plan = plan_for(index, workers=3, world_size=2)
-    first = [
-        batch
-        for rank in range(2)
-        for _, batch in zip(range(2), Loader(index, plan, rank, TRANSFORM), strict=False)
-    ]
-    visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
-    visited[np.concatenate([batch.ids.numpy() for batch in first])] = True
-    rest = list(Loader(index, plan_for(index, workers=1, visited=visited), 0, TRANSFORM))
-    assert len(contents(first)) + len(contents(rest)) == sum(SIZES)
-    assert contents(first) | contents(rest) == expected
-
-
 def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
     batch = next(iter(Loader(index, plan_for(index), 0, TRANSFORM)))
     assert batch.ids.dtype == torch.int64

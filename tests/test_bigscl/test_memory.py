@@ -141,20 +141,6 @@ def test_the_selection_of_an_epoch_is_committed_with_it(memory):
     assert snapshot.attributes["selection"]["num_expected"] == expected.tolist()
 
 
-def test_tracked_samples_have_a_history(tmp_path):
-    with open_memory(tmp_path / "store", settings={"history_samples": 3}) as memory:
-        sample = memory.store.spec.history_samples[1]
-        scores = []
-        for _ in range(3):
-            train_epoch(memory)
-            memory.end_epoch()
-            scores.append(memory.store.read([sample]).scores)
-        history = memory.store.history(sample)
-    assert list(history) == [0, 1, 2]
-    for epoch, expected in enumerate(scores):
-        np.testing.assert_array_equal(history[epoch].scores, expected)
-
-
 def test_inputs_of_a_recall_have_what_an_objective_needs(memory):
     train_epoch(memory)
     memory.end_epoch()
@@ -212,13 +198,6 @@ def test_samples_that_are_not_learnt_keep_their_rows(memory, tmp_path):
     kept = np.arange(len(IDS)) != 7
     assert_same_rows(after.take(kept), before.take(kept))
     assert (after.scores[7] != before.scores[7]).any()
-
-
-def test_samples_of_a_failed_step_may_be_recalled_again(memory):
-    memory.lookup(IDS[:4])
-    learn(memory, memory.lookup(IDS[:4]))
-    memory.end_epoch()
-    assert memory.store.last_epochs()[IDS[:4]].tolist() == [0] * 4
 
 
 def test_what_was_recalled_in_one_epoch_is_not_learnt_in_the_next(memory):

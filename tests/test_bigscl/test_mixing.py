@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.config import ConfigError, StoreConfig, make_config
+from bigscl.config import ConfigError, StoreConfig
 from bigscl.config.mixing import Mixing, MixRow, beta, pasted_boxes
 from bigscl.data.loader import Batch
 from bigscl.losses.objective import BASES, Objective
@@ -18,6 +18,7 @@ from bigscl.memory.lookup import CheckedViews, GivenClasses, MemoryBatch, to_dev
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.mixed_batch import Mix, mix_batches
+from tests.builders import config_of
 from tests.test_bigscl.test_views import largest_gap
 from tests.test_store.conftest import make_annotations
 
@@ -262,15 +263,8 @@ def test_batches_get_their_mix_and_the_boxes_that_the_memory_leaves_out():
 
 
 def mistakes(mix, **sections):
-    values = {
-        "run": "run",
-        "data": {"train": "shards", "mix": mix, **sections.pop("data", {})},
-        "model": {"backbone": "resnet18"},
-        "selection": {"K": 2.0},
-        **sections,
-    }
     with pytest.raises(ConfigError) as raised:
-        make_config(values)
+        config_of(data={"mix": mix, **sections.pop("data", {})}, **sections)
     return str(raised.value)
 
 

@@ -249,16 +249,6 @@ def test_real_pretrained_network_keeps_its_logits_and_exports():
         torch.testing.assert_close(again(batch), expected, rtol=0, atol=1e-5)
 
 
-def test_head_of_another_number_of_classes_starts_fresh_and_says_so(caplog):
-    caplog.set_level(logging.INFO)
-    weights = lite0.imagenet_weights()
-    model = build_model("bigscl.models.lite0:efficientnet_lite0", 20, weights=weights)
-    assert model.network._fc.out_features == 20
-    state = torch.load(weights, weights_only=True)
-    assert torch.equal(model.network._conv_stem.weight, state["_conv_stem.weight"])
-    assert "head _fc has 1000 classes, not 20: freshly initialised" in caplog.text
-
-
 def test_published_weights_come_by_name(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     # Where torch.hub keeps downloads: a file that is there is not downloaded.

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.config import ConfigError, make_config
+from bigscl.config import ConfigError
 from bigscl.config.schema import OptimizerConfig
 from bigscl.models.spatial import build_model
 from bigscl.training.checkpoint.checkpoint_folder import misfit
 from bigscl.training.optimizers import Lamb, make_optimizer, parameter_groups, set_learning_rate
+from tests.builders import config_of
 
 SHAPES = [(5, 3), (4,), (2, 3, 2, 2)]
 STEPS = 6
@@ -191,15 +192,8 @@ def test_a_state_of_other_groups_or_of_adam_does_not_fit():
 
 
 def refused(**optimizer):
-    values = {
-        "run": "run",
-        "data": {"train": "shards"},
-        "model": {"backbone": "resnet18"},
-        "selection": {"K": 2.0},
-        "optimizer": optimizer,
-    }
     with pytest.raises(ConfigError) as raised:
-        make_config(values)
+        config_of(optimizer=optimizer)
     return str(raised.value)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigscl.config import make_config
 from bigscl.data import loader as batches
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
@@ -29,6 +28,7 @@ from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
+from tests.builders import config_of
 from tests.test_store.conftest import make_annotations
 
 CUDA = torch.device("cuda", 0)
@@ -171,14 +171,9 @@ def make_batch(mix=None):
 
 def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None, mix=None):
     """The copies of the second step of a run: what is made once is made by then."""
-    config = make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards", "size": SIZE} | ({} if mix is None else {"mix": {"mixup": 1.0}}),
-            "model": {"backbone": "bigscl.models.smallnet:small_resnet"},
-            "objective": {"base": base, "consistency": consistency},
-            "selection": {"K": 2.0},
-        }
+    config = config_of(
+        data={"size": SIZE} | ({} if mix is None else {"mix": {"mixup": 1.0}}),
+        objective={"base": base, "consistency": consistency},
     )
     annotations = make_annotations((BATCH,), NUM_CLASSES)
     data = SimpleNamespace(positives_per_image=2.0, annotations=annotations)

@@ -146,35 +146,6 @@ def test_opening_while_a_writer_drops_gets_the_newest_snapshot(place, annotation
         assert reader.snapshot.id == store.snapshot.id
 
 
-@pytest.mark.parametrize("layout", ["dense", "scores"])
-def test_compaction_keeps_the_highest_scores_and_the_given(place, annotations, layout):
-    make(place, annotations, layout=layout)
-    ids = all_ids(annotations)
-    with open_for_writing(place, annotations) as store:
-        update(store, 0, ids[:6], random_update(store, 6, seed=1))
-        store.commit(epoch=0)
-        dense = store.read(ids)
-        store.compact(4)
-        store.drop_snapshots()
-        compacted = store.read(ids)
-        assert not any(name.startswith("arrays-000") for name in store.sizes())
-    np.testing.assert_array_equal(compacted.scores, dense.scores)
-    np.testing.assert_array_equal(compacted["last_epoch"], dense["last_epoch"])
-    for place_in_batch, n in enumerate(ids):
-        positives = set(annotations.given[n].tolist())
-        scores = dense.scores[place_in_batch]
-        order = sorted(range(7), key=lambda c: (c not in positives, -scores[c], c))
-        kept = sorted(order[:4])
-        assert compacted.classes[place_in_batch].tolist() == kept
-        maps = compacted.heatmaps[place_in_batch]
-        if layout == "dense":
-            np.testing.assert_array_equal(maps, dense.heatmaps[place_in_batch][kept])
-            np.testing.assert_array_equal(compacted["cell_visits"], dense["cell_visits"])
-        else:
-            start = [1 if c in positives else scores[c] for c in kept]
-            np.testing.assert_array_equal(maps, np.broadcast_to(np.array(start)[:, None, None], maps.shape))
-
-
 def test_compaction_refuses_a_top_that_would_lose_given_labels(place, annotations):
     make(place, annotations)
     with open_for_writing(place, annotations) as store:
