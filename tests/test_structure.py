@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -28,10 +29,15 @@ def modules():
             yield f"bigscl.{name}", file
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imported(file: Path) -> set[str]:
     """Dotted names of every absolute import in a file, wherever it stands."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -84,7 +90,7 @@ def layer(file: Path) -> str:
 
 def imported_modules(file: Path, files: dict[str, Path]):
     """Yield the file of each of our modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -132,7 +138,7 @@ def test_mistakes_of_the_user_are_raised_as_user_errors():
     """A plain ValueError would end in a traceback: bigscl/common/failures.py takes it for a bug."""
     assert not imported(ROOT / "bigscl" / "common" / "user_error.py")
     for name, file in modules():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Raise):
                 raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
                 assert getattr(raised, "id", "") != "ValueError", f"{name}, line {node.lineno}"
@@ -144,7 +150,7 @@ def test_store_is_used_through_its_public_names_only():
     for name, file in modules():
         if name.startswith("bigscl.store"):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Import):
                 assert not [alias.name for alias in node.names if alias.name.startswith("bigscl.store")], name
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bigscl.store"):
@@ -194,7 +200,7 @@ def test_every_dependency_has_a_lower_bound():
 def test_no_array_is_saved_under_the_name_of_an_option():
     """In numpy 1.26 savez has no option `allow_pickle`: it would save an array of that name."""
     for name, file in modules():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("savez"):
                 assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, name
 

@@ -166,7 +166,7 @@ def term(base, settings, given, label, z, z0, n, i, is_large):
 
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "others"])
 @pytest.mark.parametrize("base", FIELD)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), epoch=st.integers(0, 5))
 def test_losses_equal_the_formulas_of_their_papers(base, defaults, seed, epoch):
     inputs, objective = random_inputs(seed, epoch), objective_of(base, defaults=defaults)
@@ -318,7 +318,7 @@ def boosted_inputs(seed, epoch, dtype=torch.float64):
 
 @pytest.mark.parametrize("scheme", ["reject", "correct"])
 @pytest.mark.parametrize("values", [{}, {"alpha": 2.5, "rate": 0.11}], ids=["defaults", "others"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), epoch=st.integers(0, 5))
 def test_boostlu_is_the_large_loss_of_maps_with_boosted_positive_cells(scheme, values, seed, epoch):
     inputs = boosted_inputs(seed, epoch)

@@ -36,7 +36,7 @@ def images():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return build_model("resnet18", 6).eval()
+    return build_model("bigscl.models.smallnet:small_resnet", 6).eval()
 
 
 def predict_all(model, loader):

@@ -2,7 +2,6 @@
 
 # Shapes: B batch, L classes, S side of the images, G side of the score map, W side of the heatmap.
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -280,14 +279,3 @@ def test_a_mix_that_cannot_be_is_refused():
 def test_a_loss_that_has_no_loss_of_mixed_images_is_refused(base):
     found = mistakes({"cutmix": 1.0}, objective={"base": base, "consistency": "none"})
     assert f"data.mix: objective.base {base} has no loss of two images in one; choose an, an_ls, asl" in found
-
-
-def test_losses_that_mix_need_nothing_but_labels_and_expected_positives():
-    mixing = {name for name, term in BASES.items() if term.mixes}
-    assert {"an", "en", "bce"} <= mixing
-    for name in mixing:
-        assert BASES[name].statistics is None
-        assert BASES[name].state is None
-    assert [field.name for field in dataclasses.fields(Mixing)] == [
-        *("mixup", "cutmix", "probability", "cutmix_share")
-    ]

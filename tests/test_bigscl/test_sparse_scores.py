@@ -71,7 +71,7 @@ def sparse(scores, named, kept, maps=None):
     return to_rows({name: tensor.numpy() for name, tensor in arrays.items()}, scores.shape[1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn=rows_of_scores())
 def test_a_row_keeps_its_labels_and_its_highest_scores_and_the_floor_of_the_rest(drawn):
     scores, named, kept, rng = drawn
@@ -98,7 +98,7 @@ def test_classes_beyond_the_signed_range_keep_their_numbers():
         np.testing.assert_array_equal(rows.scores, scores)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn=rows_of_scores())
 def test_selection_equals_that_of_all_scores_wherever_the_floor_is_below_the_cut(drawn):
     scores, named, kept, rng = drawn

@@ -24,9 +24,7 @@ from bigscl.store.format.spec import GroupSpec
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [
-    {"layout": "dense"},
     {"layout": "dense", "spatial_score": True},
-    {"layout": "topk", "top": 3},
     {"layout": "topk", "top": 3, "codec": "blosc"},
     {"layout": "scores", "codec": "zstd"},
     {"layout": "topk", "top": 7, "checksum": False},

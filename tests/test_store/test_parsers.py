@@ -137,7 +137,7 @@ def test_files_of_earlier_revisions_are_refused_in_one_line(damaged, whole):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_json_in_any_field_raises_only_our_errors(whole, data):
     name = data.draw(st.sampled_from([each for each in small_files(whole) if "scores" not in each]))
     values = json.loads((whole / name).read_text())
@@ -151,7 +151,7 @@ def test_any_json_in_any_field_raises_only_our_errors(whole, data):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_changed_bytes_raise_only_our_errors(whole, data):
     name = data.draw(st.sampled_from(small_files(whole)))
     raw = bytearray((whole / name).read_bytes())

@@ -58,7 +58,7 @@ def test_voc_becomes_shards_with_given_labels(tmp_path):
 def test_coco_becomes_shards_with_given_labels(tmp_path):
     images = {number: [(1, 0, 0, 10, 10), (2, 5, 5, 10, 10)] for number in range(1, 6)}
     make_coco(tmp_path, {"train2014": images, "val2014": {7: [(1, 0, 0, 1, 1)]}}, [(1, "person"), (2, "car")])
-    found = summary("coco", tmp_path, tmp_path / "out", "--positives", 2, "--workers", 1)
+    found = summary("coco", tmp_path, tmp_path / "out", "--positives", 2)
     assert found["parts"]["train"] == {"samples": 4, "shards": 1, "full": 8, "given": 8}
     assert (tmp_path / "out" / "classes.txt").read_text() == "person\ncar\n"
 

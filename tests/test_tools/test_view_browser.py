@@ -274,21 +274,6 @@ def test_curves_of_a_running_training_grow(page, tmp_path):
             page.wait_for_selector(".tile")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_page_fits_a_phone_in_light_and_dark(browser, site, scheme):
-    with looking(browser, viewport={"width": 360, "height": 740}, color_scheme=scheme) as page:
-        colors = set()
-        for query in ("", "?page=sample&row=0&against=1", "?page=classes&class=1", "?page=run", "?page=ask"):
-            page.goto(at(site, query))
-            page.wait_for_selector("main > section")
-            page.wait_for_load_state("networkidle")
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360, query
-            colors.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        (color,) = colors
-        dark = max(map(int, re.findall(r"\d+", color))) < 60
-        assert dark == (scheme == "dark")
-
-
 def test_keys_are_listed(page, site):
     page.goto(at(site))
     page.wait_for_selector(".tile")
