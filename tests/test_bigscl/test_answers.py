@@ -105,18 +105,6 @@ def test_people_who_disagree_are_reported_and_a_change_of_mind_is_not():
     assert not standing_answers([ann, answer(yes=False, second=2)]).conflicts
 
 
-def test_a_withdrawn_answer_makes_way_for_what_others_said():
-    ann, bob, undo = (
-        answer(second=1),
-        answer(yes=False, who="bob", second=2),
-        answer(yes=None, who="bob", second=3),
-    )
-    assert standing_answers([ann, bob, undo]).standing == {("a", "cat"): ann}
-    alone = standing_answers([bob, undo])
-    assert alone.standing == {}
-    assert alone.asked == {("a", "cat")}
-
-
 def test_moments_are_compared_as_moments_not_as_texts():
     early = replace(answer(), when="2025-01-31T12:30:00+02:00")
     late = replace(answer(yes=False), when="2025-01-31T11:00:00Z")

@@ -74,18 +74,6 @@ def test_lamb_is_its_formula(decay):
         torch.testing.assert_close(end, by_formula(start, gradient, RATES, decay))
 
 
-def test_lamb_is_timms_with_groups():
-    timm = pytest.importorskip("timm.optim")
-    starts, own = drawn()
-    ours = trained(lambda parameters: Lamb(groups(parameters), weight_decay=0.02), starts, own, RATES)
-    theirs = trained(
-        lambda parameters: timm.Lamb(groups(parameters), weight_decay=0.02, max_grad_norm=None),
-        *(starts, own, RATES),
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_lamb_leaves_tensors_of_zeros_a_finite_step():
     start, gradient = [torch.zeros(3, dtype=torch.float64)], [[torch.ones(3, dtype=torch.float64)]]
     (found,) = trained(lambda parameters: Lamb(parameters, weight_decay=0.1), start, gradient, [0.01])

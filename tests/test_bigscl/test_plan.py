@@ -105,13 +105,6 @@ def test_an_epoch_has_no_more_steps_than_full_global_batches(topology):
     assert plan.num_steps <= -(-num_samples // together) + (num_samples < 2 * plan.world_size)
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(8, 2503), (32, 626), (128, 157)])
-def test_an_imagenet_epoch_has_the_steps_that_its_images_fill(world_size, steps):
-    sizes = np.array([1000] * 1281 + [167])
-    plan = training_plan(sizes, 1000, seed=1, epoch=1, batch_size=64, world_size=world_size, workers=8)
-    assert plan.num_steps == steps
-
-
 @given(topologies())
 @settings(max_examples=50, deadline=None)
 def test_a_shard_that_two_workers_read_is_read_by_both_at_the_same_time(topology):

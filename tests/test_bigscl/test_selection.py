@@ -135,13 +135,6 @@ def test_selection_is_exact_when_most_samples_are_ruled_out_early(kind, order, s
     assert np.array_equal(selected(selection, ids, scores), ranks < num_expected)
 
 
-def test_rows_never_visited_rank_by_their_initial_scores():
-    scores = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.float16)
-    selection = select([(np.arange(4), scores)], np.array([2, 3]), SingleProcess())
-    expected = [[True, True], [True, True], [False, True], [False, False]]
-    assert np.array_equal(selected(selection, np.arange(4), scores), expected)
-
-
 def test_without_samples_or_positives_nothing_is_decided():
     empty = select([], np.array([0, 3]), SingleProcess())
     scores = np.array([[1.0, 0.0]], np.float16)

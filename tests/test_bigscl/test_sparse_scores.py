@@ -173,22 +173,6 @@ def test_rows_whose_view_shows_another_image_keep_their_bits(tmp_path):
     assert (after["scores"][~hidden] != before["scores"][~hidden]).any()
 
 
-def test_scores_equal_those_of_a_dense_store_until_they_are_left_out_and_are_bounds_then(tmp_path):
-    always = np.ones((len(IDS), 7), bool)
-    with open_memory(tmp_path / "a") as few, open_memory(tmp_path / "b", top_scores=7) as all_of_them:
-        for _ in range(5):
-            for memory in (few, all_of_them):
-                train_epoch(memory)
-                memory.end_epoch()
-            rows, dense = rows_at(tmp_path / "a"), rows_at(tmp_path / "b")
-            assert "score_classes" not in dense
-            always &= (rows["score_classes"][:, :, None] == np.arange(7)).any(1)
-            np.testing.assert_array_equal(rows.scores[always], dense.scores[always])
-            assert (rows.scores >= dense.scores).all()
-    assert always.any()
-    assert (rows.scores > dense.scores).any()
-
-
 @pytest.mark.parametrize("rank_by", ["score", "spatial"])
 def test_expected_positives_are_those_of_the_stored_rows(tmp_path, rank_by):
     with open_memory(tmp_path / "store", rank_by=rank_by, top=TOP, compact_after=1, k=3.0) as memory:
