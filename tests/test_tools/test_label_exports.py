@@ -129,28 +129,6 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
     assert str(index.urls[0]).rpartition("/")[0] not in card
 
 
-def test_a_card_without_settings_or_full_labels_says_so(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("bigscl.tools.shared.label_dataset._count", blind(monkeypatch))
-    card = (export(runs / "dense", tmp_path, "dataset", "mined") / "README.md").read_text()
-    assert "Precision of the found labels: not known" in card
-    assert "Not known: the store has no run" in card
-
-
-def blind(monkeypatch):
-    """The count of labels, of shards without full labels."""
-    from dataclasses import replace
-
-    from bigscl.tools.shared import label_dataset
-
-    count = label_dataset._count
-
-    def counted(found, labels):
-        data = replace(found.data, index=replace(found.data.index, full=None))
-        return count(replace(found, data=data), labels)
-
-    return counted
-
-
 @pytest.fixture
 def hostile(tmp_path):
     """A run of images with hostile names, one turned, one broken, and negatives that rank high."""
@@ -344,22 +322,6 @@ def test_exports_name_the_original_files(photographs, tmp_path):
     assert bigscl("export", run, "labels", "--which", "all", "-o", output).code == 0
     with output.open(newline="") as file:
         assert {row["path"] for row in csv.DictReader(file)} == files
-
-
-def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    folder = tmp_path / "found"
-    words = ("export", photographs / "run", "labels", "--which", "all", "--format", "dataset", "-o", folder)
-    assert bigscl(*words).code == 0
-    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
-    assert {(photographs / "photos" / path).is_file() for path in rows["path"]} == {True}
-    (kind,) = {type(rows.features["positives"].feature)}
-    assert kind is datasets.ClassLabel
-    assert rows.features["positives"].feature.names == ["cat", "dog"]
-    again = with_training_labels(
-        load_index(str(photographs / "shards" / "train-*.tar")), folder / "labels.parquet"
-    )
-    assert again.num_samples == len(rows)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")  # timm opens images, and PIL closes them when it likes

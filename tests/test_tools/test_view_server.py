@@ -160,16 +160,8 @@ def test_every_answer_forbids_foreign_code_and_frames(site):
 @pytest.mark.parametrize(
     "path",
     [
-        "/../server.py",
-        "/..%2fserver.py",
-        "/static/app.js",
-        "//etc/passwd",
-        "/app.js/../../server.py",
-        "/%2e%2e/server.py",
-        "/api/../server.py",
-        "/index.html",
-        "/server.py",
-        "/app.js%00",
+        *("/../server.py", "/..%2fserver.py", "/static/app.js", "//etc/passwd", "/app.js/../../server.py"),
+        *("/%2e%2e/server.py", "/api/../server.py", "/index.html", "/server.py", "/app.js%00"),
         "http://evil.example/app.js/x",
     ],
 )
@@ -203,18 +195,9 @@ def test_page_asks_nobody_else():
 @pytest.mark.parametrize(
     "query",
     [
-        "row=-1",
-        "row=999999",
-        "row=x",
-        "row=1e3",
-        "row=" + "9" * 400,
-        "row=%D9%A3",  # a digit, but not of ours
-        "row=0&run=3",
-        "row=0&run=-1",
-        "row=0&at=99999",
-        "row=31",  # past the end of the last shard
-        "",
-        "&".join(f"a{n}=1" for n in range(200)),
+        # A digit, but not of ours; past the end of the last shard.
+        *("row=%D9%A3", "row=31", "row=-1", "row=999999", "row=x", "row=1e3", "row=" + "9" * 400),
+        *("row=0&run=3", "row=0&run=-1", "row=0&at=99999", "", "&".join(f"a{n}=1" for n in range(200))),
         "row=" + "9" * 5000,
     ],
 )
@@ -230,18 +213,8 @@ def test_wrong_parameters_are_named(site, query):
 @pytest.mark.parametrize(
     "query",
     [
-        "sort=x",
-        "class=99",
-        "low=2",
-        "low=nan",
-        "high=-1",
-        "annotated=maybe",
-        "against=2&sort=x",
-        "count=0",
-        "count=100000",
-        "offset=-1",
-        "sort=against",
-        "key=" + "k" * 600,
+        *("sort=x", "class=99", "low=2", "low=nan", "high=-1", "annotated=maybe", "against=2&sort=x"),
+        *("count=0", "count=100000", "offset=-1", "sort=against", "key=" + "k" * 600),
     ],
 )
 def test_wrong_queries_of_the_grid_are_named(site, query):
