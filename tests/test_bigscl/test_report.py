@@ -14,15 +14,7 @@ from bigscl.data.labels.real_labels import match_real_labels, read_real_labels, 
 from bigscl.evaluation.metrics import best_classes
 from bigscl.evaluation.predictions import SavedPredictions
 from bigscl.evaluation.report import make_report
-from bigscl.evaluation.report_files import (
-    main_table,
-    markdown_table,
-    percent,
-    summary,
-    to_json,
-    to_markdown,
-    write_report,
-)
+from bigscl.evaluation.report_files import main_table, summary, to_json, to_markdown, write_report
 from tests.builders import DATA, real_data
 
 TOP5 = DATA / "in_val_top5_dev"
@@ -157,13 +149,6 @@ def test_files_of_a_report_are_complete_and_the_picture_has_a_panel_per_rank(tmp
     blue = (pixels[..., 2] - pixels[..., 0]) > 80
     quarters = np.array_split(blue.any(0), 4)
     assert all(quarter.any() for quarter in quarters)
-
-
-def test_tables_keep_their_columns_whatever_the_names():
-    table = markdown_table(["a", "b"], [["x|y", "1"]])
-    assert table.splitlines() == ["| a | b |", "| --- | ---: |", "| x/y | 1 |"]
-    assert percent(0.123456) == "12.35"
-    assert percent(math.nan) == "–"
 
 
 # ReaL
