@@ -18,7 +18,7 @@ from bigscl.data.labels.training_labels import with_given_labels
 from bigscl.losses.objective import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
-from tests.builders import index_of, make_shards, write_config, write_shards
+from tests.builders import TWO_EPOCHS, index_of, make_shards, write_config, write_shards
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
@@ -124,10 +124,7 @@ def base(tmp_path_factory, small):
         tmp_path_factory.mktemp("runs") / "base.yaml",
         small,
         data={"val": str(small / "val-*.tar"), "workers": 0, "batch_size": 6},
-        schedule={
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 1, "learning_rate": 2e-3},
-        },
+        schedule=TWO_EPOCHS,
         checkpoint={"every_steps": 3},
     )
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses import state as loss_states
 from bigscl.losses.class_histograms import (
@@ -26,7 +25,7 @@ from bigscl.losses.large_loss import LabelCorrections, pack, unpack
 from bigscl.models.spatial import build_model
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
-from tests.builders import config_of
+from tests.builders import config_of, make_batch
 from tests.test_store.conftest import make_annotations
 
 CPU = torch.device("cpu")
@@ -248,16 +247,6 @@ def test_histograms_within_an_epoch_go_on_after_a_resume_with_other_ranks():
 # The step, on ranks
 
 
-def batch_of(ids, images, labels):
-    return Batch(
-        ids=torch.tensor(ids, dtype=torch.int64),
-        images=images[ids],
-        labels=labels[ids],
-        views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(ids), 1),
-        skipped=torch.zeros(0, dtype=torch.int64),
-    )
-
-
 def gradient_and_state(base, parts):
     """The gradient of one step of ranks that share 12 samples so, and what the loss keeps after it."""
     generator = torch.Generator().manual_seed(0)
@@ -287,7 +276,13 @@ def gradient_and_state(base, parts):
             step.epoch = epoch
             mine.zero_grad()
             if parts[rank]:
-                step(batch_of(parts[rank], images, labels), None, count=NUM_ROWS, gamma=0.0, rate=0.1)
+                step(
+                    make_batch(parts[rank], images[parts[rank]], labels[parts[rank]]),
+                    None,
+                    count=NUM_ROWS,
+                    gamma=0.0,
+                    rate=0.1,
+                )
             else:
                 step.idle(NUM_ROWS)
             if kept is not None:

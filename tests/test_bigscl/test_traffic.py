@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigscl.data import loader as batches
-from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import BASES
 from bigscl.losses.role import LabelEstimator
@@ -28,7 +27,7 @@ from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
-from tests.builders import config_of
+from tests.builders import config_of, make_batch
 from tests.test_store.conftest import make_annotations
 
 CUDA = torch.device("cuda", 0)
@@ -157,18 +156,6 @@ def make_rows(layout):
     return Rows(**arrays)
 
 
-def make_batch(mix=None):
-    return Batch(
-        ids=torch.arange(BATCH),
-        images=torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8),
-        labels=torch.full((BATCH, NUM_CLASSES), -1, dtype=torch.int8),
-        views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(BATCH, 1),
-        skipped=torch.zeros(0, dtype=torch.int64),
-        mix=mix,
-        erased=None if mix is None else torch.zeros(BATCH, 4),
-    )
-
-
 def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None, mix=None):
     """The copies of the second step of a run: what is made once is made by then."""
     config = config_of(
@@ -193,7 +180,10 @@ def copies_of_a_step(base, consistency, layout, dtype=torch.float32, ranks=None,
         step.epoch = 1
         for _ in range(2):
             with Traffic() as traffic, accelerator.autocast():
-                batch = make_batch(mix)
+                images = torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8)
+                labels = torch.full((BATCH, NUM_CLASSES), -1, dtype=torch.int8)
+                erased = None if mix is None else torch.zeros(BATCH, 4)
+                batch = make_batch(range(BATCH), images, labels, mix=mix, erased=erased)
                 sample_views = CheckedViews(rows=np.arange(BATCH), views=batch.views, erased=batch.erased)
                 stored = to_device(
                     make_rows(layout), sample_views, selection, annotated, device=CUDA, momentum=0.8
