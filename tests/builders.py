@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+from bigscl.config import Config, make_config
 from bigscl.data.build_index import scan
 from bigscl.data.index import Index, load_index
+from bigscl.data.loader import Batch
 from bigscl.data.read_samples import read_metadata
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.writer import write
@@ -83,6 +86,14 @@ def write_shards(folder: Path, sizes: list[int], num_classes: int = 5) -> list[s
     return paths
 
 
+def make_batch(ids, images, labels, **others) -> Batch:
+    """Samples that show their whole images."""
+    ids = torch.as_tensor(ids, dtype=torch.int64)
+    whole = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(ids), 1)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Batch(**{"ids": ids, "images": images, "labels": labels, "views": whole, "skipped": none} | others)
+
+
 # Shards of scenes, with their index
 
 
@@ -134,6 +145,12 @@ def shared_shards(factory: pytest.TempPathFactory, train: int, samples_per_shard
 # Configs
 
 
+TWO_EPOCHS = {
+    "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
+    "main": {"epochs": 1, "learning_rate": 2e-3},
+}
+
+
 def settings(shards: Path) -> dict[str, Any]:
     """EN + SCL with everything the paper does, in 3 epochs: a warm-up, compaction, and the whole network."""
     return {
@@ -149,13 +166,23 @@ def settings(shards: Path) -> dict[str, Any]:
         "objective": {"gamma": {"epochs": 2}},
         "selection": {"K": 2.5},
         "store": {"top": 4, "slots": 4},
-        "schedule": {
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 2, "learning_rate": 2e-3},
-        },
+        "schedule": {**TWO_EPOCHS, "main": {"epochs": 2, "learning_rate": 2e-3}},
         "optimizer": {"weight_decay": 1e-4},
         "log": {"trackers": [], "pictures_every": 0, "every_steps": 1},
     }
+
+
+def config_of(**sections: Any) -> Config:
+    """The config of a run that no test starts, some of whose sections have these values."""
+    values = {
+        "run": "run",
+        "data": {"train": "shards"},
+        "model": {"backbone": "resnet18"},
+        "selection": {"K": 2},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes} if isinstance(changes, dict) else changes
+    return make_config(values)
 
 
 def write_config(path: Path, shards: Path, **sections: dict[str, Any]) -> Path:

@@ -58,7 +58,10 @@ LONG = (
         for name in ("state_machine", "processes", "crash", "bad_connections", "two_writers")
     ),
     *(f"test_bigscl/test_{name}" for name in ("workers", "model", "report", "tables", "interrupts")),
-    *(f"test_bigscl/test_{name}" for name in ("loader", "collective_trace", "writing", "fuzz", "metrics")),
+    *(
+        f"test_bigscl/test_{name}"
+        for name in ("loader", "collective_trace", "writing", "fuzz", "metrics", "hardware")
+    ),
 )
 """Files and folders that take long: started first when workers share the files, left out by `--quick`."""
 

@@ -3,19 +3,15 @@
     python tests/benchmarks/store.py [--shards 100] [--folder DIR] [--json out.json]
 
 One epoch = every sample's scores [1000] and heatmaps [10,14,14] read, blended with new values (EMA) and
-written back. Then: what the store's threads cost a torch training step, and whether memory grows with the
-dataset.
+written back.
 Needs `pip install -e '.[bench]'`.
 """
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,105 +259,6 @@ def bench_store(shards: int, folder: Path | None, **settings: Any) -> dict[str, 
     return result
 
 
-def bench_step(seconds: float, rate: float, folder: Path | None) -> dict[str, float]:
-    """How much slower a torch training step gets beside the store's threads at so many samples per second.
-
-    Steps with and without the threads alternate in blocks, so that a noisy machine hits both alike.
-    """
-    import torch
-    import torchvision
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
-    model = torchvision.models.resnet18()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    images, targets = torch.randn(16, 3, 160, 160), torch.randint(0, 1000, (16,))
-
-    def step() -> float:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), targets).backward()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    shards = 64
-    with place(folder) as where:
-        data = annotations(shards)
-        HeatmapStore.create(where / "store", data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP))
-        with HeatmapStore.open(where / "store", annotations=data, mode="w", run="benchmark") as store:
-            epoch_of_store(store, 0, shards)
-            store.commit(epoch=0)
-            step()
-            quiet: list[float] = []
-            busy: list[float] = []
-            done = 0
-            pause = threading.Event()
-            stop = threading.Event()
-
-            def traffic() -> None:
-                nonlocal done
-                for epoch in range(1, 10_000):
-                    with (
-                        ShardCache(store, epoch) as cache,
-                        Prefetcher(cache) as prefetcher,
-                        Writeback(cache) as writeback,
-                    ):
-                        ids = (np.arange(n, n + BATCH) for n in range(0, shards * ROWS, BATCH))
-                        for batch, rows in prefetcher.pair(ids, lambda ids: ids):
-                            pause.wait()
-                            if stop.is_set():
-                                return
-                            begun = time.perf_counter()
-                            writeback.put(batch, Rows(**unchanged(rows)))
-                            done += len(batch)
-                            time.sleep(max(0.0, BATCH / rate - (time.perf_counter() - begun)))
-                        writeback.drain()
-
-            worker = threading.Thread(target=traffic)
-            worker.start()
-            end = time.perf_counter() + seconds
-            moved_seconds = 0.0
-            while time.perf_counter() < end:
-                quiet += [step() for _ in range(4)]
-                pause.set()
-                begun = time.perf_counter()
-                busy += [step() for _ in range(4)]
-                moved_seconds += time.perf_counter() - begun
-                pause.clear()
-            stop.set()
-            pause.set()
-            worker.join()
-    slow_down = float(np.median(busy) / np.median(quiet) - 1)
-    return {"step_ms": float(np.median(quiet)) * 1e3, "slow_down": slow_down, "rate": done / moved_seconds}
-
-
-RSS_CODE = """
-import sys
-sys.path.insert(0, {root!r})
-from tests.benchmarks.store import *
-rows = int(sys.argv[1]); shards = -(-rows // ROWS)
-data = annotations(shards)
-HeatmapStore.create(sys.argv[2], data, heatmap_size=SIZE, group=GroupSpec(layout="topk", top=TOP))
-with HeatmapStore.open(sys.argv[2], annotations=data, mode="w", run="rss") as store:
-    epoch_of_store(store, 0, min(shards, 10)); store.commit(epoch=0)
-    labels = data.given.offsets.nbytes + data.given.values.nbytes
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(int(peak.split()[1]) / 1024 - labels / 2**20)
-"""
-
-
-def bench_rss(folder: Path | None) -> dict[str, float]:
-    """Peak MB of a process that updates 10,000 rows of stores of three sizes, the labels left out."""
-    peaks = {}
-    for rows in (10_000, 100_000, 1_281_167):
-        with place(folder) as where:
-            code = RSS_CODE.format(root=str(Path(__file__).parents[2]))
-            command = [sys.executable, "-c", code, str(rows), str(where / "store")]
-            peaks[str(rows)] = float(
-                subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            )
-    return peaks
-
-
 def table(rows: dict[str, dict[str, float]], bar: str) -> None:
     """Rates beside each other, and as a ratio to the bar."""
     print(f"{'':32} {'samples/s':>10} {'CPU ms/1000':>12} {'vs zarr':>8} {'size ratio':>11} {'commit s':>9}")
@@ -379,10 +276,6 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=100, help="shards of 1000 samples each")
     parser.add_argument("--folder", type=Path, help="where to write; the default is the temporary folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument(
-        "--step-seconds", type=float, default=60, help="length of the training-step comparison"
-    )
-    parser.add_argument("--rate", type=float, default=8000, help="samples/s moved beside the training step")
     args = parser.parse_args()
     bar = "plain zarr, whole chunks"
     rows = bench_ways(args.shards, args.folder)
@@ -392,15 +285,8 @@ def main() -> None:
     rows["store, zstd"] = bench_store(args.shards, args.folder, codec="zstd")
     rows["store, uint8"] = bench_store(args.shards, args.folder, codec="uint8")
     table(rows, bar)
-    step = bench_step(args.step_seconds, args.rate, args.folder)
-    print(
-        f"\ntraining step {step['step_ms']:.0f} ms; beside {step['rate']:,.0f} samples/s of prefetch and "
-        f"writeback {step['slow_down']:+.1%}"
-    )
-    rss = bench_rss(args.folder)
-    print("peak RSS without labels: " + ", ".join(f"{int(n):,} rows {mb:.0f} MB" for n, mb in rss.items()))
     if args.json:
-        args.json.write_text(json.dumps({"epoch": rows, "step": step, "rss_mb": rss}, indent=2))
+        args.json.write_text(json.dumps({"epoch": rows}, indent=2))
 
 
 if __name__ == "__main__":

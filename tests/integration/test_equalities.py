@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.torch import load_file
 
-from bigscl.config import load_config
 from bigscl.data.build_index import scan
-from bigscl.data.epoch_plan import training_plan
-from bigscl.data.loader import Loader
 from bigscl.store import Rows
 from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
-from tests.builders import encoded, index_of, jpeg, picture, write_config, write_shards, write_tar
+from tests.builders import encoded, jpeg, picture, write_config, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (
     assert_same_rows,
@@ -120,29 +116,3 @@ def test_ranks_validate_the_averaged_network_of_rank_0_which_is_saved(tmp_path, 
     latest = Checkpoints(tmp_path / "run" / "checkpoints", 1).latest()
     saved = latest.state("average.pt")
     assert_same_weights(zero, {name: saved[f"module.{name}"] for name in zero})
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_any_number_of_workers_gives_the_same_samples_and_views(tmp_path, shards, workers):
-    config = load_config(write_config(tmp_path / "run.yaml", shards))
-
-    def looks(workers):
-        index = index_of(shards)
-        plan = training_plan(
-            index.shard_sizes,
-            index.rows_per_shard,
-            seed=config.seed,
-            epoch=1,
-            batch_size=8,
-            workers=workers,
-            shuffle_buffer=40,
-        )
-        seen = {}
-        for batch in Loader(index, plan, 0, config.data.training_transform(config.seed, 1)):
-            for place, n in enumerate(batch.ids.tolist()):
-                assert n not in seen
-                seen[n] = batch.views[place].tolist(), batch.images[place].numpy().tobytes()
-        return seen
-
-    assert looks(workers) == looks(0)

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from bigscl.examples.scene_shards import scene_shards
 from bigscl.store import HeatmapStore
+from tests.builders import write_config
 from tests.forks import trainer_server
 from tests.integration.runs import assert_same_rows, assert_same_weights, train, weights_of
 
@@ -22,29 +22,16 @@ def run_example(name: str, *arguments: object, processes: int = 1):
 
 def trainer_config(path: Path, shards: Path, backbone: str, epochs: int, **sections) -> Path:
     """The settings that the examples have in their code."""
-    config = {
-        "run": str(path.with_suffix("")),
-        "data": {
-            "train": str(shards / "train-*.tar"),
-            "size": 48,
-            "batch_size": 8,
-            "workers": 0,
-            "shuffle_buffer": 40,
-        },
-        "model": {"backbone": backbone},
-        "selection": {"K": 2.5},
-        "store": {"top": 4, "compact_after": 1},
-        "schedule": {
-            "warmup": {"epochs": 0, "learning_rate": 1.0},
-            "main": {"epochs": epochs, "learning_rate": 2e-3, "decay": "constant"},
-        },
-        "optimizer": {"weight_decay": 1e-4},
-        "log": {"trackers": [], "pictures_every": 0, "every_steps": 1},
-    }
-    for section, changes in sections.items():
-        config[section] = {**config[section], **changes}
-    path.write_text(yaml.safe_dump(config))
-    return path
+    main = {"epochs": epochs, "learning_rate": 2e-3, "decay": "constant"}
+    return write_config(
+        path,
+        shards,
+        data={"workers": 0, "crop": {}, **sections.pop("data", {})},
+        model={"backbone": backbone},
+        objective={"gamma": {}},
+        store={"compact_after": 1, "slots": 3, **sections.pop("store", {})},
+        schedule={"warmup": {"epochs": 0, "learning_rate": 1.0}, "main": main},
+    )
 
 
 @pytest.fixture(scope="module")

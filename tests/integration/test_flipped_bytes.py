@@ -22,7 +22,7 @@ from bigscl.data.answers import Answer, AnswersFile
 from bigscl.store import StoreError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.open_run import OpenRun, Places
-from tests.builders import index_of, make_shards, write_config
+from tests.builders import TWO_EPOCHS, index_of, make_shards, write_config
 from tests.forks import ForkServer
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run
@@ -133,10 +133,7 @@ def made(tmp_path_factory, trainer_server) -> Made:
         shards,
         data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6, "shorter": 55},
         store={"slots": 3, "history_samples": 2},
-        schedule={
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 1, "learning_rate": 2e-3},
-        },
+        schedule=TWO_EPOCHS,
         checkpoint={"every_steps": 3},
         log={"trackers": ["tensorboard"], "pictures_every": 1, "every_steps": 1},
     )

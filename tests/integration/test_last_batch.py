@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.builders import make_shards, write_config
+from tests.builders import TWO_EPOCHS, make_shards, write_config
 from tests.integration.runs import assert_same_runs, copy_run, ids_of, train
 
 pytestmark = pytest.mark.timeout(360)
@@ -21,10 +21,7 @@ def config(tmp_path_factory):
         data={"batch_size": 4, "workers": 1},
         model={"backbone": "tests.integration.tiny:gated_net"},
         store={"slots": 5},
-        schedule={
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 1, "learning_rate": 2e-3},
-        },
+        schedule=TWO_EPOCHS,
         checkpoint={"every_steps": 3},
         log={"trackers": [], "pictures_every": 0, "every_steps": 1, "ids": True},
     )

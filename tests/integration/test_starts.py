@@ -15,7 +15,7 @@ import pytest
 from bigscl.common.digests import write_sealed
 from bigscl.evaluation.target import find_weights
 from bigscl.store import HeatmapStore
-from tests.builders import index_of, write_config
+from tests.builders import TWO_EPOCHS, index_of, write_config
 from tests.decoders import needs_nvimgcodec
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import assert_same_runs, copy_run
@@ -46,10 +46,7 @@ def config(tmp_path_factory, shards):
         # On this part of the images the second epoch is better than the first, and replaces `best`.
         data={"val": str(shards / "val-*.tar"), "workers": 0, "batch_size": 6, "shorter": 256},
         store={"slots": 3, "history_samples": 0},
-        schedule={
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 1, "learning_rate": 2e-3},
-        },
+        schedule=TWO_EPOCHS,
         checkpoint={"every_steps": 3},
     )
 

@@ -31,9 +31,3 @@ def test_request_that_no_run_meets_is_removed_by_the_next_start(tmp_path, plain)
     assert bigscl("stop", plain, "--wait", 0.1).code == 1
     assert bigscl("stop", plain, "--cancel").code == 0
     assert not (plain / "stop").exists()
-
-
-def test_folder_that_is_no_run_is_refused(tmp_path):
-    answer = bigscl("stop", tmp_path)
-    assert answer.code == 2
-    assert "not the folder of a run" in answer.err

@@ -18,7 +18,7 @@ from bigscl.data.labels.training_labels import with_given_labels
 from bigscl.losses.objective import Base, Consistency
 from bigscl.models.smallnet import small_resnet
 from bigscl.store import HeatmapStore
-from tests.builders import index_of, make_shards, write_config, write_shards
+from tests.builders import TWO_EPOCHS, index_of, make_shards, write_config, write_shards
 from tests.integration.runs import (
     assert_same_rows,
     assert_same_weights,
@@ -124,10 +124,7 @@ def base(tmp_path_factory, small):
         tmp_path_factory.mktemp("runs") / "base.yaml",
         small,
         data={"val": str(small / "val-*.tar"), "workers": 0, "batch_size": 6},
-        schedule={
-            "warmup": {"epochs": 1, "learning_rate": 1e-2, "decay": "constant"},
-            "main": {"epochs": 1, "learning_rate": 2e-3},
-        },
+        schedule=TWO_EPOCHS,
         checkpoint={"every_steps": 3},
     )
 
@@ -239,17 +236,13 @@ def test_variants_resume_in_mid_epoch_bit_for_bit(base, ended, small):
 
 @pytest.fixture(scope="module")
 def mistakes(tmp_path_factory, base, ended, small):
-    """How calls with a mistake in them ended."""
+    """How calls with a mistake in them ended; tests/test_tools/test_mistakes.py has more."""
     folder = tmp_path_factory.mktemp("mistakes")
-    bare = folder / "bare"
-    bare.mkdir()
-    shutil.copy(small / "train-000000.tar", bare)
     other, _ = scan([str(small / "val-000000.tar")], class_names=list("abcdefghij"))
     other.save(folder / "other.npz")
     plain, _ = scan(write_shards(folder, [6], num_classes=10), class_names=index_of(small).class_names)
     plain.save(folder / "bigscl-index-train.npz")
     one_label = {"data.val": str(folder / "train-*.tar"), "selection.K": "auto"}
-    wrong = {"data.batch_size": 0, "store.slots": 1, "objective.base": "guess", "optimizer.speed": 3}
     conflict = {"store.kind": "none", "objective.norm": "rms", "objective.consistency": "none"}
     diverging = {"optimizer.name": "sgd", "schedule.warmup.learning_rate": 1e30}
     finished, another = base.parent / "en+scl", ["--run", folder / "another"]
@@ -257,11 +250,7 @@ def mistakes(tmp_path_factory, base, ended, small):
     memory = [base, "--run", folder / "memory", *dotted(**{"store.kind": "ram"})]
     ended = call_all(
         {
-            "wrong values": [base, *another, *dotted(**wrong)],
             "conflicts": [base, *another, *dotted(**conflict)],
-            "no config": [folder / "nowhere.yaml"],
-            "no index": [base, *another, "--data.train", bare],
-            "no shards": [base, *another, "--data.train", folder / "empty"],
             "other classes": [base, *another, "--data.val_index", folder / "other.npz"],
             "never": [base, "--run", finished, "--resume", "never"],
             "no checkpoint": [base, *another, "--resume", folder],
@@ -284,14 +273,7 @@ def mistakes(tmp_path_factory, base, ended, small):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        (
-            "wrong values",
-            ["4 mistakes", "data.batch_size", "store.slots", "objective.base", "optimizer.speed"],
-        ),
         ("conflicts", ["2 mistakes", "store.kind", "objective.norm"]),
-        ("no config", ["nowhere.yaml"]),
-        ("no index", ["bare", "bigscl index"]),
-        ("no shards", ["empty"]),
         ("other classes", ["data.val", "classes"]),
         ("never", ["en+scl", "step-00000008", "--resume"]),
         ("no checkpoint", ["--resume", "not a checkpoint"]),

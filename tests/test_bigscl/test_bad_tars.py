@@ -322,9 +322,3 @@ def test_thousands_of_bad_samples_are_counted_and_some_named(tmp_path, caplog):
     assert len(warned) == 101
     assert "further" in warned[-1]
     assert len(bad.reasons) == 452
-
-
-def test_names_do_not_get_slower_with_the_number_of_shards(tmp_path):
-    index, _ = scan(write_shards(tmp_path, [2, 2]))
-    assert index.shard_names is index.shard_names
-    assert replace(index, urls=("a/b-0.tar", "a/b-1.tar")).shard_names == ("b-0.tar", "b-1.tar")

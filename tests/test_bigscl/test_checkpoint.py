@@ -1,7 +1,6 @@
 import contextlib
 import io
 import json
-import os
 import resource
 import shutil
 
@@ -181,15 +180,6 @@ def test_copies_of_a_user_are_no_checkpoints(tmp_path):
     checkpoints.save(Progress(step=1), files(1.0))
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001.good")
     assert [path.name for path in checkpoints.paths()] == ["step-00000001"]
-
-
-def test_files_have_the_mode_that_the_user_asks_for(tmp_path):
-    before = os.umask(0o022)
-    try:
-        path = Checkpoints(tmp_path, keep=1).save(Progress(step=1), files(1.0))
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
 
 
 @pytest.mark.parametrize(

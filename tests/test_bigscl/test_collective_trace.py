@@ -16,13 +16,12 @@ from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
-from bigscl.config import make_config
-from bigscl.data.loader import Batch
 from bigscl.train import Stopped, Trainer
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_memory import NoMemory
 from bigscl.training.run_progress import EpochProgress
 from bigscl.training.step import Step
+from tests.builders import config_of, make_batch
 from tests.test_store.conftest import make_annotations
 
 NUM_CLASSES, SIZE, BATCH = 4, 16, 2
@@ -194,14 +193,9 @@ class TracedTrainer(Trainer):
 def blank_batch(ids, skipped):
     labels = np.full((len(ids), NUM_CLASSES), -1, np.int8)
     labels[:, 0] = 1
-    return Batch(
-        ids=torch.from_numpy(ids),
-        images=torch.zeros(len(ids), 3, SIZE, SIZE, dtype=torch.uint8),
-        labels=torch.from_numpy(labels),
-        views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(ids), 1),
-        skipped=torch.from_numpy(skipped),
-        reasons=("cannot be read",) * len(skipped),
-    )
+    images = torch.zeros(len(ids), 3, SIZE, SIZE, dtype=torch.uint8)
+    why = {"skipped": torch.from_numpy(skipped), "reasons": ("cannot be read",) * len(skipped)}
+    return make_batch(ids, images, torch.from_numpy(labels), **why)
 
 
 def trace(rank, world_size, *, base="an", accumulate=1, synced=False, unreadable=(), stop_after=None):
@@ -209,21 +203,14 @@ def trace(rank, world_size, *, base="an", accumulate=1, synced=False, unreadable
     # Ranks have 30 or 29 samples, 8 or 7, 4 or 3; of 128 some have two, and the last ones none.
     sizes = (5, 3, 8, 6, 5, 4, 7, 2, 1, 9, 9) if world_size < 128 else (2,) * 100 + (7, 6, 1)
     annotations = make_annotations(sizes, NUM_CLASSES)
-    config = make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards", "size": SIZE, "batch_size": BATCH, "workers": 2},
-            "model": {"backbone": "tests.test_bigscl.test_collective_trace:TracedNet"},
-            "objective": {"base": base, "consistency": "none"},
-            "selection": {"K": 2.0},
-            "store": {"kind": "none", "top": None},
-            "optimizer": {"accumulate": accumulate},
-            "hardware": {"sync_batchnorm": synced},
-            "schedule": {
-                "warmup": {"epochs": 1, "learning_rate": 0.1},
-                "main": {"epochs": 1, "learning_rate": 0.1},
-            },
-        }
+    config = config_of(
+        data={"size": SIZE, "batch_size": BATCH, "workers": 2},
+        model={"backbone": "tests.test_bigscl.test_collective_trace:TracedNet"},
+        objective={"base": base, "consistency": "none"},
+        store={"kind": "none", "top": None},
+        optimizer={"accumulate": accumulate},
+        hardware={"sync_batchnorm": synced},
+        schedule={phase: {"epochs": 1, "learning_rate": 0.1} for phase in ("warmup", "main")},
     )
     events = []
     TracedNet.events = events if synced else None

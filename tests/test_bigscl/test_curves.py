@@ -2,9 +2,6 @@
 
 import json
 
-import numpy as np
-from PIL import Image
-
 from bigscl.evaluation.plots.run_plots import draw_curves, mean_curve, read_curve
 
 
@@ -29,16 +26,6 @@ def test_curves_count_epochs_from_one_and_average_the_steps_of_each(tmp_path):
 def test_the_mean_is_over_epochs_that_all_seeds_have():
     assert mean_curve([{1: 1.0, 2: 2.0, 3: 5.0}, {1: 3.0, 2: 4.0}]) == {1: 2.0, 2: 3.0}
     assert mean_curve([]) == {}
-
-
-def test_methods_are_drawn_in_colours_of_their_own(tmp_path):
-    runs = {
-        name: [write_metrics(tmp_path / name, [0.2 + n / 5, 0.6])] for n, name in enumerate(("an", "scl"))
-    }
-    assert draw_curves(runs, tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as picture:
-        colors = {tuple(color) for color in np.asarray(picture.convert("RGB")).reshape(-1, 3)}
-    assert {(31, 119, 180), (255, 127, 14)} <= colors
 
 
 def test_runs_without_metrics_have_no_picture(tmp_path):

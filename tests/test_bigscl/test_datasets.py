@@ -368,12 +368,6 @@ def test_extension_follows_the_content_and_bytes_stay(tmp_path, format_name, ext
     assert encoded(tmp_path, content, name="n02105855_2933.JPEG") == (extension, content)
 
 
-def test_other_formats_become_png_without_loss(tmp_path):
-    extension, content = encoded(tmp_path, picture("BMP"), name="x.bmp")
-    assert extension == "png"
-    assert np.array_equal(Image.open(io.BytesIO(content)), Image.open(io.BytesIO(picture("BMP"))))
-
-
 @pytest.mark.parametrize("resize", [None, Resize(size=16, mode="square")])
 @pytest.mark.parametrize("content", [b"", b"not an image", jpeg(1)[:200]], ids=["empty", "text", "cut off"])
 def test_unreadable_files_are_kept_for_the_pipeline_to_count(tmp_path, content, resize):

@@ -81,9 +81,8 @@ def test_other_files_are_not_plain_and_are_decoded_whole(name):
     assert torch.equal(open_regions(bytearray(OTHERS[name]))[:, :, :], decode(bytearray(OTHERS[name])))
 
 
-@pytest.mark.parametrize("cut", range(0, 600, 7))
-def test_a_file_that_is_cut_off_is_not_plain(cut):
-    assert plain_jpeg_size(PLAIN["4:2:0"][:cut]) is None
+def test_a_file_that_is_cut_off_is_not_plain():
+    assert {plain_jpeg_size(PLAIN["4:2:0"][:cut]) for cut in range(0, 600, 7)} == {None}
 
 
 TIFF = turned(6).index(b"Exif") + 6

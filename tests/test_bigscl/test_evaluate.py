@@ -285,8 +285,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(made, tmp_path, capsys, arguments
     said = capsys.readouterr().err.strip().splitlines()
     assert len([line for line in said if line.startswith("bigscl.evaluate: ")]) == 1
     assert complaint in said[-1]
-
-
-def test_help_shows_the_command_of_the_real_table(capsys):
-    assert main(["--help"]) == 0
-    assert "--backbone resnet50 --weights IMAGENET1K_V1" in " ".join(capsys.readouterr().out.split())

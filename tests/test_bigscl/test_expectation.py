@@ -1,21 +1,13 @@
 import numpy as np
 import pytest
 
-from bigscl.config import make_config
 from bigscl.data.build_index import scan
 from bigscl.selection.k import expectation, k_per_class, positives_per_image
-from tests.builders import labelled, write_shards, write_tar
-
-VALUES = {
-    "run": "run",
-    "data": {"train": "train.tar", "val": "val.tar"},
-    "model": {"backbone": "resnet18"},
-    "schedule": {"main": {"epochs": 1, "learning_rate": 0.1}},
-}
+from tests.builders import config_of, labelled, write_shards, write_tar
 
 
 def config(**changes):
-    return make_config({**VALUES, **changes})
+    return config_of(**{"data": {"val": "val.tar"}, "selection": {"K": "auto"}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +42,7 @@ def test_a_number_full_labels_and_losses_without_k_are_accepted(one_label, all_l
 
 
 def test_k_of_each_class_comes_from_full_labels_if_asked(one_label, all_labels):
-    wanted, counts = config(selection={"per_class": "labelled"}), np.array([2, 4, 1] + [0] * 7)
+    wanted, counts = config(selection={"K": "auto", "per_class": "labelled"}), np.array([2, 4, 1] + [0] * 7)
     found = k_per_class(wanted, counts[: all_labels.num_classes], 12, all_labels)
     # Shown by 3, 2 and 1 of 3 images; the second would expect 8 of 12 images for 4 labels.
     np.testing.assert_allclose(found[:3], [6, 2, 4])
@@ -59,7 +51,7 @@ def test_k_of_each_class_comes_from_full_labels_if_asked(one_label, all_labels):
         with pytest.raises(ValueError, match=r"selection\.per_class: labelled .* full labels"):
             k_per_class(wanted, counts, 12, val)
     for plain in (False, True):
-        assert k_per_class(config(selection={"per_class": plain}), counts, 12, None) is plain
+        assert k_per_class(config(selection={"K": "auto", "per_class": plain}), counts, 12, None) is plain
 
 
 def test_expected_positives_are_counted_per_image_and_in_total():

@@ -166,7 +166,7 @@ def term(base, settings, given, label, z, z0, n, i, is_large):
 
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "others"])
 @pytest.mark.parametrize("base", FIELD)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), epoch=st.integers(0, 5))
 def test_losses_equal_the_formulas_of_their_papers(base, defaults, seed, epoch):
     inputs, objective = random_inputs(seed, epoch), objective_of(base, defaults=defaults)
@@ -193,33 +193,6 @@ def test_gradients_flow_through_the_formula_and_through_no_decision(base, epoch,
                 moved[n][i] += change
                 ends.append(reference(base, chosen, inputs, moved, here))
             assert slope[n, i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-9)
-
-
-@pytest.mark.parametrize("base", FIELD)
-def test_known_labels_have_the_same_loss_whatever_is_assumed_of_the_unknown_ones(base):
-    """All labels are known: predictions, corrections, scores and the epoch change nothing but the priors."""
-    inputs = random_inputs(4, epoch=4)
-    known = torch.where(inputs.labels == -1, 0, inputs.labels).to(torch.int8)
-    objective = objective_of(base, defaults=True)
-    first = objective(replace(inputs, labels=known)).base
-    other = replace(
-        inputs, labels=known, corrections=~inputs.corrections, cuts=1 - inputs.cuts, scores=1 - inputs.scores
-    )
-    torch.testing.assert_close(objective(other).base, first)
-    if base not in ("focal", "asl", "hill", "splc", "crisp"):
-        torch.testing.assert_close(first, Objective(base="bce", consistency="none")(other).base)
-
-
-@pytest.mark.parametrize("base", FIELD)
-def test_known_negatives_are_negatives(base):
-    """A confident prediction does not turn one into a positive, or hide its loss."""
-    inputs = replace(
-        random_inputs(5, epoch=5),
-        logits=torch.full((B, L), 4.0, dtype=torch.float64, requires_grad=True),
-        labels=torch.zeros(B, L, dtype=torch.int8),
-    )
-    (slope,) = torch.autograd.grad(objective_of(base, defaults=True)(inputs).base.sum(), inputs.logits)
-    assert (slope > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -249,32 +222,6 @@ def test_a_batch_of_no_samples_has_no_values(base):
 
 
 # Ranks
-
-
-@pytest.mark.parametrize("base", ["ll_r", "ll_ct", "ll_cp", "crisp"])
-@pytest.mark.parametrize("parts", [(5,), (1, 4), (2, 0, 3), (1, 1, 1, 1, 1)])
-def test_comparisons_within_the_batch_are_the_same_however_ranks_share_it(base, parts):
-    inputs, objective = random_inputs(9, epoch=3), objective_of(base, defaults=False)
-    whole = objective(inputs).base.mean()
-    competing = inputs.logits.detach().where(
-        (inputs.labels == -1) & ~(inputs.corrections & (base == "ll_cp")), -math.inf
-    )
-    rate = 0.11 if base == "ll_cp" else 0.33
-    inputs = replace(inputs, corrections=inputs.corrections if base == "ll_cp" else None)
-    threshold = competing.flatten().sort(descending=True).values[math.ceil(round(B * L * rate, 6)) - 1]
-    shared, start = 0.0, 0
-    for size in parts:
-        rows = slice(start, start + size)
-        part = {name: getattr(inputs, name)[rows] for name in ("logits", "labels")}
-        if base == "ll_cp":
-            part["corrections"] = inputs.corrections[rows]
-        means = inputs.logits.detach().sigmoid().mean(0)
-        mine = replace(inputs, **part, threshold=threshold, class_means=means)
-        shared, start = shared + objective(mine).base.sum() / B, start + size
-    torch.testing.assert_close(shared, whole, rtol=1e-12, atol=0)
-    (ours,) = torch.autograd.grad(shared, inputs.logits, retain_graph=True)
-    (theirs,) = torch.autograd.grad(whole, inputs.logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
 
 
 def test_more_large_losses_than_unknown_labels_are_all_unknown_labels():
@@ -371,7 +318,7 @@ def boosted_inputs(seed, epoch, dtype=torch.float64):
 
 @pytest.mark.parametrize("scheme", ["reject", "correct"])
 @pytest.mark.parametrize("values", [{}, {"alpha": 2.5, "rate": 0.11}], ids=["defaults", "others"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), epoch=st.integers(0, 5))
 def test_boostlu_is_the_large_loss_of_maps_with_boosted_positive_cells(scheme, values, seed, epoch):
     inputs = boosted_inputs(seed, epoch)

@@ -323,9 +323,6 @@ def torch_bytes(value, **options) -> bytes:
     return file.getvalue()
 
 
-LEGACY = torch_bytes(STATE, _use_new_zipfile_serialization=False)
-
-
 def weights_or_refuse(path: Path) -> None:
     with allowing(BadFile, naming=path):
         state = read_state(str(path))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from bigscl.config import make_config
 from bigscl.distributed.hardware import keep_freed_memory
 from bigscl.training import accelerator
+from tests.builders import config_of
 
 
 def print_given_back(mode):
@@ -43,14 +43,8 @@ def test_convolutions_are_chosen_by_trials_unless_the_run_is_deterministic(monke
     monkeypatch.setattr(accelerator, "keep_freed_memory", lambda: None)  # of the process of the tests
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    values = {
-        "run": "run",
-        "data": {"train": "shards"},
-        "selection": {"K": 2.0},
-        "model": {"backbone": "resnet18"},
-    }
     try:
-        accelerator.start_accelerator(make_config(values | {"hardware": {"deterministic": deterministic}}))
+        accelerator.start_accelerator(config_of(hardware={"deterministic": deterministic}))
         assert torch.backends.cudnn.benchmark is not deterministic
         assert torch.are_deterministic_algorithms_enabled() is deterministic
     finally:

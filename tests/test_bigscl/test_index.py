@@ -5,11 +5,9 @@ import mmap
 import os
 import re
 import tarfile
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset import tariterators
@@ -18,12 +16,12 @@ from bigscl.common.files import BadFile
 from bigscl.data.build_index import NoSamples, scan
 from bigscl.data.index import Index, default_path, load_index, sample_ids, short_names, with_fingerprint
 from bigscl.data.labels.training_labels import draw_given
-from bigscl.data.open_tar import Unreadable, open_shard
+from bigscl.data.open_tar import open_shard
 from bigscl.data.read_samples import read_metadata
 from bigscl.data.tar import expand, members
 from bigscl.store import Ragged
 from tests.builders import VOC, WDS, classed, jpeg, labelled, real_data, write_shards, write_tar
-from tests.servers import make_bucket, web_server
+from tests.servers import web_server
 
 
 @pytest.fixture
@@ -119,26 +117,6 @@ def test_other_data_has_another_fingerprint(tmp_path, other):
     assert scan(str(one), num_classes=4)[0].fingerprint != before
 
 
-def test_a_changed_shard_is_noticed(labelled_shards):
-    scan(labelled_shards)[0].save(default_path(labelled_shards))
-    write_tar(labelled_shards[1], [*classed("new", 1, 2)] * 9)
-    with pytest.raises(
-        ValueError, match=r"1 shards have changed: .*x-1\.tar \(\d+ bytes, \d+ when indexed\)"
-    ):
-        load_index(labelled_shards)
-
-
-def test_missing_shards_are_all_named(tmp_path):
-    shards = write_shards(tmp_path, [1, 1, 1])
-    scan(shards)[0].save(default_path(shards))
-    os.remove(shards[0])
-    os.remove(shards[2])
-    with pytest.raises(
-        FileNotFoundError, match=r"2 shards are missing.*train-000000\.tar.*train-000002\.tar"
-    ):
-        load_index(shards)
-
-
 def test_an_index_of_other_shards_is_refused(tmp_path):
     shards = write_shards(tmp_path, [1, 1, 1])
     scan(shards)[0].save(default_path(shards))
@@ -181,6 +159,13 @@ def test_drawn_labels_are_drawn_without_bias_and_depend_on_the_seed():
     assert len({index.fingerprint, one.fingerprint, two.fingerprint}) == 3
 
 
+def test_draws_are_those_of_earlier_revisions():
+    index = an_index(np.array([5]), full=[[1, 4, 7], [0, 2], [], [5], [1, 2, 3, 6]], num_classes=8)
+    drawn = draw_given(index, seed=3, negatives=2)
+    assert [drawn.given[row].tolist() for row in range(5)] == [[4], [2], [], [5], [1]]
+    assert [drawn.negatives[row].tolist() for row in range(5)] == [[0, 3], [1, 6], [0, 5], [0, 3], [0, 5]]
+
+
 def an_index(sizes, *, full=None, num_classes=1000) -> Index:
     """An index made up without shards."""
     ids, rows = sample_ids(sizes), len(sizes) * int(sizes.max())
@@ -202,15 +187,16 @@ def an_index(sizes, *, full=None, num_classes=1000) -> Index:
     )
 
 
-def test_an_index_of_imagenet_is_small(tmp_path, monkeypatch):
-    index = with_fingerprint(an_index(np.array([1000] * 1280 + [1167])))
-    assert index.num_samples == 1_281_167
+def test_an_index_is_small(tmp_path, monkeypatch):
+    """A tenth of ImageNet."""
+    index = with_fingerprint(an_index(np.array([1000] * 128 + [1167])))
+    assert index.num_samples == 129_167
     index.save(tmp_path / "index.npz")
     monkeypatch.setattr("bigscl.data.index.check_shards", lambda index: None)
-    # 0.5 s on a quiet core; the file has 12 MB.
+    # 1.2 MB.
     loaded = load_index(list(index.urls), tmp_path / "index.npz")
-    assert (tmp_path / "index.npz").stat().st_size < 100e6
-    assert loaded.name(1167 * 1280 + 1166) == "train-001280.tar/n00000166_1281166"
+    assert (tmp_path / "index.npz").stat().st_size < 10e6
+    assert loaded.name(1167 * 128 + 1166) == "train-000128.tar/n00000166_129166"
 
 
 def test_a_large_index_is_mapped_and_equals_the_compressed_one(tmp_path, labelled_shards, monkeypatch):
@@ -437,34 +423,10 @@ def test_a_long_name_belongs_to_its_own_entry_alone(tmp_path):
     shard.close()
 
 
-@pytest.mark.parametrize(("kind", "size"), [(tarfile.REGTYPE, -1024), (tarfile.GNUTYPE_LONGNAME, 2**50)])
-def test_impossible_sizes_end_a_shard_and_not_the_process(tmp_path, kind, size):
-    header = tarfile.TarInfo("evil.jpg")
-    header.type, header.size = kind, size
-    good = write_tar(tmp_path / "x.tar", classed("a", 1, 0)).read_bytes().rstrip(b"\0")
-    good += bytes(-len(good) % 512)
-    (tmp_path / "x.tar").write_bytes(good + header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    index, problems = scan(str(tmp_path / "x.tar"))
-    assert keys(index) == ["a"]
-    assert [f"impossible size {size}" in problem.what for problem in problems] == [True]
-
-
 @pytest.fixture
 def server(tmp_path):
     with web_server(tmp_path) as address:
         yield address
-
-
-def test_shards_are_read_over_http(tmp_path, server):
-    shards = write_shards(tmp_path, [3, 2])
-    content = (tmp_path / "train-000001.tar").read_bytes()
-    (tmp_path / "train-000001.tar").write_bytes(gzip.compress(content))
-    remote, problems = scan(f"{server}/train-{{000000..000001}}.tar")
-    assert problems == []
-    assert remote.fingerprint == scan(shards)[0].fingerprint
-    assert remote.shard_bytes.tolist() == [os.path.getsize(shard) for shard in shards]
-    with pytest.raises(ValueError, match="needs a local path"):
-        default_path(remote.urls)
 
 
 def test_a_shard_missing_on_a_server_is_a_problem(tmp_path, server):
@@ -473,28 +435,6 @@ def test_a_shard_missing_on_a_server_is_a_problem(tmp_path, server):
     assert index.num_samples == 3
     assert "404" in problems[0].what
     assert problems[0].shard.endswith("train-000001.tar")
-
-
-def test_shards_are_read_from_s3(tmp_path, monkeypatch, s3_endpoint):
-    obstore = pytest.importorskip("obstore")
-    from obstore.store import S3Store
-
-    make_bucket(s3_endpoint, "shelf")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    bucket = S3Store("shelf", client_options={"allow_http": True})
-    shards = write_shards(tmp_path, [3, 2])
-    for shard in shards:
-        obstore.put(bucket, f"in/{os.path.basename(shard)}", (tmp_path / shard).read_bytes())
-    for pattern in (
-        "s3://shelf/in/",
-        "s3://shelf/in/train-*.tar",
-        "s3://shelf/in/train-{000000..000001}.tar",
-    ):
-        remote, problems = scan(pattern)
-        assert problems == []
-        assert remote.fingerprint == scan(shards)[0].fingerprint
-    with pytest.raises(Unreadable, match="could not read it: 404"):
-        open_shard("s3://shelf/in/other.tar")
 
 
 def test_pipes_run_only_where_allowed(tmp_path):
@@ -518,17 +458,6 @@ def read_by_webdataset(urls):
         with open(url, "rb") as stream:
             files = tariterators.tar_file_expander([{"url": url, "stream": stream}])
             yield from tariterators.group_by_keys(files)
-
-
-def test_a_tar_of_webdatasets_writer_in_the_layout_of_public_imagenet(tmp_path):
-    names = [f"n{wnid:08d}_{n}" for wnid, n in ((1440764, 10026), (1440764, 39), (15075141, 9993))]
-    with webdataset.ShardWriter(str(tmp_path / "imagenet1k-train-%04d.tar"), maxcount=2, verbose=0) as writer:
-        for n, (key, label) in enumerate(zip(names, (0, 0, 999), strict=True)):
-            writer.write({"__key__": key, "jpg": jpeg(n), "cls": label})
-    index, problems = scan(str(tmp_path / "imagenet1k-train-{0000..0001}.tar"), num_classes=1000)
-    assert problems == []
-    assert keys(index) == names
-    assert index.given.values.tolist() == [0, 0, 999]
 
 
 @real_data
@@ -557,13 +486,6 @@ def test_tars_written_by_others_are_read_or_their_lack_of_labels_is_named():
         scan([str(WDS / "cc12m-train-0000.tar"), str(WDS / "compressed.tar")])
     assert sum("no label" in p.what for p in caught.value.problems if "cc12m" in p.shard) == 32
     assert any("no image" in p.what for p in caught.value.problems if "compressed" in p.shard)
-
-
-def test_an_index_is_a_value(tmp_path):
-    index, _ = scan(write_shards(tmp_path, [1]))
-    with pytest.raises(AttributeError):
-        index.fingerprint = "other"
-    assert replace(index, urls=("elsewhere/a.tar",)).shard_names == ("a.tar",)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.data.loader import Batch, normalize
+from bigscl.data.loader import normalize
 from bigscl.evaluation.inference import NETWORK_BATCH, gather_arrays, network_batches, predict
 from bigscl.models.spatial import build_model
 from bigscl.store import SingleProcess
+from tests.builders import make_batch
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -15,13 +16,8 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 def batch_of(ids, images):
     """A loader's batch of some of the images, which are as many as the largest id."""
     ids = torch.as_tensor(ids, dtype=torch.int64)
-    return Batch(
-        ids=ids,
-        images=images[ids],
-        labels=torch.zeros(len(ids), 1, dtype=torch.int8),
-        views=ids[:, None].float().expand(-1, 5),
-        skipped=torch.empty(0, dtype=torch.int64),
-    )
+    labels, views = torch.zeros(len(ids), 1, dtype=torch.int8), ids[:, None].float().expand(-1, 5)
+    return make_batch(ids, images[ids], labels, views=views)
 
 
 def loader_of(ids, images, batch_size):
@@ -36,7 +32,7 @@ def images():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return build_model("resnet18", 6).eval()
+    return build_model("bigscl.models.smallnet:small_resnet", 6).eval()
 
 
 def predict_all(model, loader):

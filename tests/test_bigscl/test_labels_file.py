@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigscl.config import make_config
 from bigscl.data.build_index import scan
 from bigscl.data.index import true_labels
 from bigscl.data.labels.label_files import with_evaluation_labels, with_training_labels
 from bigscl.store import HeatmapStore, IndexMismatch
 from bigscl.training.run_folder import open_data
-from tests.builders import jpeg, labelled, write_tar
+from tests.builders import config_of, jpeg, labelled, write_tar
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "real.json"
 NAMES = ["cat", "dog", "wild, big cat", "7"]
@@ -247,14 +246,7 @@ def test_real_labels_train_and_evaluate(tmp_path):
 
 
 def config(shards, **data):
-    return make_config(
-        {
-            "run": "x",
-            "data": {"train": shards, "val": shards, **data},
-            "model": {"backbone": "resnet18"},
-            "objective": {"base": "en", "consistency": "scl"},
-        }
-    )
+    return config_of(data={"train": shards, "val": shards, **data}, selection={"K": "auto"})
 
 
 def test_a_run_takes_its_labels_from_files(index, shards, tmp_path):

@@ -39,7 +39,7 @@ from bigscl.data.loader import (
 )
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import read_images, read_metadata
-from bigscl.data.transforms import EvaluationTransform, TrainingTransform, resize
+from bigscl.data.transforms import EvaluationTransform, TrainingTransform
 from tests.builders import VOC, WDS, classed, encoded, jpeg, picture, real_data, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
 from tests.servers import QuietHandler, web_server
@@ -112,20 +112,6 @@ def test_an_interrupted_epoch_goes_on_with_the_same_batches(index, workers):
         rest = list(Loader(index, plan_for(index, workers=workers, visited=visited), 0, TRANSFORM))
         assert ids_of(rest) == ids_of(whole[steps:])
         assert contents(rest) == contents(whole[steps:])
-
-
-def test_an_interrupted_epoch_goes_on_exactly_once_with_another_topology(index, expected):
-    plan = plan_for(index, workers=3, world_size=2)
-    first = [
-        batch
-        for rank in range(2)
-        for _, batch in zip(range(2), Loader(index, plan, rank, TRANSFORM), strict=False)
-    ]
-    visited = np.zeros(len(SIZES) * index.rows_per_shard, dtype=bool)
-    visited[np.concatenate([batch.ids.numpy() for batch in first])] = True
-    rest = list(Loader(index, plan_for(index, workers=1, visited=visited), 0, TRANSFORM))
-    assert len(contents(first)) + len(contents(rest)) == sum(SIZES)
-    assert contents(first) | contents(rest) == expected
 
 
 def test_labels_and_dtypes_are_those_of_the_batch_contract(index):
@@ -626,11 +612,6 @@ def test_a_few_images_are_read_in_the_order_asked_for_and_bad_ones_named(tmp_pat
     assert list(read_images(index, np.array([2, 0]))) == [2, 0]
     with pytest.raises(Unreadable, match=r"x\.tar/b: cannot be decoded"):
         read_images(index, np.array([0, 1]))
-
-
-def test_resize_leaves_an_image_of_that_size_alone():
-    image = torch.from_numpy(np.array(picture(1))).permute(2, 0, 1)
-    assert resize(image, 30, 40) is image
 
 
 # Memory that workers share.

@@ -103,43 +103,26 @@ def check(found, expected):
         assert figures == pytest.approx(expected[kind], rel=1e-5), kind
 
 
-def test_stored_heatmaps_point_as_counted_cell_by_cell(shards, tmp_path):
+@pytest.mark.parametrize(("top", "some"), [(None, None), (2, None), (None, [3, 15, 20])])
+def test_stored_heatmaps_point_as_counted_cell_by_cell(shards, tmp_path, top, some):
+    """Classes that are not among the top have no heat; some samples can be asked for alone."""
     index, boxes_of = shards
-    store = make_store(tmp_path / "store", index)
-    rows = store.read(index.ids())
-    places = {sample_id: place for place, sample_id in enumerate(index.ids().tolist())}
-    expected = slow_figures(index, boxes_of, lambda n, label: rows.heatmaps[places[n], label])
-    assert expected["given"][0] == 23
-    assert expected["missing"][0] > 10
-    check(pointing(store, index), expected)
-
-
-def test_classes_that_are_not_among_the_top_have_no_heat(shards, tmp_path):
-    index, boxes_of = shards
-    store = make_store(tmp_path / "store", index, top=2)
-    rows = store.read(index.ids())
-    places = {sample_id: place for place, sample_id in enumerate(index.ids().tolist())}
+    store = make_store(tmp_path / "store", index, top=top)
+    ids = index.ids() if some is None else index.ids()[some]
+    rows = store.read(ids)
+    places = {sample_id: place for place, sample_id in enumerate(ids.tolist())}
 
     def heat_of(sample_id, label):
-        kept = rows.classes[places[sample_id]].tolist()
-        return (
-            rows.heatmaps[places[sample_id], kept.index(label)] if label in kept else np.zeros((SIZE, SIZE))
-        )
+        kept = range(NUM_CLASSES) if top is None else rows.classes[places[sample_id]].tolist()
+        if label not in kept:
+            return np.zeros((SIZE, SIZE))
+        return rows.heatmaps[places[sample_id], list(kept).index(label)]
 
-    assert rows.heatmaps.shape[1] == 2
-    check(pointing(store, index), slow_figures(index, boxes_of, heat_of))
-
-
-def test_some_samples_can_be_asked_for_alone(shards, tmp_path):
-    index, boxes_of = shards
-    store = make_store(tmp_path / "store", index)
-    some = index.ids()[[3, 15, 20]]
-    rows = store.read(some)
-    places = {sample_id: place for place, sample_id in enumerate(some.tolist())}
-    expected = slow_figures(
-        index, {n: boxes_of[n] for n in places}, lambda n, label: rows.heatmaps[places[n], label]
-    )
-    check(pointing(store, index, some), expected)
+    assert rows.heatmaps.shape[1] == (top or NUM_CLASSES)
+    expected = slow_figures(index, {n: boxes_of[n] for n in places}, heat_of)
+    assert expected["given"][0] == len(ids)
+    assert some or expected["missing"][0] > 10
+    check(pointing(store, index, None if some is None else ids), expected)
 
 
 def test_boxes_of_classes_that_are_not_labelled_do_not_count(tmp_path):

@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator, tracking
 from accelerate.tracking import GeneralTracker
 
-from bigscl.config import make_config
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses.objective import Loss
 from bigscl.training import metrics_log
 from bigscl.training import metrics_log as log
 from bigscl.training.metrics_log import Meter
+from tests.builders import config_of
 
 
 class Ranks:
@@ -148,15 +148,8 @@ def start(monkeypatch, folder, step, **log_settings):
     known = {**tracking.LOGGER_TYPE_TO_CLASS, "wandb": InjectedWandb, "mlflow": InjectedMlflow}
     monkeypatch.setattr(accelerator_module, "LOGGER_TYPE_TO_CLASS", known)
     folder.mkdir(exist_ok=True)
-    config = make_config(
-        {
-            "run": str(folder),
-            "data": {"train": "shards"},
-            "model": {"backbone": "resnet18"},
-            "selection": {"K": 2.0},
-            "log": {"trackers": ["wandb", "tensorboard", "mlflow"], **log_settings},
-        }
-    )
+    own = {"trackers": ["wandb", "tensorboard", "mlflow"], **log_settings}
+    config = config_of(run=str(folder), log=own)
     made = Accelerator(project_dir=str(folder), cpu=True)
     # The constructor leaves out what is not installed.
     made.log_with = list(config.log.trackers)

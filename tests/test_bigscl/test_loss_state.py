@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.config import make_config
-from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import SingleProcess
 from bigscl.losses import state as loss_states
 from bigscl.losses.class_histograms import (
@@ -27,6 +25,7 @@ from bigscl.losses.large_loss import LabelCorrections, pack, unpack
 from bigscl.models.spatial import build_model
 from bigscl.training.model_state import make_loss_state
 from bigscl.training.step import Step
+from tests.builders import config_of, make_batch
 from tests.test_store.conftest import make_annotations
 
 CPU = torch.device("cpu")
@@ -248,30 +247,6 @@ def test_histograms_within_an_epoch_go_on_after_a_resume_with_other_ranks():
 # The step, on ranks
 
 
-def config_of(base, batch_size):
-    section = {"large_loss": {"rate": 0.04}} if base.startswith("ll_") else {}
-    return make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards", "size": SIDE, "batch_size": batch_size},
-            "model": {"backbone": "tests.integration.tiny:tiny_net"},
-            "objective": {"base": base, "consistency": "none", **section},
-            "store": {"kind": "none", "top": None},
-            "schedule": {"main": {"epochs": 8, "learning_rate": 0.1}},
-        }
-    )
-
-
-def batch_of(ids, images, labels):
-    return Batch(
-        ids=torch.tensor(ids, dtype=torch.int64),
-        images=images[ids],
-        labels=labels[ids],
-        views=torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0]]).repeat(len(ids), 1),
-        skipped=torch.zeros(0, dtype=torch.int64),
-    )
-
-
 def gradient_and_state(base, parts):
     """The gradient of one step of ranks that share 12 samples so, and what the loss keeps after it."""
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +258,14 @@ def gradient_and_state(base, parts):
     model = build_model("tests.integration.tiny:tiny_net", NUM_CLASSES)
     annotations = make_annotations(SIZES, NUM_CLASSES)
     data = SimpleNamespace(annotations=annotations, positives_per_image=None)
-    config, group = config_of(base, max(map(len, parts)) or 1), ThreadGroup(len(parts))
+    section = {"large_loss": {"rate": 0.04}} if base.startswith("ll_") else {}
+    config = config_of(
+        data={"train": "shards", "size": SIDE, "batch_size": max(map(len, parts)) or 1},
+        objective={"base": base, "consistency": "none", **section},
+        store={"kind": "none", "top": None},
+        schedule={"main": {"epochs": 8, "learning_rate": 0.1}},
+    )
+    group = ThreadGroup(len(parts))
 
     def work(rank):
         mine, me = copy.deepcopy(model), ThreadRank(group, rank)
@@ -294,7 +276,13 @@ def gradient_and_state(base, parts):
             step.epoch = epoch
             mine.zero_grad()
             if parts[rank]:
-                step(batch_of(parts[rank], images, labels), None, count=NUM_ROWS, gamma=0.0, rate=0.1)
+                step(
+                    make_batch(parts[rank], images[parts[rank]], labels[parts[rank]]),
+                    None,
+                    count=NUM_ROWS,
+                    gamma=0.0,
+                    rate=0.1,
+                )
             else:
                 step.idle(NUM_ROWS)
             if kept is not None:
@@ -333,18 +321,8 @@ def test_a_step_is_the_same_on_any_number_of_ranks(base, parts):
 
 def test_the_cut_of_em_apl_rises_by_equal_steps_to_its_share():
     objective = {"base": "em_apl", "consistency": "none", "em_apl": {"start_epoch": 4, "share": 0.8}}
-    config = make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards"},
-            "model": {"backbone": "resnet18"},
-            "objective": objective,
-            "schedule": {
-                "warmup": {"epochs": 2, "learning_rate": 1},
-                "main": {"epochs": 6, "learning_rate": 1},
-            },
-        }
-    )
+    phases = {name: {"epochs": epochs, "learning_rate": 1} for name, epochs in (("warmup", 2), ("main", 6))}
+    config = config_of(objective=objective, schedule=phases)
     kept = make_loss_state(config, make_annotations(SIZES, 1), CPU, 0)
     kept.update(
         SimpleNamespace(

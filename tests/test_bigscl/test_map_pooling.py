@@ -10,7 +10,7 @@ from torchvision.models import resnet18
 import bigscl
 from bigscl.data.loader import normalize
 from bigscl.evaluation.inference import predict
-from bigscl.models.spatial import Prediction, build_model, map_pooled, num_hottest, pool
+from bigscl.models.spatial import Prediction, build_model, map_pooled, pool
 from bigscl.store import SingleProcess
 from tests.test_bigscl.test_inference import MEAN, STD, loader_of
 
@@ -27,16 +27,6 @@ def test_half_of_the_logit_comes_from_the_hottest_quarter_of_the_cells(side):
     found = map_pooled(Prediction(maps, pool(maps)))
     expected = [[reference(cells.flatten().tolist()) for cells in image] for image in maps]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_a_quarter_is_rounded_up():
-    assert [num_hottest(cells) for cells in (1, 4, 5, 36, 49, 196)] == [1, 1, 2, 9, 13, 49]
-
-
-def test_a_small_hot_object_counts_more_than_in_the_plain_logit():
-    maps = torch.full((1, 1, 7, 7), -4.0)
-    maps[0, 0, 3, 3] = 8.0
-    assert map_pooled(Prediction(maps, pool(maps))) > pool(maps) + 0.2
 
 
 def test_the_module_gives_the_evaluated_numbers():

@@ -50,13 +50,6 @@ def test_precision_and_recall_equal_a_count_by_hand(tmp_path, index, k):
     assert found.recall == pytest.approx(right / missing)
 
 
-def test_a_memory_that_knows_all_mines_only_positives(tmp_path, index):
-    truth = (index.labels_of(index.ids(), "full") == 1).astype(np.float64)
-    found = mined_positives(remember(tmp_path / "store", index, truth), index, 1.5)
-    assert found.precision == 1
-    assert 0 < found.recall < 1
-
-
 def test_nothing_beyond_the_annotated_is_mined_if_nothing_more_is_expected(tmp_path, index):
     annotated = (index.labels_of(index.ids()) == 1).astype(np.float64)
     found = mined_positives(remember(tmp_path / "store", index, annotated), index, 1.0)

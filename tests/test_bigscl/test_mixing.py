@@ -2,22 +2,21 @@
 
 # Shapes: B batch, L classes, S side of the images, G side of the score map, W side of the heatmap.
 
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from bigscl.config import ConfigError, StoreConfig, make_config
+from bigscl.config import ConfigError, StoreConfig
 from bigscl.config.mixing import Mixing, MixRow, beta, pasted_boxes
-from bigscl.data.loader import Batch
 from bigscl.losses.objective import BASES, Objective
 from bigscl.losses.registry import LossInputs
 from bigscl.memory.lookup import CheckedViews, GivenClasses, MemoryBatch, to_device, updated_averages
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
 from bigscl.training.mixed_batch import Mix, mix_batches
+from tests.builders import config_of, make_batch
 from tests.test_bigscl.test_views import largest_gap
 from tests.test_store.conftest import make_annotations
 
@@ -242,13 +241,8 @@ def test_the_memory_keeps_the_row_of_a_mixup_and_the_cells_of_a_pasted_box(ema):
 
 
 def test_batches_get_their_mix_and_the_boxes_that_the_memory_leaves_out():
-    batch = Batch(
-        ids=torch.tensor(IDS),
-        images=torch.zeros(5, 3, SIZE, SIZE, dtype=torch.uint8),
-        labels=torch.zeros(5, 4, dtype=torch.int8),
-        views=torch.zeros(5, 5),
-        skipped=torch.zeros(0, dtype=torch.int64),
-    )
+    images = torch.zeros(5, 3, SIZE, SIZE, dtype=torch.uint8)
+    batch = make_batch(IDS, images, torch.zeros(5, 4, dtype=torch.int8))
     mixing = Mixing(mixup=0.1, cutmix=1.0)
     (found,) = mix_batches([batch], mixing, size=SIZE, map_side=G, seed=1, epoch=2, pin_memory=False)
     mix = Mix(rows=torch.from_numpy(rows_of(mixing, IDS)))
@@ -262,15 +256,8 @@ def test_batches_get_their_mix_and_the_boxes_that_the_memory_leaves_out():
 
 
 def mistakes(mix, **sections):
-    values = {
-        "run": "run",
-        "data": {"train": "shards", "mix": mix, **sections.pop("data", {})},
-        "model": {"backbone": "resnet18"},
-        "selection": {"K": 2.0},
-        **sections,
-    }
     with pytest.raises(ConfigError) as raised:
-        make_config(values)
+        config_of(data={"mix": mix, **sections.pop("data", {})}, **sections)
     return str(raised.value)
 
 
@@ -286,14 +273,3 @@ def test_a_mix_that_cannot_be_is_refused():
 def test_a_loss_that_has_no_loss_of_mixed_images_is_refused(base):
     found = mistakes({"cutmix": 1.0}, objective={"base": base, "consistency": "none"})
     assert f"data.mix: objective.base {base} has no loss of two images in one; choose an, an_ls, asl" in found
-
-
-def test_losses_that_mix_need_nothing_but_labels_and_expected_positives():
-    mixing = {name for name, term in BASES.items() if term.mixes}
-    assert {"an", "en", "bce"} <= mixing
-    for name in mixing:
-        assert BASES[name].statistics is None
-        assert BASES[name].state is None
-    assert [field.name for field in dataclasses.fields(Mixing)] == [
-        *("mixup", "cutmix", "probability", "cutmix_share")
-    ]

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from bigscl.config import ConfigError, make_config
+from bigscl.config import ConfigError
 from bigscl.config.schema import OptimizerConfig
 from bigscl.models.spatial import build_model
 from bigscl.training.checkpoint.checkpoint_folder import misfit
 from bigscl.training.optimizers import Lamb, make_optimizer, parameter_groups, set_learning_rate
+from tests.builders import config_of
 
 SHAPES = [(5, 3), (4,), (2, 3, 2, 2)]
 STEPS = 6
@@ -71,18 +72,6 @@ def test_lamb_is_its_formula(decay):
     found = trained(lambda parameters: Lamb(parameters, weight_decay=decay), starts, own, RATES)
     for start, gradient, end in zip(starts, own, found, strict=True):
         torch.testing.assert_close(end, by_formula(start, gradient, RATES, decay))
-
-
-def test_lamb_is_timms_with_groups():
-    timm = pytest.importorskip("timm.optim")
-    starts, own = drawn()
-    ours = trained(lambda parameters: Lamb(groups(parameters), weight_decay=0.02), starts, own, RATES)
-    theirs = trained(
-        lambda parameters: timm.Lamb(groups(parameters), weight_decay=0.02, max_grad_norm=None),
-        *(starts, own, RATES),
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_lamb_leaves_tensors_of_zeros_a_finite_step():
@@ -191,15 +180,8 @@ def test_a_state_of_other_groups_or_of_adam_does_not_fit():
 
 
 def refused(**optimizer):
-    values = {
-        "run": "run",
-        "data": {"train": "shards"},
-        "model": {"backbone": "resnet18"},
-        "selection": {"K": 2.0},
-        "optimizer": optimizer,
-    }
     with pytest.raises(ConfigError) as raised:
-        make_config(values)
+        config_of(optimizer=optimizer)
     return str(raised.value)
 
 

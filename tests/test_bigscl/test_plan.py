@@ -37,7 +37,7 @@ def same(left, right) -> bool:
 
 
 @given(topologies(), st.integers(0, 5), st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_sample_is_in_exactly_one_batch_of_one_rank(topology, epoch, seed):
     plan = training_plan(**topology, seed=seed, epoch=epoch)
     batches = yielded(plan)
@@ -46,7 +46,7 @@ def test_every_sample_is_in_exactly_one_batch_of_one_rank(topology, epoch, seed)
 
 
 @given(topologies(), st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_counts_agree_with_what_the_ranks_yield(topology, epoch):
     plan = training_plan(**topology, seed=1, epoch=epoch)
     batches = yielded(plan)
@@ -61,7 +61,7 @@ def test_counts_agree_with_what_the_ranks_yield(topology, epoch):
 
 
 @given(topologies())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_shard_is_written_by_one_rank_that_trains_samples_of_it(topology):
     plan = training_plan(**topology, seed=3, epoch=1)
     written = []
@@ -85,7 +85,7 @@ def test_a_rank_borrows_at_most_its_first_shard():
 
 
 @given(topologies())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_rank_has_no_more_batches_than_its_samples_fill(topology):
     plan = training_plan(**topology, seed=3, epoch=1)
     for rank in range(plan.world_size):
@@ -97,7 +97,7 @@ def test_a_rank_has_no_more_batches_than_its_samples_fill(topology):
 
 
 @given(topologies())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_an_epoch_has_no_more_steps_than_full_global_batches(topology):
     plan = training_plan(**topology, seed=3, epoch=1)
     num_samples, together = topology["shard_sizes"].sum(), plan.world_size * plan.batch_size
@@ -105,15 +105,8 @@ def test_an_epoch_has_no_more_steps_than_full_global_batches(topology):
     assert plan.num_steps <= -(-num_samples // together) + (num_samples < 2 * plan.world_size)
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(8, 2503), (32, 626), (128, 157)])
-def test_an_imagenet_epoch_has_the_steps_that_its_images_fill(world_size, steps):
-    sizes = np.array([1000] * 1281 + [167])
-    plan = training_plan(sizes, 1000, seed=1, epoch=1, batch_size=64, world_size=world_size, workers=8)
-    assert plan.num_steps == steps
-
-
 @given(topologies())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_shard_that_two_workers_read_is_read_by_both_at_the_same_time(topology):
     """One of three workers reads nothing else, so that it has the shard open all the time."""
     plan = training_plan(**topology, seed=3, epoch=1)
@@ -128,7 +121,7 @@ def test_a_shard_that_two_workers_read_is_read_by_both_at_the_same_time(topology
 
 
 @given(topologies(), st.integers(1, 300))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_reader_holds_at_most_the_buffer(topology, buffer):
     """A slow reader: it reads the shards from front to back and keeps what is not due yet."""
     topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 200)
@@ -150,7 +143,7 @@ def test_a_reader_holds_at_most_the_buffer(topology, buffer):
 
 
 @given(topologies(), st.integers(0, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_interrupted_epoch_goes_on_with_the_same_batches_in_the_same_order(topology, steps):
     topology["shard_sizes"] = np.minimum(topology["shard_sizes"], 300)
     whole = yielded(training_plan(**topology, seed=5, epoch=2))
@@ -163,7 +156,7 @@ def test_interrupted_epoch_goes_on_with_the_same_batches_in_the_same_order(topol
 
 
 @given(topologies(), topologies(), st.integers(1, 50))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_after_a_change_of_topology_the_rest_comes_exactly_once(topology, other, steps):
     other |= {name: topology[name] for name in ("shard_sizes", "rows_per_shard")}
     visited = np.zeros(len(topology["shard_sizes"]) * topology["rows_per_shard"], dtype=bool)
@@ -202,29 +195,11 @@ def test_plans_are_the_same_on_every_machine_and_version():
 
 
 @given(topologies(), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_batch_has_a_single_sample_if_it_can_be_helped(topology, epoch):
     batches = [ids for rank in yielded(training_plan(**topology, seed=4, epoch=epoch)) for ids in rank]
     if topology["batch_size"] > 1 and topology["shard_sizes"].sum() > 1:
         assert min(map(len, batches)) >= 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world_size", "workers"),
-    [([4, 4, 1], 3, 1), ([4, 4, 1], 1, 3), ([1, 1, 1], 4, 2), ([8, 1], 2, 0)],
-)
-def test_a_shard_of_one_sample_is_never_alone(sizes, world_size, workers):
-    for epoch in range(5):
-        plan = training_plan(
-            np.array(sizes),
-            max(sizes),
-            seed=1,
-            epoch=epoch,
-            batch_size=4,
-            world_size=world_size,
-            workers=workers,
-        )
-        assert 1 not in [len(ids) for rank in yielded(plan) for ids in rank]
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -262,7 +237,7 @@ def test_fewer_than_two_samples_for_each_rank_leave_ranks_idle():
 
 
 @given(topologies())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_evaluation_has_every_sample_once_in_even_parts(topology):
     plan = evaluation_plan(**topology)
     ids = np.concatenate([ids for rank in yielded(plan) for ids in rank])

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.config import make_config
 from bigscl.evaluation.plots import run_plots as side_by_side
 from bigscl.evaluation.plots.run_plots import StoredSample, _shown, _with_missing, draw_runs
 from bigscl.store import Rows
-from tests.builders import make_store, scene_index
+from tests.builders import config_of, make_store, scene_index
 
 
 def held(scores, annotated):
@@ -51,14 +50,7 @@ def test_a_line_is_drawn_for_each_image_and_kind(tmp_path, index, monkeypatch):
     for name, settings in {"dense": {}, "topk": {"top": 4}}.items():
         make_store(tmp_path / name / "store", index, **settings)
         pattern = index.urls[0].replace("000000", "*")
-        runs[name] = make_config(
-            {
-                "run": str(tmp_path / name),
-                "data": {"train": pattern},
-                "model": {"backbone": "resnet18"},
-                "selection": {"K": 2.5},
-            }
-        )
+        runs[name] = config_of(run=str(tmp_path / name), data={"train": pattern})
     drawn = []
 
     def draw(samples, path, title):

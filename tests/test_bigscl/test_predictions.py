@@ -115,14 +115,3 @@ def test_files_that_hold_no_predictions_are_refused(tmp_path, arrays, complaint)
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError, match=complaint):
         load_predictions(tmp_path / "bad.npz")
-
-
-def test_a_folder_without_predictions_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no predictions there"):
-        load_predictions(tmp_path)
-
-
-def test_keys_beside_predictions_that_have_their_own_are_refused(index, tmp_path):
-    from_network(found_for(index), index, {"model": "net"}).save(tmp_path / "p.zarr")
-    with pytest.raises(ValueError, match="keys and labels of its own"):
-        load_predictions(tmp_path / "p.zarr", keys=tmp_path / "keys.txt")

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigscl.config import make_config
 from bigscl.data.epoch_plan import training_plan
 from bigscl.models.spatial import build_model
 from bigscl.preflight.device_check import (
@@ -25,24 +24,19 @@ from bigscl.preflight.device_check import (
     worst,
 )
 from bigscl.preflight.rehearsal import ScratchFolders, epoch_types, first_batches, rehearsal_config
+from tests.builders import config_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def config(warmup=2, main=3, run="runs/mine", **sections):
-    return make_config(
-        {
-            "run": run,
-            "data": {"train": "shards"},
-            "model": {"backbone": "resnet18"},
-            "selection": {"K": 2.0, "start_epoch": 2},
-            "schedule": {
-                "warmup": {"epochs": warmup, "learning_rate": 0.1},
-                "main": {"epochs": main, "learning_rate": 0.1},
-            },
-            "checkpoint": {"every_minutes": 5},
-            **sections,
-        }
+    phases = {"warmup": warmup, "main": main}
+    return config_of(
+        run=run,
+        selection={"start_epoch": 2},
+        schedule={name: {"epochs": epochs, "learning_rate": 0.1} for name, epochs in phases.items()},
+        checkpoint={"every_minutes": 5},
+        **sections,
     )
 
 

@@ -11,6 +11,7 @@ from bigscl.config import ConfigError, make_config, to_yaml
 from bigscl.data.loader import normalize
 from bigscl.evaluation.target import find_target
 from bigscl.models.families import NoPreprocessing, find_preprocessing
+from tests.builders import config_of
 
 LITE0 = "bigscl.models.lite0:pretrained"
 
@@ -71,13 +72,7 @@ def test_images_are_prepared_as_timms_weights_say(name, size):
 
 
 def config(data=(), **model):
-    return make_config(
-        {
-            "run": "x",
-            "data": {"train": "t", "val": "v", "preprocessing": "weights", **dict(data)},
-            "model": model,
-        }
-    )
+    return config_of(data={"val": "v", "preprocessing": "weights", **dict(data)}, model=model)
 
 
 def test_a_config_takes_over_what_it_does_not_set_itself():
@@ -104,13 +99,7 @@ def test_a_saved_config_keeps_the_settings_that_it_ran_with():
 
 
 def test_explicit_preprocessing_is_the_default_and_as_before():
-    found = make_config(
-        {
-            "run": "x",
-            "data": {"train": "t", "val": "v"},
-            "model": {"backbone": "swin_t", "weights": "DEFAULT"},
-        }
-    ).data
+    found = config_of(model={"backbone": "swin_t", "weights": "DEFAULT"}).data
     assert (found.size, found.shorter, found.interpolation) == (224, 256, "bilinear")
 
 

@@ -47,22 +47,6 @@ def test_given_labels_of_coco_are_the_published_ones(coco):
     assert np.array_equal(singles(coco["train_labels"]), coco["train_obs"])
 
 
-@needs_voc
-def test_split_of_voc_is_the_published_one(voc):
-    training, validation = split(5717)
-    assert np.array_equal(training, voc["split_train"])
-    assert np.array_equal(validation, voc["split_val"])
-    assert (len(training), len(validation)) == (4574, 1143)
-
-
-@needs_coco
-def test_split_of_coco_is_the_published_one(coco):
-    training, validation = split(82081)
-    assert np.array_equal(training, coco["split_train"])
-    assert np.array_equal(validation, coco["split_val"])
-    assert (len(training), len(validation)) == (65665, 16416)
-
-
 def statistics(labels, names):
     """name -> (train, share of singles, val, share of singles): a row of the paper's table."""
     given = np.eye(labels.shape[1], dtype=int)[singles(labels)]
@@ -97,23 +81,21 @@ VOC_TABLE = {
 }
 
 
-@needs_coco
-def test_statistics_of_coco_are_those_of_the_paper(coco):
-    labels = coco["train_labels"]
-    found = statistics(labels, coco["names"])
-    assert {name: found[name] for name in COCO_TABLE} == COCO_TABLE
-    training, validation = split(len(labels))
-    assert (labels[training].sum(), labels[validation].sum()) == (193078, 47957)
-    assert coco["val_labels"].sum() == 116592
-
-
-@needs_voc
-def test_statistics_of_voc_are_those_of_the_paper(voc):
-    labels = voc["train_labels"]
-    found = statistics(labels, voc["names"])
-    assert {name: found[name] for name in VOC_TABLE} == VOC_TABLE
-    training, validation = split(len(labels))
-    assert (labels[training].sum(), labels[validation].sum()) == (6665, 1666)
+@pytest.mark.parametrize(
+    ("name", "table", "sizes", "totals"),
+    [
+        pytest.param("voc", VOC_TABLE, (4574, 1143), (6665, 1666), marks=needs_voc),
+        pytest.param("coco", COCO_TABLE, (65665, 16416), (193078, 47957), marks=needs_coco),
+    ],
+)
+def test_split_and_statistics_are_the_published_ones(request, name, table, sizes, totals):
+    data = request.getfixturevalue(name)
+    labels, parts = data["train_labels"], split(sum(sizes))
+    for part, rows, size, total in zip(("train", "val"), parts, sizes, totals, strict=True):
+        assert np.array_equal(rows, data[f"split_{part}"])
+        assert (len(rows), labels[rows].sum()) == (size, total)
+    found = statistics(labels, data["names"])
+    assert {each: found[each] for each in table} == table
 
 
 def test_stream_of_draws_is_frozen():

@@ -122,21 +122,6 @@ def test_cold_labels_are_tried_and_their_answers_decide():
     assert wrong > before > 0.5 > right
 
 
-def test_a_class_whose_answers_disappoint_comes_later():
-    warm = np.full(4, 0.8, np.float32)
-    pairs = Pairs(
-        ids=np.arange(4),
-        classes=np.array([0, 0, 1, 1]),
-        scores=warm,
-        confidence=warm,
-        labelled=np.zeros(4, bool),
-        expected=np.zeros(4, bool),
-    )
-    told = Pairs.concatenate([pairs] * 5)
-    found = chances(pairs, told, told.classes == 1)
-    assert found[2] > 0.85 > 0.5 > found[0]
-
-
 def slow_order(values, pairs, asked):
     """The same discounts, counted one by one."""
     by_value = sorted(range(len(values)), key=lambda place: -values[place])
@@ -161,14 +146,6 @@ def test_questions_are_spread_over_images_and_classes(seed):
     assert rank(values, pairs, asked, most=7).tolist() == order[:7].tolist()
     assert rank(np.empty(0), Pairs.none(), asked).tolist() == []
     assert rank(values, pairs, Pairs.none()).tolist() == slow_order(values, pairs, Pairs.none())
-
-
-def test_of_equal_chances_no_image_and_no_class_comes_twice_before_others_came_once():
-    values = np.full(6, 0.5)
-    pairs = some_pairs(6)
-    ids, classes = np.array([0, 0, 0, 1, 2, 3]), np.array([0, 1, 2, 0, 1, 2])
-    pairs = replace(pairs, ids=ids, classes=classes, labelled=np.zeros(6, bool))
-    assert set(ids[rank(values, pairs, Pairs.none())[:4]].tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("by", get_args(By))

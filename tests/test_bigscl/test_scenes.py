@@ -1,12 +1,10 @@
 """Scenes of digits: what their labels and boxes promise, checked on the pixels."""
 
-import io
 import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
-from PIL import Image
 
 pytest.importorskip("sklearn")
 
@@ -100,14 +98,6 @@ def test_digits_are_drawn_upright_where_their_box_is():
     }
     assert similarity["same"] > 0.85
     assert similarity["same"] == max(similarity.values())
-
-
-def test_pictures_are_pngs_without_loss(made):
-    for part in made.parts:
-        extension, content = made.parts[part][0].image.encoded()
-        image = Image.open(io.BytesIO(content))
-        assert (extension, image.format, image.mode, image.size) == ("png", "PNG", "RGB", (SIDE, SIDE))
-        assert np.array_equal(image, made.parts[part][0].image.pixels())
 
 
 def test_the_seed_decides_everything(tmp_path):

@@ -1,7 +1,6 @@
 import math
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -85,17 +84,3 @@ def test_a_phase_without_epochs_is_skipped():
 def test_epochs_outside_the_run_are_refused(epoch):
     with pytest.raises(ValueError, match=f"epoch: found {epoch}, expected 0 to 29"):
         Schedule().is_warmup(epoch)
-
-
-def test_it_drives_a_torch_scheduler():
-    none = Phase(epochs=0, learning_rate=1.0)
-    schedule = Schedule(warmup=none, main=Phase(epochs=2, learning_rate=0.1, warmup_steps=2))
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.learning_rate(step, 5))
-    rates = []
-    for _ in range(10):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0)
-    assert rates == pytest.approx([schedule.learning_rate(step, 5) for step in range(10)])

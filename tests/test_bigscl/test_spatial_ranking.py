@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigscl.memory.heatmaps import num_hottest, spatial_score
+from bigscl.memory.heatmaps import spatial_score
 
 
 def reference(scores, heat, annotated):
@@ -50,23 +50,8 @@ def test_kept_classes_rank_as_in_the_dense_layout():
     assert torch.equal(spatial_score(scores, kept, annotated, classes), dense.gather(1, classes))
 
 
-def test_an_object_of_its_own_ranks_before_one_in_the_place_of_the_label():
-    heat = torch.zeros(1, 3, 10, 10)
-    heat[0, 0, :5, :5] = 0.9  # the label
-    heat[0, 1, :5, :5] = 0.6  # where the label is
-    heat[0, 2, 6:, 6:] = 0.6  # elsewhere
-    annotated = torch.tensor([[True, False, False]])
-    label, same_place, elsewhere = spatial_score(torch.full((1, 3), 0.5), heat, annotated)[0]
-    assert label == 1
-    assert elsewhere > same_place
-
-
 def test_a_label_that_was_never_seen_discounts_nothing():
     heat = torch.zeros(1, 2, 4, 4)
     heat[0, 1] = 0.36
     found = spatial_score(torch.tensor([[1.0, 0.25]]), heat, torch.tensor([[True, False]]))
     torch.testing.assert_close(found[0, 1].float(), torch.tensor(0.3), rtol=1e-3, atol=0)
-
-
-def test_at_least_one_cell_speaks_for_a_class():
-    assert [num_hottest(side) for side in (1, 2, 10, 14)] == [1, 1, 4, 8]

@@ -5,17 +5,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bigscl.config import make_config
 from bigscl.config.schedule import plan_epoch
 from bigscl.preflight.forecast import doubtful_validation, forecast
 from bigscl.store import spec_for
+from tests.builders import config_of
 from tests.test_store.conftest import make_annotations
 
 
 def needs_of(sizes, world_size, workers=8, batch_size=256):
-    data = {"train": "shards", "size": 48, "workers": workers, "batch_size": batch_size}
-    model = {"backbone": "bigscl.models.smallnet:small_resnet"}
-    config = make_config({"run": "run", "data": data, "model": model, "selection": {"K": 2.0}})
+    data = {"size": 48, "workers": workers, "batch_size": batch_size}
+    config = config_of(data=data, model={"backbone": "bigscl.models.smallnet:small_resnet"})
     sizes = np.asarray(sizes)
     plan = plan_epoch(config, sizes, int(sizes.max()), epoch=0, world_size=world_size)
     counted = sum(len(ids) for rank in range(world_size) for ids in plan.whole.batches(rank))
@@ -36,15 +35,7 @@ def test_busy_share_of_imagenet_is_that_of_its_batches(world_size):
 def test_map_on_single_labels_is_warned_about(labels, metric, doubts):
     given = SimpleNamespace(lengths=np.array([1, labels]))
     val = SimpleNamespace(given=given, full=None, num_samples=2)
-    config = make_config(
-        {
-            "run": "run",
-            "data": {"train": "shards", "val": "val"},
-            "model": {"backbone": "resnet18"},
-            "selection": {"K": 2.0},
-            "validation": {"metric": metric},
-        }
-    )
+    config = config_of(data={"val": "val"}, validation={"metric": metric})
     found = list(doubtful_validation(config, val))
     assert len(found) == doubts
     assert all("none of the 2 images of data.val has two labels" in line for line in found)

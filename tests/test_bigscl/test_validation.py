@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from bigscl.config import ValidationConfig, make_config
+from bigscl.config import ValidationConfig
 from bigscl.data.build_index import scan
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.loader import Loader, TooManyBadSamples
@@ -25,7 +25,7 @@ from bigscl.evaluation.validation import (
 from bigscl.memory.memory import show_nothing
 from bigscl.models.spatial import build_model
 from bigscl.store import Ragged
-from tests.builders import labelled, write_tar
+from tests.builders import config_of, labelled, write_tar
 
 BACKBONE = "bigscl.models.smallnet:small_resnet"
 
@@ -44,7 +44,7 @@ def test_metrics_of_both_poolings_are_those_of_their_logits(tmp_path):
     ]
     index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=3)[0]
     data = {"train": "t", "val": "v", "size": 48, "resize": "square", "workers": 0, "batch_size": 7}
-    config = make_config({"run": str(tmp_path), "data": data, "model": {"backbone": BACKBONE}})
+    config = config_of(data=data, model={"backbone": BACKBONE})
     torch.manual_seed(0)
     model = build_model(BACKBONE, 3)
     found = validate(model, index, config)
@@ -118,7 +118,7 @@ def test_unreadable_images_are_tolerated_as_the_setting_says(tmp_path, share):
     members[0], members[2] = ("image0.jpg", b"no image"), ("image1.jpg", b"no image")
     index = scan([str(write_tar(tmp_path / "val.tar", members))], num_classes=3)[0]
     data = {"train": "t", "val": "v", "size": 48, "resize": "square", "workers": 0, "max_bad_share": share}
-    config = make_config({"run": str(tmp_path), "data": data, "model": {"backbone": BACKBONE}})
+    config = config_of(data=data, model={"backbone": BACKBONE})
     model = build_model(BACKBONE, 3)
     if share == 0.5:
         assert validate(model, index, config)["map"] > 0

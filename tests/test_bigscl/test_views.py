@@ -39,7 +39,7 @@ def largest_gap(left: np.ndarray, right: np.ndarray) -> float:
     ],
 )
 def test_views_have_the_distribution_of_torchvision(width, height, crop):
-    count = 20_000
+    count = 6000
     ours, theirs = draws(crop, width, height, count), torchvision_draws(crop, width, height, count)
     measures = {
         "left": lambda box: box[:, 0],

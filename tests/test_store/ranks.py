@@ -4,6 +4,7 @@ import multiprocessing as mp
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,6 +48,15 @@ class PipeTransport:
         parts = self.gather(pickle.dumps(list(payloads)))
         everything = self.broadcast(None if parts is None else pickle.dumps(parts))
         return [pickle.loads(part)[self.rank] for part in pickle.loads(everything)]
+
+
+def run_threads(function: Callable[[PipeTransport], Any], world_size: int) -> list[Any]:
+    """The results of `function(transport)` on all ranks, which are threads of this process."""
+    ends = [mp.Pipe() for _ in range(world_size - 1)]
+    transports = [PipeTransport(0, world_size, [ours for ours, _ in ends])]
+    transports += [PipeTransport(rank + 1, world_size, [theirs]) for rank, (_, theirs) in enumerate(ends)]
+    with ThreadPoolExecutor(world_size) as pool:
+        return [each.result(60) for each in [pool.submit(function, one) for one in transports]]
 
 
 def _run_rank(function: Callable[..., Any], transport: PipeTransport, args: tuple[Any, ...]) -> None:

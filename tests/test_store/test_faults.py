@@ -58,30 +58,6 @@ def test_a_missing_and_a_truncated_chunk_are_found(committed):
     assert found == [(0, "scores"), (2, "heatmaps")]
 
 
-def test_verify_names_only_the_samples_of_the_bad_dense_chunk(tmp_path):
-    annotations = make_annotations((40,), 3)
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=2)
-    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
-        update(store, 0, np.arange(40), random_update(store, 40, seed=0))
-        store.commit(epoch=0)
-        keys = [key for key in store.arrays.keys(0, store.snapshot.slots[0]) if "/heatmaps/" in key]
-        Path(store.backend.url, keys[1]).unlink()
-        ((_, problems),) = verify(store)
-    assert problems[0].samples == tuple(range(16, 32))
-
-
-def test_verify_finds_values_that_cannot_be(committed):
-    store, _ = committed
-    rows = store.load_shard(0)
-    rows.scores[2, 1] = 1.5
-    rows["last_epoch"][3] = 9
-    store.save_shard(0, rows)
-    store.commit(epoch=1)
-    ((_, found), *_) = verify(store)
-    assert [(p.array, p.samples) for p in found] == [("scores", (2,)), ("last_epoch", (3,))]
-    assert "expected values in [0, 1]" in found[0].reason
-
-
 def test_a_full_disk_is_a_clear_error_and_the_last_commit_stays(committed, annotations):
     store, before = committed
     ids = all_ids(annotations)

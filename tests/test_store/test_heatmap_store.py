@@ -8,7 +8,6 @@ import pytest
 import zarr
 
 from bigscl.store import Annotations, HeatmapStore, Ragged, seal, update
-from bigscl.store.commit.create import spec_for
 from bigscl.store.commit.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
 from bigscl.store.errors import (
     AlreadyExists,
@@ -21,14 +20,11 @@ from bigscl.store.errors import (
     SnapshotMissing,
     StoreError,
 )
-from bigscl.store.format.layout import initial_shard
 from bigscl.store.format.spec import GroupSpec
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [
-    {"layout": "dense"},
     {"layout": "dense", "spatial_score": True},
-    {"layout": "topk", "top": 3},
     {"layout": "topk", "top": 3, "codec": "blosc"},
     {"layout": "scores", "codec": "zstd"},
     {"layout": "topk", "top": 7, "checksum": False},
@@ -82,50 +78,6 @@ def test_rows_never_visited_start_at_the_annotations_and_cost_no_disk(place, ann
             np.testing.assert_array_equal(rows.scores[place_in_batch], expected)
             assert (rows.heatmaps[place_in_batch] == expected[:, None, None]).all()
         assert sum(store.sizes().values()) < 10_000
-
-
-def test_top_k_starts_with_the_given_classes_and_then_the_lowest(annotations):
-    spec = spec_for(annotations, 2, 0)
-    rows = initial_shard(spec, GroupSpec(name="g", layout="topk", top=4), annotations, 0)
-    positives = annotations.given.values[: annotations.given.offsets[1]]
-    rest = [c for c in range(7) if c not in positives][: 4 - len(positives)]
-    assert rows.classes[0].tolist() == sorted([*positives, *rest])
-    np.testing.assert_array_equal(rows.heatmaps[0, :, 0, 0], np.isin(rows.classes[0], positives))
-
-
-def test_what_was_not_committed_is_gone_and_the_last_commit_stays(place, annotations):
-    make(place, annotations)
-    ids = all_ids(annotations)
-    with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, random_update(store, len(ids), seed=1))
-        store.commit(epoch=0)
-        kept = store.read(ids)
-        update(store, 1, ids, random_update(store, len(ids), seed=2))
-        assert (store.read(ids).scores != kept.scores).any()
-    with open_for_writing(place, annotations) as store:
-        assert_same_rows(store.read(ids), kept)
-
-
-def test_every_retained_snapshot_can_be_opened_and_rolled_back_to(place, annotations):
-    make(place, annotations, slots=4)
-    ids = all_ids(annotations)
-    url, options = place
-    states = {}
-    with open_for_writing(place, annotations) as store:
-        for epoch in range(3):
-            update(store, epoch, ids[epoch:], random_update(store, len(ids) - epoch, seed=epoch))
-            states[store.commit(epoch=epoch).id] = store.read(ids)
-        for number, state in states.items():
-            old = HeatmapStore.open(url, annotations=annotations, snapshot=number, options=options)
-            assert_same_rows(old.read(ids), state)
-        store.rollback(2)
-        assert_same_rows(store.read(ids), states[2])
-        assert [kept.id for kept in store.snapshots()] == [0, 1, 2, 5]
-        update(store, 1, ids, random_update(store, len(ids), seed=9))
-        assert store.commit(epoch=1).id == 6
-    with open_for_writing(place, annotations, snapshot=2) as store:
-        assert_same_rows(store.read(ids), states[2])
-        assert [kept.id for kept in store.snapshots()] == [0, 1, 2, 7]
 
 
 def test_dropped_snapshots_free_their_slots(place, annotations):
@@ -190,68 +142,6 @@ def test_opening_while_a_writer_drops_gets_the_newest_snapshot(place, annotation
         reader = HeatmapStore.open(url, options=options)
         assert not tops
         assert reader.snapshot.id == store.snapshot.id
-
-
-@pytest.mark.parametrize("layout", ["dense", "scores"])
-def test_compaction_keeps_the_highest_scores_and_the_given(place, annotations, layout):
-    make(place, annotations, layout=layout)
-    ids = all_ids(annotations)
-    with open_for_writing(place, annotations) as store:
-        update(store, 0, ids[:6], random_update(store, 6, seed=1))
-        store.commit(epoch=0)
-        dense = store.read(ids)
-        store.compact(4)
-        store.drop_snapshots()
-        compacted = store.read(ids)
-        assert not any(name.startswith("arrays-000") for name in store.sizes())
-    np.testing.assert_array_equal(compacted.scores, dense.scores)
-    np.testing.assert_array_equal(compacted["last_epoch"], dense["last_epoch"])
-    for place_in_batch, n in enumerate(ids):
-        positives = set(annotations.given[n].tolist())
-        scores = dense.scores[place_in_batch]
-        order = sorted(range(7), key=lambda c: (c not in positives, -scores[c], c))
-        kept = sorted(order[:4])
-        assert compacted.classes[place_in_batch].tolist() == kept
-        maps = compacted.heatmaps[place_in_batch]
-        if layout == "dense":
-            np.testing.assert_array_equal(maps, dense.heatmaps[place_in_batch][kept])
-            np.testing.assert_array_equal(compacted["cell_visits"], dense["cell_visits"])
-        else:
-            start = [1 if c in positives else scores[c] for c in kept]
-            np.testing.assert_array_equal(maps, np.broadcast_to(np.array(start)[:, None, None], maps.shape))
-
-
-def test_compaction_to_fewer_classes_keeps_the_strongest_that_have_heatmaps(place, annotations):
-    make(place, annotations, layout="topk", top=5)
-    ids = all_ids(annotations)
-    with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, random_update(store, len(ids), seed=1))
-        store.commit(epoch=0)
-        five = store.read(ids)
-        store.compact(3)
-        three = store.read(ids)
-        for row in range(len(ids)):
-            assert set(three.classes[row]) <= set(five.classes[row])
-            for j, held in enumerate(three.classes[row]):
-                where = five.classes[row].tolist().index(held)
-                np.testing.assert_array_equal(three.heatmaps[row, j], five.heatmaps[row, where])
-        with pytest.raises(ValueError, match="only 3 classes"):
-            store.compact(4)
-
-
-def test_rollback_undoes_a_compaction(place, annotations):
-    make(place, annotations)
-    ids = all_ids(annotations)
-    with open_for_writing(place, annotations) as store:
-        update(store, 0, ids, random_update(store, len(ids), seed=1))
-        number = store.commit(epoch=0).id
-        dense = store.read(ids)
-        store.compact(3)
-        store.rollback(number)
-        assert store.group.layout == "dense"
-        assert_same_rows(store.read(ids), dense)
-        store.compact(4)
-        assert store.group.top == 4
 
 
 def test_compaction_refuses_a_top_that_would_lose_given_labels(place, annotations):

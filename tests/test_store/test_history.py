@@ -17,18 +17,18 @@ def record_epoch(store, annotations, epoch):
 
 
 @pytest.fixture
-def recorded(place, annotations):
+def recorded(tmp_path, annotations):
     """(backend, what opens the store for writing) of a store with two epochs of history."""
-    url, options = place
-    HeatmapStore.create(url, annotations, heatmap_size=4, history_samples=[0, 6], options=options)
+    url = tmp_path / "store"
+    HeatmapStore.create(url, annotations, heatmap_size=4, history_samples=[0, 6])
 
     def writer():
-        return HeatmapStore.open(url, annotations=annotations, mode="w", run="run", options=options)
+        return HeatmapStore.open(url, annotations=annotations, mode="w", run="run")
 
     with writer() as store:
         for epoch in range(2):
             record_epoch(store, annotations, epoch)
-    return open_backend(url, options), writer
+    return open_backend(url), writer
 
 
 def damage(backend, key, place):

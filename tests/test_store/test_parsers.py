@@ -114,24 +114,6 @@ def test_a_snapshot_with_a_field_that_cannot_be_is_refused(damaged, whole, field
         HeatmapStore.open(path, annotations=ANNOTATIONS).read(all_ids(ANNOTATIONS))
 
 
-def test_every_flipped_byte_of_what_a_snapshot_says_is_noticed(damaged, whole):
-    name = "snapshots/00000003.json"
-    before = (whole / name).read_bytes()
-    for place in range(len(before)):
-        changed = bytearray(before)
-        changed[place] ^= 1
-        if _same_json(changed, before):
-            continue  # the last digit of a time, beyond what a float holds
-        with pytest.raises(BadFile, match=f"{name}: .*"):
-            HeatmapStore.open(damaged(name, bytes(changed)), snapshot=3)
-
-
-def _same_json(one, other):
-    with contextlib.suppress(ValueError):
-        return json.loads(one) == json.loads(other)
-    return False
-
-
 @pytest.mark.parametrize("array", ["", "scores/", "samples/"])
 def test_metadata_is_that_of_the_creation_or_refused(damaged, whole, array):
     """A flipped byte leaves the same rows, or gives an error of ours."""
@@ -155,7 +137,7 @@ def test_files_of_earlier_revisions_are_refused_in_one_line(damaged, whole):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_json_in_any_field_raises_only_our_errors(whole, data):
     name = data.draw(st.sampled_from([each for each in small_files(whole) if "scores" not in each]))
     values = json.loads((whole / name).read_text())
@@ -169,7 +151,7 @@ def test_any_json_in_any_field_raises_only_our_errors(whole, data):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_changed_bytes_raise_only_our_errors(whole, data):
     name = data.draw(st.sampled_from(small_files(whole)))
     raw = bytearray((whole / name).read_bytes())

@@ -1,14 +1,10 @@
 """Passes over shards: results in order, a few ahead, and an end at the first error."""
 
 import threading
-from functools import partial
 
-import numpy as np
 import pytest
 
-from bigscl.store import Annotations, HeatmapStore, Ragged
 from bigscl.store.epoch.threads import in_order
-from bigscl.store.format.layout import compact_rows
 
 
 def test_results_come_in_order_whatever_finishes_first():
@@ -56,29 +52,3 @@ def test_a_caller_that_stops_early_leaves_no_thread_behind():
     assert next(results) == 0
     results.close()
     assert not [one for one in threading.enumerate() if one.name.startswith("pass")]
-
-
-def test_compaction_rewrites_several_shards_at_a_time(tmp_path, monkeypatch):
-    annotations = Annotations(
-        fingerprint="x" * 64,
-        num_classes=5,
-        rows_per_shard=3,
-        shard_sizes=np.full(4, 3),
-        given=Ragged(np.arange(13), np.arange(12) % 5),
-    )
-    both, told = threading.Barrier(2, timeout=20), []
-
-    def meet(*arguments):
-        both.wait()
-        return compact_rows(*arguments)
-
-    monkeypatch.setattr("bigscl.store.heatmap_store.compact_rows", meet)
-    monkeypatch.setattr("bigscl.store.heatmap_store.in_order", partial(in_order, threads=2))
-    HeatmapStore.create(tmp_path / "store", annotations, heatmap_size=2)
-    with HeatmapStore.open(tmp_path / "store", annotations=annotations, mode="w") as store:
-        for shard in range(4):
-            store.save_shard(shard, store.load_shard(shard))
-        store.commit(epoch=0)
-        store.compact(2, progress=told.append)
-    assert told == [1, 2, 3, 4]
-    assert HeatmapStore.open(tmp_path / "store").group.top == 2

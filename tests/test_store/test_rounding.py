@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,16 +98,6 @@ def test_rows_are_rounded_when_they_enter_and_never_again(tmp_path, annotations,
         again = {name: array for name, array in found.items() if name not in ("classes", "last_epoch")}
         update(store, 6, ids, Rows(**again))
         np.testing.assert_array_equal(store.read(ids).heatmaps, found.heatmaps)
-
-
-def test_zarr_alone_reads_a_compact_store(tmp_path, annotations):
-    ids = all_ids(annotations)
-    with make(tmp_path, annotations) as store:
-        update(store, 0, ids, random_update(store, len(ids), seed=0))
-        slots = store.commit(epoch=0).slots
-        expected = store.load_shard(1).heatmaps
-    array = zarr.open_array(tmp_path / "store/arrays-000/heatmaps", mode="r")
-    np.testing.assert_array_equal(np.array(array.attrs["values"], "f2")[array[slots[1], 1]], expected)
 
 
 def test_a_chunk_of_a_single_cell_comes_back(tmp_path):

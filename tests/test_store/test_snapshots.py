@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from bigscl.store import Snapshot, StoreError
+from bigscl.store import Snapshot
 from bigscl.store.commit.snapshots import Written, merge_reports, report, with_versions
 from bigscl.store.errors import BadFile
 from bigscl.store.format.fields import as_table, seal_fault
@@ -54,11 +54,3 @@ def test_a_snapshot_has_the_digest_of_its_values_and_any_changed_byte_is_found()
     for place in range(len(content)):
         with pytest.raises(BadFile):
             Snapshot.from_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-
-
-def test_a_shard_of_two_ranks_and_a_failed_rank_stop_the_commit():
-    one, other = ({3: Written(0, {})}, {3: Written(1, {})})
-    with pytest.raises(StoreError, match="shard 3 was written by two ranks; the second is rank 1"):
-        merge_reports([report(one, None), report(other, None)])
-    with pytest.raises(StoreError, match="rank 1 failed, nothing was committed: full"):
-        merge_reports([report(one, None), report({}, StoreError("full"))])

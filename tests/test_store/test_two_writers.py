@@ -207,15 +207,6 @@ def test_a_chunk_that_a_cache_shows_in_an_older_version_is_read_again(stale_chun
     assert "of another version; reading it again" in caplog.text
 
 
-def test_a_chunk_of_another_version_is_corrupt_after_a_minute(stale_chunk, clock):
-    store, file, newest, expected = stale_chunk
-    with pytest.raises(ChunkCorrupt, match=r"scores: shard 0.*not the version"):
-        store.load_shard(0)
-    assert clock.seconds == pytest.approx(60)
-    file.write_bytes(newest)
-    assert_same_rows(store.load_shard(0), expected)
-
-
 def test_a_file_handle_that_went_stale_is_read_again(stale_chunk, clock, monkeypatch):
     """NFS: another node renamed over the file between opening and reading it."""
     store, file, newest, expected = stale_chunk

@@ -10,8 +10,9 @@ import itertools
 import json
 import shutil
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +25,25 @@ from bigscl.store import seal
 from bigscl.tools.cli import VERBS
 
 HUGE = "9" * 30
-KINDS = {
-    "store": "store",
-    "a": "store",
-    "b": "store",
-    "against": "store",
-    "runs": "store",
-    "cache": "folder",
-    "host": "text",
-    "place": "place",
-    "probe": "place",
+NAMES = {
+    "store": "store a b against runs",
+    "folder": "cache out folder to",
+    "text": "host names test classes images image_prefix region split split_column image_column "
+    "label_column separator full name license offset dataset data_license push_to_hub who",
+    "place": "place probe",
     "run": "run",
     "output": "output",
-    "out": "folder",
-    "folder": "folder",
-    "to": "folder",
-    "names": "text",
     "shards": "shards",
-    "test": "text",
-    "index": "file",
-    "config": "config",
-    "configs": "config",
+    "file": "index real reviewed keys labels ground_truth synsets answers file",
+    "config": "config configs",
     "predictions": "predictions",
-    "real": "file",
-    "reviewed": "file",
-    "keys": "file",
-    "labels": "file",
-    "ground_truth": "file",
-    "synsets": "file",
-    "source": "dataset",
-    "table_file": "table",
-    "classes": "text",
-    "images": "text",
-    "image_prefix": "text",
-    "sample": "sample",
-    "class_name": "sample",
+    "dataset": "source",
+    "table": "table_file",
+    "sample": "sample class_name",
     "endpoint": "endpoint",
-    "region": "text",
-    "methods": "setting",
-    "vary": "setting",
-    "settings": "setting",
-    "split": "text",
-    "split_column": "text",
-    "image_column": "text",
-    "label_column": "text",
-    "separator": "text",
-    "full": "text",
-    "name": "text",
-    "license": "text",
-    "offset": "text",
-    "dataset": "text",
-    "data_license": "text",
-    "push_to_hub": "text",
-    "who": "text",
-    "answers": "file",
-    "file": "file",
+    "setting": "methods vary settings",
 }
+KINDS = {name: kind for kind, names in NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -326,11 +290,11 @@ def damaged_runs() -> dict[str, Callable[[World], Path]]:
     files = [f"store/{name}" for name in STORE_FILES] + list(RUN_FILES)
     found: dict[str, Callable[[World], Path]] = {}
     for name, (damage, change) in itertools.product(files, DAMAGES.items()):
-        found[f"{name}: {damage}"] = lambda world, name=name, change=change: _with_damage(world, name, change)
+        found[f"{name}: {damage}"] = partial(_with_damage, name=name, change=change)
     for name in files:
-        found[f"{name}: missing"] = lambda world, name=name: _without(world, name)
-        found[f"{name}: a folder"] = lambda world, name=name: _with_folder(world, name)
-        found[f"{name}: unreadable"] = lambda world, name=name: _with_mode(world, name)
+        found[f"{name}: missing"] = partial(_changed, name=name, actions=[Path.unlink])
+        found[f"{name}: a folder"] = partial(_changed, name=name, actions=[Path.unlink, Path.mkdir])
+        found[f"{name}: unreadable"] = partial(_changed, name=name, actions=[lambda path: path.chmod(0)])
     return found
 
 
@@ -353,21 +317,16 @@ def wrong_fields() -> dict[str, Callable[[World], Path]]:
     found: dict[str, Callable[[World], Path]] = {}
     for name, keys in fields.items():
         for key, (wrong, value) in itertools.product(keys, WRONG.items()):
-            found[f"{name}: {key} is {wrong}"] = lambda world, name=name, key=key, value=value: _with_field(
-                world, name, key, value
-            )
+            found[f"{name}: {key} is {wrong}"] = partial(_with_field, name=name, key=key, value=value)
     for what, slots in {
         "slot -5": [-5, 0, 0, 0],
         "slot 99": [99, 0, 0, 0],
         "half a slot": [0.5, 0, 0, 0],
     }.items():
-        found[f"snapshot: {what}"] = lambda world, slots=slots: _with_field(
-            world, "store/snapshots/NEWEST.json", "slots", slots
-        )
+        newest = "store/snapshots/NEWEST.json"
+        found[f"snapshot: {what}"] = partial(_with_field, name=newest, key="slots", value=slots)
     for key, value in {"train": 7, "train_index": 5, "given": {"seed": "x"}}.items():
-        found[f"config: data.{key} is {value}"] = lambda world, key=key, value=value: _with_data(
-            world, key, value
-        )
+        found[f"config: data.{key} is {value}"] = partial(_with_data, key=key, value=value)
     return found
 
 
@@ -384,41 +343,27 @@ def _file(run: Path, name: str) -> Path:
     return run / name.replace("NEWEST", numbers[-1]).replace("OLDEST", numbers[0])
 
 
+def _changed(world: World, name: str, actions: Sequence[Callable[[Path], object]]) -> Path:
+    """A copy of the run after something was done to one of its files."""
+    run = _copy(world)
+    path = _file(run, name)
+    for act in actions:
+        act(path)
+    return run
+
+
 def _with_damage(world: World, name: str, change: Callable[[bytes], bytes]) -> Path:
-    run = _copy(world)
-    path = _file(run, name)
-    path.write_bytes(change(path.read_bytes()))
-    return run
-
-
-def _without(world: World, name: str) -> Path:
-    run = _copy(world)
-    _file(run, name).unlink()
-    return run
-
-
-def _with_folder(world: World, name: str) -> Path:
-    run = _copy(world)
-    path = _file(run, name)
-    path.unlink()
-    path.mkdir()
-    return run
-
-
-def _with_mode(world: World, name: str) -> Path:
-    run = _copy(world)
-    _file(run, name).chmod(0)
-    return run
+    return _changed(world, name, [lambda path: path.write_bytes(change(path.read_bytes()))])
 
 
 def _with_field(world: World, name: str, key: str, value: Any) -> Path:
-    run = _copy(world)
-    path = _file(run, name)
-    values = json.loads(path.read_text())
-    inner = values["attributes"]["bigscl"] if "zarr.json" in name else values
-    inner[key] = value
-    path.write_text(json.dumps(values))
-    return run
+    def change(path: Path) -> None:
+        values = json.loads(path.read_text())
+        inner = values["attributes"]["bigscl"] if "zarr.json" in name else values
+        inner[key] = value
+        path.write_text(json.dumps(values))
+
+    return _changed(world, name, [change])
 
 
 def _with_data(world: World, key: str, value: Any) -> Path:
@@ -450,12 +395,11 @@ def damaged_predictions() -> dict[str, Callable[[World], Path]]:
     found: dict[str, Callable[[World], Path]] = {}
     for name in PREDICTION_FILES:
         for damage, change in [*DAMAGES.items(), ("missing", None)]:
-            found[f"{name}: {damage}"] = lambda world, name=name, change=change: damaged(world, name, change)
+            found[f"{name}: {damage}"] = partial(damaged, name=name, change=change)
     for suffix in (".npy", ".npz"):
         for damage in ("empty", "NULs", "a word"):
-            found[f"{suffix}: {damage}"] = lambda world, suffix=suffix, damage=damage: _written(
-                world, DAMAGES[damage](bytes(500)), f"logits{suffix}"
-            )
+            data = DAMAGES[damage](bytes(500))
+            found[f"{suffix}: {damage}"] = partial(_written, data=data, name=f"logits{suffix}")
     found["numbers alone"] = _numbers_alone
     return found
 

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -95,11 +93,6 @@ def test_wrong_usage_is_one_line_and_exit_2(tmp_path, capsys, arguments, message
         main(["index", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_verb_does_not_load_torch(tmp_path):
-    code = "import sys, bigscl.tools.verbs.index; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @real_data

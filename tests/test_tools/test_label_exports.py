@@ -91,45 +91,6 @@ def test_lines_of_multilabel_imagenet_hold_what_the_table_holds_and_train_again(
         assert again.given[sample].tolist() == [number for number, *_ in wanted[sample]]
 
 
-def test_label_studio_holds_what_the_table_holds(runs, index, tmp_path):
-    wanted = table(runs / "topk", tmp_path, "mined")
-    folder = export(runs / "topk", tmp_path, "label-studio", "mined", "--image-prefix", "s3://mine/")
-    tasks = json.loads((folder / "tasks.json").read_text())
-    assert {task["data"]["id"] for task in tasks} == set(wanted)
-    for task in tasks:
-        data, (prediction,) = task["data"], task["predictions"]
-        assert data["image"] == f"s3://mine/{index.name(data['id']).replace('.tar', '')}.png"
-        named = [(int(one["name"]), one["score"], one["annotated"]) for one in data["labels"]]
-        assert named == [label[:3] for label in wanted[data["id"]]]
-        choices, *rectangles = prediction["result"]
-        assert [int(name) for name in choices["value"]["choices"]] == [
-            label[0] for label in wanted[data["id"]]
-        ]
-        boxes = {
-            int(one["value"]["rectanglelabels"][0]): to_fractions(
-                [one["value"][side] for side in ("x", "y", "width", "height")], 100, 100
-            )
-            for one in rectangles
-        }
-        assert boxes == {label[0]: label[3] for label in wanted[data["id"]] if label[3] is not None}
-
-
-def test_fiftyone_holds_what_the_table_holds(runs, index, tmp_path):
-    wanted = table(runs / "topk", tmp_path, "all")
-    folder = export(runs / "topk", tmp_path, "fiftyone", "all")
-    labels, boxes = (json.loads((folder / name).read_text()) for name in ("labels.json", "boxes.json"))
-    assert labels["classes"] == boxes["classes"] == list(index.class_names)
-    for sample in index.ids().tolist():
-        name = index.name(sample).replace(".tar", "")
-        found = [
-            (one["label"], one["confidence"], one["attributes"]["annotated"])
-            for one in labels["labels"][name]
-        ]
-        assert found == [label[:3] for label in wanted[sample]]
-        placed = {one["label"]: to_fractions(one["bounding_box"], 1, 1) for one in boxes["labels"][name]}
-        assert placed == {label[0]: label[3] for label in wanted[sample] if label[3] is not None}
-
-
 def test_a_relabelled_dataset_trains_with_its_labels(runs, index, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     wanted = table(runs / "topk", tmp_path, "all")
@@ -166,28 +127,6 @@ def test_the_card_says_how_a_dataset_was_made(run, index, tmp_path):
     assert "weight_decay: 0.0001" in card
     assert str(tmp_path) not in card
     assert str(index.urls[0]).rpartition("/")[0] not in card
-
-
-def test_a_card_without_settings_or_full_labels_says_so(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("bigscl.tools.shared.label_dataset._count", blind(monkeypatch))
-    card = (export(runs / "dense", tmp_path, "dataset", "mined") / "README.md").read_text()
-    assert "Precision of the found labels: not known" in card
-    assert "Not known: the store has no run" in card
-
-
-def blind(monkeypatch):
-    """The count of labels, of shards without full labels."""
-    from dataclasses import replace
-
-    from bigscl.tools.shared import label_dataset
-
-    count = label_dataset._count
-
-    def counted(found, labels):
-        data = replace(found.data, index=replace(found.data.index, full=None))
-        return count(replace(found, data=data), labels)
-
-    return counted
 
 
 @pytest.fixture
@@ -385,22 +324,6 @@ def test_exports_name_the_original_files(photographs, tmp_path):
         assert {row["path"] for row in csv.DictReader(file)} == files
 
 
-def test_datasets_opens_an_exported_dataset_with_names_and_paths(photographs, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    folder = tmp_path / "found"
-    words = ("export", photographs / "run", "labels", "--which", "all", "--format", "dataset", "-o", folder)
-    assert bigscl(*words).code == 0
-    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
-    assert {(photographs / "photos" / path).is_file() for path in rows["path"]} == {True}
-    (kind,) = {type(rows.features["positives"].feature)}
-    assert kind is datasets.ClassLabel
-    assert rows.features["positives"].feature.names == ["cat", "dog"]
-    again = with_training_labels(
-        load_index(str(photographs / "shards" / "train-*.tar")), folder / "labels.parquet"
-    )
-    assert again.num_samples == len(rows)
-
-
 @pytest.mark.filterwarnings("ignore:unclosed file")  # timm opens images, and PIL closes them when it likes
 def test_timm_trains_on_an_exported_dataset(photographs, tmp_path):
     """By the call that its training script makes with --dataset, --input-key and --target-key."""
@@ -463,14 +386,3 @@ def test_fiftyone_imports_labels_of_the_original_files(photographs, tmp_path, mo
         key: [stored["classes"][target["label"]] for target in targets]
         for key, targets in stored["labels"].items()
     }
-
-
-def test_pycocotools_finds_the_original_files(photographs, tmp_path):
-    coco = pytest.importorskip("pycocotools.coco").COCO(
-        str(export(photographs / "run", tmp_path, "coco", "all"))
-    )
-    images = coco.loadImgs(coco.getImgIds())
-    assert len(images) == 6
-    for image in images:
-        with Image.open(photographs / "photos" / image["file_name"]) as opened:
-            assert opened.size == (image["width"], image["height"])

@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from bigscl.common.user_error import UserError
 from bigscl.tools.shared.label_formats import FILES, Label, LabelledImage, label_writer
 
 HOSTILE = [
@@ -203,15 +202,6 @@ def test_scores_that_are_no_numbers_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [("coco", "x"), ("label-studio", "x.json"), ("fiftyone", "x.json")]
-)
-def test_the_wrong_kind_of_output_is_refused(tmp_path, form, name):
-    with pytest.raises(UserError), label_writer(form, tmp_path / name, ["a"], made_by=""):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
     write("fiftyone", tmp_path / "labels-v1.0")
     assert (tmp_path / "labels-v1.0" / "labels.json").exists()
@@ -219,7 +209,7 @@ def test_a_folder_may_have_a_dot_in_its_name(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 def test_labels_are_never_all_in_memory(tmp_path):
-    """Tens of megabytes of each format pass through a process that hardly grows."""
+    """Megabytes of each format pass through a process that hardly grows."""
     code = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -234,12 +224,12 @@ def test_labels_are_never_all_in_memory(tmp_path):
         "for form in FILES:\n"
         "    output = Path(sys.argv[1]) / (form + ends.get(form, ''))\n"
         "    with label_writer(form, output, list('abcde'), made_by='x') as write:\n"
-        "        for n in range(20_000):\n"
+        "        for n in range(6000):\n"
         "            write(LabelledImage(id=n, file=f'{n}.jpg', width=9, height=9, labels=labels))\n"
         "print(peak() - before)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True
     )
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*.json")) > 60e6
-    assert int(done.stdout) * 1024 < 10e6
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.json")) > 18e6
+    assert int(done.stdout) * 1024 < 5e6

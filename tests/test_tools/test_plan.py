@@ -275,16 +275,6 @@ def test_k_is_planned_from_the_labels_file_of_validation(write, tmp_path):
     assert facts["positives_per_image"] == 2.5
 
 
-def test_k_from_validation_images_with_one_label_is_refused(write, tmp_path):
-    one_label, _ = scan(write_shards(tmp_path, [6]))
-    one_label.save(tmp_path / "bigscl-index-train.npz")
-    place = str(tmp_path / "train-*.tar")
-    given = {"data": {"train": place, "val": place}, "selection": {"K": "auto"}}
-    answer = bigscl("plan", write(**given))
-    assert answer.code == 2
-    assert "selection.K: auto" in answer.err
-
-
 def test_epochs_are_counted_from_one_as_in_the_log(write):
     out = bigscl("plan", write(store={"top": 4}), *DATA).out
     assert "    1 - 2   dense" in out

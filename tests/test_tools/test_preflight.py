@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bigscl.config import make_config
 from bigscl.store import StoreSpec
 from bigscl.tools.shared import rehearsal_report
 from bigscl.tools.shared.rehearsal_report import epoch_end_facts, epoch_end_lines
+from tests.builders import config_of
 
 TOPK = SimpleNamespace(group=SimpleNamespace(layout="topk"), image_bytes=100.0)
 NEEDS = SimpleNamespace(phases=(TOPK,), num_steps=50)
@@ -119,15 +119,7 @@ def test_precision_that_the_run_does_not_use_is_shown_but_no_problem():
 SPEC = StoreSpec(
     fingerprint="", num_classes=100, heatmap_size=4, rows_per_shard=1000, shard_sizes=(1000,) * 64
 )
-RUN = make_config(
-    {
-        "run": "run",
-        "data": {"train": "shards"},
-        "model": {"backbone": "resnet50"},
-        "objective": {"base": "en", "consistency": "none"},
-        "selection": {"K": 2.0},
-    }
-)
+RUN = config_of(model={"backbone": "resnet50"}, objective={"base": "en", "consistency": "none"})
 UNITS = {"rank_score": 1e-8, "predict_image": 1e-3, "measure_class": 0.02}
 
 

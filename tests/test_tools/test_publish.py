@@ -409,14 +409,3 @@ def test_it_is_said_which_weights_are_published(tmp_path, capsys, averages, file
     assert run("publish", path, tmp_path / "out", "--no-onnx") == 0
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: {told}, {tmp_path}")
     assert told in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_missing_names_of_classes_are_said_to_be_missing(tmp_path, capsys):
-    path = make_run(tmp_path)
-    (tmp_path / "names.txt").write_text("0\n1\n2\n")
-    assert run("publish", path, tmp_path / "out", "--no-onnx", "--classes", tmp_path / "names.txt") == 0
-    assert "names of the classes are missing" in capsys.readouterr().out
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "Names of the 3 classes are missing: the data number them from 0." in text
-    assert run("publish", path, tmp_path / "named", "--no-onnx") == 0
-    assert "names of the classes" not in capsys.readouterr().out

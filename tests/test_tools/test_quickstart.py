@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bigscl.config import load_config, make_config, to_yaml
+from bigscl.config import load_config, to_yaml
 from bigscl.config.load import FOLDER
 from bigscl.evaluation.localization import STORED
 from bigscl.tools.cli import app
 from bigscl.tools.shared.running import Runner
 from bigscl.tools.shared.study_report import differences_from, mined_figures, quickstart_figures
 from bigscl.tools.verbs.quickstart import DEFAULT_FOLDER, METHODS, QuickstartRun, _table
-from tests.builders import make_store
+from tests.builders import config_of, make_store
 from tests.test_bigscl.test_report import saved
 
 
@@ -82,16 +82,10 @@ def test_the_table_shows_f1_intervals_and_mined_labels_beside_the_map(tmp_path):
 
 def test_mined_labels_of_a_run_are_those_of_a_study(tmp_path, index):
     make_store(tmp_path / "store", index)
-    config = {
-        "run": str(tmp_path),
-        "data": {"train": index.urls[0].replace("000000", "*")},
-        "model": {"backbone": "resnet18"},
-        "selection": {"K": 2.5},
-    }
-    (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
+    train, config = index.urls[0].replace("000000", "*"), tmp_path / "config.yaml"
+    config.write_text(to_yaml(config_of(run=str(tmp_path), data={"train": train}, selection={"K": 2.5})))
     found = mined_figures(tmp_path)
     assert found["mined_precision"] > 0.8
     assert 0.5 < found["mined_recall"] < 1
-    config["data"] |= {"labels": "full"}
-    (tmp_path / "config.yaml").write_text(to_yaml(make_config(config)))
+    config.write_text(to_yaml(config_of(run=str(tmp_path), data={"train": train, "labels": "full"})))
     assert mined_figures(tmp_path) == {"mined_precision": None, "mined_recall": None}

@@ -151,10 +151,8 @@ def test_epochs_fit_on_a_screen(runs, tmp_path):
 
 
 def test_a_backend_of_another_project_is_ignored(runs, tmp_path):
-    for backend in ("no_such_backend", "module://matplotlib_inline.no_such_backend"):
-        path = tmp_path / f"{len(backend)}.png"
-        command = [sys.executable, "-m", "bigscl", "render", str(runs / "dense"), "-o", str(path)]
-        environment = {**os.environ, "MPLBACKEND": backend}
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert path.stat().st_size
+    command = [sys.executable, "-m", "bigscl", "render", str(runs / "dense"), "-o", str(tmp_path / "x.png")]
+    environment = {**os.environ, "MPLBACKEND": "no_such_backend"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.png").stat().st_size

@@ -1,21 +1,18 @@
 import subprocess
 import sys
 import time
-import uuid
 
 import numpy as np
 import pytest
-import torch
 from numpy.testing import assert_array_equal
 
 from bigscl.common.digests import write_sealed
-from bigscl.config import make_config, to_yaml
+from bigscl.config import to_yaml
 from bigscl.data.labels.training_labels import draw_given
-from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Ragged, Rows, update
 from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.verbs.show import histogram
-from tests.builders import make_store
+from tests.builders import config_of, make_store
 from tests.test_tools.conftest import bigscl
 
 
@@ -156,29 +153,6 @@ def test_labels_drawn_anew_by_the_run_are_found_through_its_config(tmp_path, ind
     assert "created for data" in bigscl("show", tmp_path / "run", "--sample", index.key(3)).err
 
 
-def test_a_store_on_s3_is_shown_like_one_on_disk(s3_options, index):
-    url = f"s3://bucket/{uuid.uuid4().hex}"
-    make_store(url, index, epochs=1, options=s3_options)
-    reach = ("--endpoint", s3_options.endpoint, "--region", "us-east-1")
-    facts = bigscl("show", url, *reach, "--json").json()
-    assert (facts["samples"], facts["visited"]) == (30, {"0": 30})
-    assert bigscl("verify", url, *reach).code == 0
-
-
-def test_cuts_are_applied_as_in_training():
-    random = np.random.default_rng(0)
-    scores = (random.integers(0, 4, (50, 6)) / 4).astype(np.float16)
-    ids = random.permutation(200)[:50]
-    chosen = Thresholds(
-        score=np.array([0.0, 0.25, 0.5, 0.75, 1.0, 0.5], np.float16),
-        tie_id=np.array([100, 50, -1, 150, 199, 0]),
-    )
-    expected = chosen.to("cpu").expected(torch.from_numpy(scores), torch.from_numpy(ids)).numpy()
-    np.testing.assert_array_equal(chosen.expected(scores, ids), expected)
-    assert expected.any()
-    assert not expected.all()
-
-
 @pytest.mark.parametrize(
     ("arguments", "left_out"),
     [
@@ -224,7 +198,9 @@ def test_a_sparse_store_of_a_million_rows_is_shown_at_once(tmp_path):
 @pytest.mark.parametrize("verb", ["show", "verify"])
 def test_a_run_without_memory_says_so(tmp_path, verb, kind, why):
     objective = {"base": "an", "consistency": "none"}
-    (tmp_path / "config.yaml").write_text(to_yaml(config_of(tmp_path, {"kind": kind}, objective)))
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(config_of(run=str(tmp_path), store={"kind": kind}, objective=objective))
+    )
     answer = bigscl(verb, tmp_path)
     assert answer.code == 2
     assert "this run keeps no memory on disk" in answer.err
@@ -232,10 +208,5 @@ def test_a_run_without_memory_says_so(tmp_path, verb, kind, why):
 
 
 def test_the_store_of_a_run_is_found_where_its_config_has_it(tmp_path, bare):
-    (tmp_path / "config.yaml").write_text(to_yaml(config_of(tmp_path, {"url": str(bare)})))
+    (tmp_path / "config.yaml").write_text(to_yaml(config_of(run=str(tmp_path), store={"url": str(bare)})))
     assert bigscl("show", tmp_path, "--json").json()["url"] == str(bare)
-
-
-def config_of(run, store, objective=None):
-    values = {"run": str(run), "data": {"train": "t"}, "model": {"backbone": "resnet18"}}
-    return make_config({**values, "selection": {"K": 2}, "store": store, "objective": objective or {}})

@@ -1,6 +1,6 @@
 import pytest
 
-from bigscl.tools.shared.terminal import histogram_text, plural, print_result, size, table, utc_time
+from bigscl.tools.shared.terminal import print_result, size, utc_time
 
 
 @pytest.mark.parametrize(
@@ -16,19 +16,6 @@ from bigscl.tools.shared.terminal import histogram_text, plural, print_result, s
 )
 def test_sizes_have_three_digits_and_a_unit(num_bytes, text):
     assert size(num_bytes) == text
-
-
-def test_counts_agree_with_their_noun():
-    assert (plural(1, "shard"), plural(1281, "shard")) == ("1 shard", "1,281 shards")
-
-
-def test_numbers_stand_to_the_right_and_words_to_the_left():
-    assert table(("id", "name"), [(7, "a"), (12, "bee")]) == "  id  name\n   7  a\n  12  bee"
-
-
-def test_the_longest_bar_is_the_largest_count_and_few_are_still_seen():
-    lines = histogram_text(["a", "b", "c"], [400, 1, 0], width=10).splitlines()
-    assert lines == ["  a  ########## 400", "  b  # 1", "  c   0"]
 
 
 def test_people_get_no_control_characters_and_machines_get_facts(capsys):

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -13,10 +12,9 @@ from braceexpand import braceexpand
 from bigscl.memory.score_history import ScoreLog
 from bigscl.store import HeatmapStore, SingleProcess
 from bigscl.tools.cli import VERBS, app
-from tests import tools_readme
 from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl
-from tests.tools_readme import MARK, PAGE, ROOT, commands, executed, portable, renewed, went_well, workplace
+from tests.tools_readme import PAGE, ROOT, commands, portable, renewed, went_well, workplace
 
 SHELL = ("head",)
 
@@ -80,18 +78,6 @@ def test_every_command_of_the_page_parses_and_its_configs_exist(command):
         assert (ROOT / config).exists(), config
 
 
-def test_a_command_that_does_not_exist_or_parse_would_be_noticed():
-    with pytest.raises(AssertionError, match="there is no verb frobnicate"):
-        parsed(["frobnicate"])
-    with pytest.raises(Exception, match=r"No such option\W+--frob"):
-        parsed(["show", "here", "--frob"])
-
-
-def test_other_programs_on_the_page_are_few():
-    others = [command for command in commands(PAGE.read_text()) if "bigscl" not in command]
-    assert {shlex.split(command)[0] for command in others} <= set(SHELL)
-
-
 def test_the_table_has_every_verb():
     rows = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), flags=re.MULTILINE)
     named = {word for row in rows for word in re.findall(r"`(\w+)", row)}
@@ -109,56 +95,3 @@ def test_every_marked_command_of_the_page_works_and_its_output_is_written(place)
     assert "30 samples in 4 shards" in once
     assert str(place) not in once
     assert once != page
-
-
-def test_only_outputs_after_the_mark_are_made_again():
-    block = "```\n$ bigscl show a\nold\n\n$ bigscl show b\n```\n"
-    page = f"text\n{block}more\n{MARK}\n{block}end\n"
-    found = renewed(page, lambda words: f"{words[-1]} now\n")
-    new = "```\n$ bigscl show a\na now\n\n$ bigscl show b\nb now\n```\n"
-    assert found == f"text\n{block}more\n{MARK}\n{new}end\n"
-
-
-def test_times_speeds_and_free_space_alone_change_nothing():
-    page = f"{MARK}\n```\n$ bigscl verify a\n2026-01-02 03:04:05 4 rows at 1.5 MB/s, 7 GB free\n```\n"
-    later = "2027-01-02 03:04:06 4 rows at 17 KB/s, 7.2 TB free\n"
-    assert renewed(page, lambda words: later) == page
-    assert renewed(page, lambda words: later.replace("4 rows", "5 rows")) != page
-
-
-def test_check_tells_what_is_out_of_date_and_exits_1(tmp_path, quickstart, monkeypatch, capsys):
-    page = tmp_path / "README.md"
-    verbs = (
-        "show quickstart/scl",
-        "verify quickstart/scl --all",
-        "diff quickstart/en quickstart/scl --count 1",
-    )
-    shown = "\n".join(f"$ bigscl {verb}\nold\n" for verb in verbs)
-    page.write_text(f"{MARK}\n```\n{shown}```\n")
-    monkeypatch.setattr(tools_readme, "executed", lambda words, place: answer(words))
-
-    def main(*options):
-        monkeypatch.setattr("sys.argv", ["tools_readme", str(quickstart), "--page", str(page), *options])
-        return tools_readme.main()
-
-    with workplace(quickstart) as place:
-        monkeypatch.chdir(place)
-        assert main("--check") == 1
-        assert "-old\n" in capsys.readouterr().out
-        assert main() == 0
-        assert main("--check") == 0
-
-
-def test_paths_of_a_quickstart_with_another_name_are_found(tmp_path, quickstart):
-    """Its configs name the shards with that name."""
-    copy = tmp_path / "trial"
-    shutil.copytree(quickstart, copy)
-    (copy / "scl" / "config.yaml").write_text("run: some/trial/scl\n")
-    with workplace(copy) as place:
-        assert (place / "some" / "trial" / "scl" / "store").exists()
-        assert (place / "quickstart" / "scl" / "store").exists()
-
-
-def test_a_command_that_fails_ends_the_script_with_its_message(tmp_path):
-    with pytest.raises(SystemExit, match=r"ls --nowhere\nended with exit code"):
-        executed(["ls", "--nowhere"], tmp_path)

@@ -82,10 +82,10 @@ def assert_pairs(pairs, wanted):
         assert int(pair["flags"]) == flags
 
 
-@pytest.fixture(params=["dense", "topk"])
-def made(request, runs, tmp_path):
+@pytest.fixture(scope="module", params=["dense", "topk"])
+def made(request, runs, tmp_path_factory):
     store, data = opened(runs / request.param)
-    return store, data, build_index(tmp_path, store, data)
+    return store, data, build_index(tmp_path_factory.mktemp("index"), store, data)
 
 
 def test_index_has_all_pairs_by_class_and_falling_score(made):
