@@ -45,7 +45,7 @@ from bigscl.evaluation.localization import (
     read_objects,
     summarize,
 )
-from bigscl.evaluation.offset import memory_offset
+from bigscl.evaluation.memory_figures import memory_offset
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report

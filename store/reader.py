@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend
-from bigscl.store.commit.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.epoch.threads import Check, in_order
 from bigscl.store.errors import BadFile, ChunkCorrupt, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import ATTRIBUTE, Annotations, Answered, with_answers
@@ -21,6 +19,8 @@ from bigscl.store.format.array_types import ARRAYS, Domain
 from bigscl.store.format.layout import initial_shard, split_by_shard
 from bigscl.store.format.spec import Array, GroupSpec, Ranked, Rows, StoreSpec
 from bigscl.store.format.zarr_group import ArrayGroup
+from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
+from bigscl.store.threads import Check, in_order
 
 SCORES = ("scores", "score_classes", "score_floor")
 """The arrays that have the scores; the first alone where all classes are kept."""

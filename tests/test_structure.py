@@ -64,7 +64,7 @@ LAYERS = (
     ("bigscl/selection",),
     ("bigscl/memory",),
     ("bigscl/training", "bigscl/__init__"),
-    ("bigscl/evaluation", "bigscl/evaluation/plots", "bigscl/examples", "bigscl/preflight"),
+    ("bigscl/evaluation", "bigscl/examples", "bigscl/preflight"),
     ("bigscl",),
     ("bigscl/preflight/rehearsal",),
     ("tools/shared",),

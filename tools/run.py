@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.data.read_samples import read_image_heads
-from bigscl.evaluation.plots.sample_plots import DPI, figure_of, heatmap_of, over_image
+from bigscl.evaluation.sample_plots import DPI, figure_of, heatmap_of, over_image
 from bigscl.tools.shared.find_samples import find_class, find_samples
 from bigscl.tools.shared.image_files import ImageFiles, listed_images
 from bigscl.tools.shared.label_table import find_labels
@@ -113,7 +113,7 @@ class Run:
 
     def metrics(self) -> Any:
         """Return a DataFrame with a row for each epoch, and columns such as `train/loss` and `val/map`."""
-        from bigscl.evaluation.plots.run_plots import read_curves
+        from bigscl.evaluation.run_plots import read_curves
 
         if self.folder is None or not (self.folder / "metrics.jsonl").is_file():
             raise UserError(

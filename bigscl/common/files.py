@@ -138,6 +138,10 @@ def free_bytes(place: str) -> int | None:
     return None if "://" in place else shutil.disk_usage(existing_folder(Path(place))).free
 
 
+def machine_ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file with one JSON object per line; skip lines that a crash left incomplete."""
     if not path.exists():

@@ -18,7 +18,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
-from bigscl.config.mixing import Mixing
 from bigscl.config.schema import (
     Config,
     DataConfig,
@@ -28,6 +27,7 @@ from bigscl.config.schema import (
     StoreConfig,
     Tracker,
 )
+from bigscl.data.augmentation import Mixing
 from bigscl.data.transforms import shorter_side
 from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
 from bigscl.store import STORE_SCHEMES

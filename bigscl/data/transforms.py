@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from bigscl.common.user_error import UserError
-from bigscl.data.color import ColorJitter, RandomColors
+from bigscl.data.augmentation import ColorJitter, RandomColors
 from bigscl.data.crops import Box, RandomCrop, RandomErasing, View, ViewRow, whole
 from bigscl.data.headers import check_pixels
 

@@ -15,7 +15,7 @@ from bigscl.data.epoch_plan import Plan
 from bigscl.data.labels.training_labels import hidden_counts
 from bigscl.memory.lookup import Ids, MemoryBatch
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
-from bigscl.memory.open_memory import checked_settings
+from bigscl.memory.memory_store import checked_settings
 from bigscl.memory.score_history import ScoreLog
 from bigscl.selection.ranking import selection_rule
 from bigscl.selection.trust import Canaries

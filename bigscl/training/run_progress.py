@@ -10,13 +10,7 @@ from torch import Tensor
 
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import Ranks
-from bigscl.training.checkpoint.checkpoint_folder import (
-    Checkpoint,
-    Progress,
-    Writer,
-    check_ranks,
-    write_state,
-)
+from bigscl.training.checkpoint_folder import Checkpoint, Progress, Writer, check_ranks, write_state
 
 FILE = "ranks.pt"
 """The part of a checkpoint that differs between ranks."""

@@ -12,7 +12,7 @@ from bigscl.data.build_index import scan
 from bigscl.data.epoch_plan import training_plan
 from bigscl.data.loader import Loader
 from bigscl.store import Rows
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import encoded, index_of, jpeg, picture, write_config, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (

@@ -10,8 +10,8 @@ import torch
 from accelerate import DistributedType
 
 from bigscl.config import make_config
-from bigscl.distributed.hardware import keep_freed_memory
 from bigscl.training import accelerator
+from bigscl.training.accelerator import keep_freed_memory
 
 
 def print_given_back(mode):

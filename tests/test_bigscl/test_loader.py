@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from bigscl.data.augmentation import ColorJitter, RandomColors
 from bigscl.data.build_index import scan
-from bigscl.data.color import ColorJitter, RandomColors
 from bigscl.data.crops import RandomErasing, View
 from bigscl.data.epoch_plan import evaluation_plan, training_plan
 from bigscl.data.loader import (

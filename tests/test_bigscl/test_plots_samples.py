@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.evaluation.plots.sample_plots import (
+from bigscl.evaluation.sample_plots import (
     DIM,
     Panel,
     SamplePicture,
@@ -122,7 +122,7 @@ def test_what_fits_on_no_page_is_refused(count, across):
 
 
 def test_drawing_needs_no_torch():
-    code = "import sys, bigscl.evaluation.plots.sample_plots; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigscl.evaluation.sample_plots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,8 +8,7 @@ import pytest
 import zarr
 
 from bigscl.store import Annotations, HeatmapStore, Ragged, seal, update
-from bigscl.store.commit.create import spec_for
-from bigscl.store.commit.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
+from bigscl.store.create import spec_for
 from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
@@ -23,6 +22,7 @@ from bigscl.store.errors import (
 )
 from bigscl.store.format.layout import initial_shard
 from bigscl.store.format.spec import GroupSpec
+from bigscl.store.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [

@@ -10,8 +10,8 @@ import pytest
 
 from bigscl.store import HeatmapStore, seal
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import Holder, Lease, break_lease, read_holder
 from bigscl.store.errors import LeaseHeld
+from bigscl.store.lease import Holder, Lease, break_lease, read_holder
 from tests.test_store.conftest import make_annotations
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bigscl.store import Annotations, HeatmapStore, Ragged
-from bigscl.store.epoch.threads import in_order
 from bigscl.store.format.layout import compact_rows
+from bigscl.store.threads import in_order
 
 
 def test_results_come_in_order_whatever_finishes_first():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import ChunkCorrupt, HeatmapStore
-from bigscl.store.commit.snapshots import SnapshotLog
+from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags, open_store
 from bigscl.tools.shared.shard_passes import expected_at

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.memory.memory_store import SnapshotState
 from bigscl.store import HeatmapStore, Snapshot, StoreSpec
 
 if TYPE_CHECKING:

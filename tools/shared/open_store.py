@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bigscl.common.digests import read_sealed
 from bigscl.common.files import BadFile
 from bigscl.common.user_error import UserError
-from bigscl.memory.snapshot_state import SnapshotState
+from bigscl.memory.memory_store import SnapshotState
 from bigscl.selection.trust import Trust
 from bigscl.store import (
     Annotations,

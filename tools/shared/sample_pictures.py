@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from bigscl.common.user_error import UserError
 from bigscl.data.open_tar import Unreadable
 from bigscl.data.read_samples import read_images, read_metadata
-from bigscl.evaluation.plots.sample_plots import (
+from bigscl.evaluation.sample_plots import (
     Panel,
     SamplePicture,
     boxes_by_class,

@@ -74,8 +74,8 @@ def command(
 
 def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:
     from bigscl.evaluation.compare import comparison_facts, comparison_text
-    from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions
+    from bigscl.evaluation.run_plots import draw_curves
 
     folder.mkdir(parents=True, exist_ok=True)
     histograms = {run.report.name: run.report.score_distribution for run in compared}

@@ -25,7 +25,7 @@ from bigscl.common.user_error import UserError
 from bigscl.data.index import write_sample_list
 from bigscl.data.read_samples import read_image_heads
 from bigscl.data.tar import SUFFIXES
-from bigscl.evaluation.plots.sample_plots import heatmap_of
+from bigscl.evaluation.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_samples, next_epoch
 from bigscl.tools.shared.label_dataset import write_relabelled

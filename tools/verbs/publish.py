@@ -117,7 +117,7 @@ def command(
 
 def _offset(wanted: str, config: "Config") -> tuple[float, str]:
     """Return what is added to all logits, and a line about it."""
-    from bigscl.evaluation.offset import memory_offset
+    from bigscl.evaluation.memory_figures import memory_offset
     from bigscl.store import StoreError
 
     if wanted == "none":

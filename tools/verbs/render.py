@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.evaluation.plots.sample_plots import draw_samples
+from bigscl.evaluation.sample_plots import draw_samples
 from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_class, find_samples, snapshot_before
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store

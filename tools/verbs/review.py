@@ -39,7 +39,7 @@ from bigscl.tools.shared.questions import (
 )
 from bigscl.tools.shared.terminal import plural, print_result, table
 from bigscl.tools.viewer.open_run import default_cache
-from bigscl.tools.viewer.question_pictures import QuestionPictures, has_display
+from bigscl.tools.viewer.pictures import QuestionPictures, has_display
 
 app = typer.Typer(
     no_args_is_help=True,

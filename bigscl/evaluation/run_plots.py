@@ -15,7 +15,7 @@ from bigscl.common.files import atomic_write, read_json_lines
 from bigscl.config import Config
 from bigscl.data.index import Index
 from bigscl.data.read_samples import read_images, read_metadata
-from bigscl.evaluation.plots.sample_plots import (
+from bigscl.evaluation.sample_plots import (
     MEANINGS,
     Kind,
     SamplePicture,

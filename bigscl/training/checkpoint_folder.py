@@ -27,7 +27,7 @@ from bigscl.common.files import (
     repair_folder,
 )
 from bigscl.common.user_error import UserError
-from bigscl.models.families.weights import differences
+from bigscl.models.families.base import differences
 
 # Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
 torch.serialization.add_safe_globals([_codecs.encode])
