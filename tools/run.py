@@ -104,7 +104,7 @@ class Run:
 
     @cached_property
     def _open_run(self) -> OpenRun:
-        return OpenRun(self._place, Places(source=self._source, storage=StorageFlags(), cache=None))
+        return OpenRun(self._place, Places(source=self._source, storage=StorageFlags()))
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
-"""Pairs of image and class for a person: questions ranked after each answer, and doubtful labels."""
+"""Pairs of image and class for a person: a question, the files of answers, and doubtful labels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,27 +9,13 @@ from numpy.typing import NDArray
 
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.answers import FILE, read_answers
-from bigscl.data.index import Index
-from bigscl.data.labels.training_labels import match_answers
-from bigscl.evaluation.review import (
-    By,
-    Pairs,
-    ScoreHistory,
-    Shortlist,
-    area_under_curve,
-    first_values,
-    next_questions,
-    pairs_of,
-    score_history,
-    suspicion,
-)
+from bigscl.data.answers import FILE
+from bigscl.evaluation.review import ScoreHistory, area_under_curve, score_history, suspicion
 from bigscl.memory.score_history import read_score_log
-from bigscl.store import Array, HeatmapStore, Ragged, Rows
-from bigscl.tools.shared.find_samples import answer_key, class_name, name_of, next_epoch
+from bigscl.store import HeatmapStore, Ragged
+from bigscl.tools.shared.find_samples import class_name, name_of, next_epoch
 from bigscl.tools.shared.label_table import BOX, LABEL, objects, strongest_boxes
 from bigscl.tools.shared.open_store import Data
-from bigscl.tools.shared.shard_passes import SnapshotThresholds, expected_at, pass_over
 from bigscl.tools.shared.terminal import few_visits_note, plural, table
 
 
@@ -56,108 +41,6 @@ class Question:
         return f"{said}Does this image show: {printable(self.class_name)}?"
 
 
-class Questions:
-    """Questions about a snapshot of a run's memory, in an order that follows the answers."""
-
-    def __init__(
-        self,
-        store: HeatmapStore,
-        data: Data,
-        answers: Sequence[Path],
-        *,
-        most: int,
-        by: By = "queue",
-        only: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Collect up to `most` questions of each class, or of class `only`.
-
-        If the store has heatmaps of some classes only, these are asked about, in all orders but the random
-        one. Pairs that the files of `answers` answer are not asked again. RAM grows with the classes times
-        `most`, not with the images.
-        """
-        if data.labels != "given":
-            raise UserError(
-                "this run was trained with all labels (data.labels: full): nothing is to be asked"
-            )
-        self._index, self._by = data.labelled, by
-        self._said = self._read(answers)
-        shortlist, told = Shortlist(min(most, store.spec.num_samples)), [Pairs.none()]
-        said, expected = np.array(list(self._said), np.int64), expected_at(store)
-        for shard, rows in pass_over(
-            "collecting questions", range(store.spec.num_shards), store.load_shard, [store]
-        ):
-            pairs = _pairs_of_shard(store, data.labelled, expected, shard, rows, only_kept=by != "random")
-            if only is not None:
-                pairs = pairs.take(pairs.classes == only)
-            values = first_values(pairs, by, seed)
-            is_told = np.isin(self._keys(pairs), said)
-            told.append(pairs.take(is_told))
-            shortlist.add(pairs.take(~is_told), values[~is_told])
-        self._pairs, self._values = shortlist.pairs, shortlist.values
-        self._open = np.ones(len(self._pairs), bool)
-        self._told = Pairs.concatenate(told)
-
-    def _read(self, answers: Sequence[Path]) -> dict[int, bool]:
-        """Return the answers so far by pair; if several files answer, the first counts."""
-        said: dict[int, bool] = {}
-        for path in reversed(answers):
-            known = match_answers(self._index, read_answers(path), path)
-            keys = known.rows * self._index.num_classes + known.classes
-            said |= {
-                key: bool(says)
-                for key, says in zip(keys.tolist(), known.says.tolist(), strict=True)
-                if says >= 0
-            }
-        return said
-
-    def _keys(self, pairs: Pairs) -> NDArray[np.int64]:
-        return pairs.ids * self._index.num_classes + pairs.classes
-
-    def __len__(self) -> int:
-        return int(self._open.sum())
-
-    def next(self, count: int) -> list[Question]:
-        """Return the next questions, the most valuable first."""
-        pairs, first = self._pairs.take(self._open), self._values[self._open]
-        yes = np.array([self._said[key] for key in self._keys(self._told).tolist()], bool)
-        order, likely = next_questions(pairs, self._told, yes, most=count, by=self._by, first=first)
-        return [self._question(pairs, row, float(likely[row])) for row in order.tolist()]
-
-    def _question(self, pairs: Pairs, row: int, chance: float) -> Question:
-        sample, number = int(pairs.ids[row]), int(pairs.classes[row])
-        return Question(
-            sample=sample,
-            key=answer_key(sample, self._index),
-            path=self._index.source(sample) or "",
-            number=number,
-            class_name=self._index.class_names[number],
-            labelled=bool(pairs.labelled[row]),
-            score=round(float(pairs.scores[row]), 4),
-            chance=round(chance, 4),
-        )
-
-    def add_answer(self, question: Question, yes: bool | None) -> None:
-        """Take the answer to a question into account; None: it was skipped, and is not asked again."""
-        row = self._row_of(question)
-        self._open[row] = False
-        if yes is not None:
-            self._said[int(self._keys(self._pairs)[row])] = yes
-            self._told = Pairs.concatenate([self._told, self._pairs.take(np.array([row]))])
-
-    def withdraw_answer(self, question: Question) -> None:
-        """Let a question be asked again, whose answer was withdrawn."""
-        row = self._row_of(question)
-        self._open[row] = True
-        key = int(self._keys(self._pairs)[row])
-        if self._said.pop(key, None) is not None:
-            self._told = self._told.take(self._keys(self._told) != key)
-
-    def _row_of(self, question: Question) -> int:
-        is_it = (self._pairs.ids == question.sample) & (self._pairs.classes == question.number)
-        return int(np.flatnonzero(is_it)[0])
-
-
 def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path]:
     """Return the file that answers go to (given, data.answers, or the run's), and others trained with."""
     if given is None and data.answers is None and run is None:
@@ -166,46 +49,6 @@ def answers_files(run: Path | None, data: Data, given: Path | None) -> list[Path
         )
     chosen = given or data.answers or (run or Path()) / FILE
     return list(dict.fromkeys([chosen, *([data.answers] if data.answers is not None else [])]))
-
-
-def _pairs_of_shard(
-    store: HeatmapStore,
-    index: Index,
-    expected: SnapshotThresholds,
-    shard: int,
-    rows: Rows,
-    *,
-    only_kept: bool,
-) -> Pairs:
-    """Return the pairs of a shard; with `only_kept` those of classes that are labelled or have a heatmap."""
-    ids = store.spec.sample_ids(shard)
-    rows = rows.take(slice(0, len(ids)))
-    known = index.labels_of(ids)
-    if only_kept and rows.classes is not None:
-        # Others have lower scores: a thousand classes would be a hundred times the work for nothing.
-        others = known == -1
-        np.put_along_axis(others, rows.classes.astype(np.int64), False, 1)
-        known[others] = 0
-    selected = expected.expected(rows.ranked_by(), ids)
-    scores = store.scores_without_initial_value(rows, ids)
-    return pairs_of(ids, scores, _peaks(store, ids, rows, known), known, selected)
-
-
-def _peaks(store: HeatmapStore, ids: NDArray[np.int64], rows: Rows, known: NDArray[np.int8]) -> Array | None:
-    """Return [n,L]: the hottest cell of each class, without its initial value; None without heatmaps."""
-    if rows.heatmaps is None:
-        return None
-    peaks = np.zeros(rows.scores.shape, np.float32)
-    # Bits of halves in 0 to 1 have the order of their values, and are compared faster.
-    bits = rows.heatmaps.view(np.uint16).reshape(*rows.heatmaps.shape[:2], -1).max(axis=2)
-    np.put_along_axis(
-        peaks, rows.kept_classes().astype(np.int64), bits.view(np.float16).astype(np.float32), 1
-    )
-    labelled, classes = np.nonzero(known == 1)
-    if len(labelled):
-        heatmaps = store.heatmaps_without_initial_value(rows, ids, labelled, classes)
-        peaks[labelled, classes] = heatmaps.reshape(len(labelled), -1).max(axis=1)
-    return peaks
 
 
 # Doubtful labels

@@ -49,7 +49,9 @@ class Places:
 
     source: DataFlags
     storage: StorageFlags
-    cache: Path | None
+    cache: Path | None = None
+    needed_for: str = "view"
+    """What needs the shards, for the message if nothing names them."""
 
 
 class OpenRun:
@@ -61,7 +63,7 @@ class OpenRun:
         self._url, self._pinned = with_snapshot(place)
         self._storage = places.storage
         opened = open_store(self._url, self._pinned, places.storage)
-        self.data: Data = places.source.need("view", self._url, opened.spec)
+        self.data: Data = places.source.need(places.needed_for, self._url, opened.spec)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
         self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
