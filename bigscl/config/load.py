@@ -434,15 +434,16 @@ def changed_settings(before: Path, config: Config) -> list[str]:
     # With the defaults of settings that an earlier revision did not have; a wrong one is compared as it is.
     with suppress(ConfigError):
         values = yaml.safe_load(to_yaml(make_config(values, str(before))))
-    old = dict(_flat(values))
-    new = dict(_flat(yaml.safe_load(to_yaml(config))))
+    old = dict(flat_settings(values))
+    new = dict(flat_settings(yaml.safe_load(to_yaml(config))))
     return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every setting in nested sections."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

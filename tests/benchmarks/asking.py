@@ -4,7 +4,7 @@
     python -m tests.benchmarks.asking runs/asking configs/voc12_lite0_en.yaml --run runs/mine --found-only
 
 For each seed a run is trained, and the full labels of its shards answer the questions of its memory
-(`bigscl review ask --simulate`): in the order of the queue, and by chance (what most likely corrects a label).
+(`bigscl review ask --simulate`): in the order of the queue, and by chance (what likely corrects a label).
 For each order and number of answers the same config is trained again from the start, with `data.answers`. All
 orders have the same seeds, labels and questions to choose from. Writes asking.md, asking.json and asking.png;
 run the same command again to resume it, in the middle of a training too. Stores of the runs with answers are
