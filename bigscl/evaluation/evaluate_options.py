@@ -10,6 +10,10 @@ import typer
 from bigscl.common.user_error import UserError
 
 Triple = tuple[float, float, float]
+Activation = Literal["sigmoid", "softmax"]
+"""Turns logits into scores; it affects the ranking of images within a class."""
+Pooling = Literal["plain", "map"]
+"""How the cells of a map become one logit: as the network does it, or by map pooling."""
 SEVERAL = ("--shards",)
 """Options that take several values: `--shards val-*.tar`, as the shell expands it."""
 _model = partial(typer.Option, rich_help_panel="The network, where no run names it")
@@ -89,11 +93,9 @@ class EvaluationOptions:
             help="human_accuracy_v3.0.0.json: add multi-label accuracy on ImageNet-val by reviewed labels.",
         ),
     ] = None
-    activation: Annotated[Literal["sigmoid", "softmax"], _report(help="How logits become scores.")] = (
-        "sigmoid"
-    )
+    activation: Annotated[Activation, _report(help="How logits become scores.")] = "sigmoid"
     pooling: Annotated[
-        Literal["plain", "map"],
+        Pooling,
         _report(
             help="The logits that the report is about: as the network pools, or map pooling, which finds "
             "more small objects. The main figures of both are in it."

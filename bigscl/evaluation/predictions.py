@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bigscl.common.files import BadFile, atomic_folder, parse_errors
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, true_labels
+from bigscl.evaluation.evaluate_options import Pooling
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.store import SEAL
@@ -26,10 +27,6 @@ NUMPY_FILE = "a numpy file of plain arrays"
 CHUNK_IMAGES = 4096
 FILE_NAME = "predictions.zarr"
 LARGEST = float(np.finfo(np.float16).max)
-Pooling = Literal["plain", "map"]
-"""How the cells of a map become one logit: as the network does it, or by map pooling."""
-
-
 ARRAYS: dict[str, Any] = {
     "ids": np.integer,
     "logits": np.floating,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.memory.memory_store import SnapshotState
-from bigscl.store import HeatmapStore, Snapshot, StoreSpec
+from bigscl.store import HeatmapStore, StoreSpec
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index
@@ -98,19 +98,6 @@ def find_class(name: str, index: Index) -> int:
         else f"There are {index.num_classes}, the first is {printable(index.class_names[0])!r}."
     )
     raise UserError(f"class {name!r}: no such class. {hint}")
-
-
-def snapshot_before(store: HeatmapStore) -> Snapshot | None:
-    """Return the retained snapshot before the store's own that has another state; None if there is none."""
-    at = store.snapshot
-    # Opening the store for writing creates a snapshot of the same state: no change.
-    same = (at.group, at.slots)
-    older = [
-        snapshot
-        for snapshot in store.snapshots()
-        if snapshot.id < at.id and (snapshot.group, snapshot.slots) != same
-    ]
-    return older[-1] if older else None
 
 
 def next_epoch(store: HeatmapStore) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TextIO
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
-from bigscl.common.files import atomic_write, parse_errors
+from bigscl.common.files import atomic_write, parse_errors, read_table
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, moment
@@ -387,17 +387,15 @@ def read_tool_answers(path: Path, source: Source) -> list[Answer]:
         return list(read(content, source))
 
 
+def _check_columns(found: list[str]) -> None:
+    if missing := [name for name in QUESTION_COLUMNS[:3] if name not in found]:
+        raise UserError(f"no column {missing[0]!r} in {found}")
+
+
 def _from_csv(path: Path, source: Source) -> Iterator[Answer]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        missing = [name for name in QUESTION_COLUMNS[:3] if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"no column {missing[0]!r} in {reader.fieldnames}")
-        for row in reader:
-            where = f"line {reader.line_num}"
-            if None in row or None in row.values():
-                raise UserError(f"{where} has another number of columns than the first line")
-            yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
+    for number, row in enumerate(read_table(path, _check_columns, "columns key, class and yes"), 2):
+        where = f"row {number}"
+        yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
 
 
 def _from_label_studio(tasks: list[Any], source: Source) -> Iterator[Answer]:

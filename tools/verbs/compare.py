@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import write_text
 from bigscl.data.labels.real_labels import read_real_labels
+from bigscl.evaluation.evaluate_options import Activation
 from bigscl.tools.shared.terminal import print_result
-from bigscl.tools.verbs.report import Activation, Poolings
 
 if TYPE_CHECKING:
     from bigscl.evaluation.compare import Comparison
@@ -28,7 +28,7 @@ def command(
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
     pooling: Annotated[
-        Poolings,
+        Literal["plain", "map", "both"],
         typer.Option(help="The logits that are compared; both: each run twice, plain and with map pooling."),
     ] = "plain",
     resamples: Annotated[

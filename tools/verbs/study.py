@@ -16,9 +16,9 @@ from bigscl.common.user_error import UserError
 from bigscl.config import load_config
 from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_metadata
+from bigscl.evaluation.evaluate_options import Pooling
 from bigscl.tools.shared.running import Runner, Trial, slug
 from bigscl.tools.shared.terminal import progress
-from bigscl.tools.verbs.report import Pooling
 
 SAMPLES_TO_LOOK_AT = 100
 
