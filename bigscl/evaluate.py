@@ -231,7 +231,6 @@ def _stored_pointing(config: Config) -> dict[str, Pointing]:
 
 
 def _names(index: Index) -> str:
-    """Describe the shards in a few words."""
     first, last = index.urls[0], index.shard_names[-1]
     return first if len(index.urls) == 1 else f"{len(index.urls)} shards, {first} to {last}"
 

@@ -106,7 +106,6 @@ class Trainer:
         return self.progress.epoch >= self.schedule.epochs
 
     def train(self) -> None:
-        """Train all epochs that are left."""
         for epoch in range(self.progress.epoch, self.schedule.epochs):
             plan = self.plan(epoch)
             self.state.enter_phase(epoch)
@@ -258,7 +257,6 @@ class Trainer:
         )
 
     def _draw(self, epoch: int) -> None:
-        """Draw the stored heatmaps of some tracked samples."""
         memory, log = self.memory, self.config.log
         if not isinstance(memory, RunMemory) or not memory.store.spec.history_samples:
             return
@@ -342,7 +340,6 @@ class Trainer:
         self.stopping = True
 
     def close(self) -> None:
-        """Close the store and the trackers."""
         self.workers.close()
         if self.validation is not None:
             self.validation.close()

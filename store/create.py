@@ -234,7 +234,6 @@ def prepare_writing(backend: Backend, snapshot: int | None, run: str, lease: Lea
 
 
 def delete_unnamed_groups(backend: Backend, log: SnapshotLog, check: Check) -> None:
-    """Delete the array groups that no retained snapshot names."""
     names = [name for name in backend.names("") if name.startswith("arrays-")]
     named = {snapshot.group for snapshot in log.read_all().values()}
     for name in names:

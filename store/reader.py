@@ -116,20 +116,16 @@ class StoreReader:
 
     @property
     def group(self) -> GroupSpec:
-        """How the memory is laid out at this snapshot."""
         return self._arrays.spec
 
     @property
     def arrays(self) -> ArrayGroup:
-        """The array group of this snapshot."""
         return self._arrays
 
     def snapshots(self) -> list[Snapshot]:
-        """All retained snapshots, oldest first."""
         return list(self._log.read_all().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes on the storage by array, as `bytes_by_array`."""
         return bytes_by_array(self.backend.sizes(""))
 
     def load_shard(self, shard: int, check: Check | None = None) -> Rows:

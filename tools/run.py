@@ -108,7 +108,6 @@ class Run:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes by number."""
         return self._opened.data.index.class_names
 
     def metrics(self) -> Any:

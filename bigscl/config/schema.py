@@ -351,7 +351,6 @@ class Config:
 
     @property
     def keep_checkpoints(self) -> int:
-        """Number of checkpoints to resume from."""
         return self.checkpoint.keep or max(1, self.store.slots - self.spare_slots)
 
     @property

@@ -45,7 +45,6 @@ class ColorJitter:
     """Largest turn of the hue, as a fraction of the colour circle."""
 
     def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
-        """Return the image with changed colours."""
         random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 8)
         changes = [
             lambda image: _F().adjust_brightness(image, _factor(random[0], self.brightness)),
@@ -85,7 +84,6 @@ class RandomColors:
                 raise UserError(f"operations: found {name!r}, expected some of {', '.join(OPERATIONS)}")
 
     def __call__(self, image: Tensor, *, seed: int, epoch: int, sample_id: int) -> Tensor:
-        """Return the image after some operations."""
         count, names = self.num_operations, self.operations or tuple(OPERATIONS)
         random = uniforms(seed, epoch, sample_id, Purpose.COLOR, 3 * count)
         strength = self.magnitude / (NUM_MAGNITUDES - 1)

@@ -147,7 +147,6 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelle
 
 
 def _oddities(sample: _Sample, image: Member) -> Iterator[str]:
-    """Yield problems of a sample that is kept."""
     boxes = json.loads(sample.contents.get("json", b"{}")).get("boxes", [])
     if not are_boxes(boxes):
         expected = "a list of [class, x0, y0, x1, y1]"

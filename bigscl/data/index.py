@@ -77,7 +77,6 @@ class Index:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names of the shards without their common folder."""
         return short_names(self.urls)
 
     @property
@@ -87,7 +86,6 @@ class Index:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of all shards."""
         return int(self.shard_sizes.sum())
 
     @property
@@ -96,7 +94,6 @@ class Index:
         return len(self.keys) // len(self.urls)
 
     def ids(self) -> NDArray[np.int64]:
-        """Return all sample ids, ascending."""
         return sample_ids(self.shard_sizes)
 
     def key(self, sample_id: int) -> str:

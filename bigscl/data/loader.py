@@ -70,7 +70,6 @@ class Batch:
         return len(self.ids)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Return the batch with its tensors on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -348,13 +347,11 @@ class Batches(IterableDataset[Batch | SlotBatch]):
             yield in_slot or self._batch(samples, work.transform)
 
     def _samples(self, work: Work) -> Iterator[list[tuple[int, Encoded]]]:
-        """Yield the encoded samples of each batch."""
         encoded = encoded_images(self._index, work.stream)
         for length in batch_lengths(len(work.stream.ids), work.batch_size):
             yield [next(encoded) for _ in range(length)]
 
     def _fill(self, number: int, samples: list[tuple[int, Encoded]], transform: Transform) -> SlotBatch:
-        """Make a batch in a slot."""
         assert self.slots is not None
         images, labels = self.slots.layout.cut(self.slots.slot(number))
         batch = self._batch(samples, transform, images)

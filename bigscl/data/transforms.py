@@ -104,7 +104,6 @@ class TrainingTransform:
         return view, Box() if box is None else _shares(box, self.size)
 
     def seen(self, sample_id: int, *, width: int, height: int) -> View:
-        """Return the view of this epoch."""
         return self.crop.view(**self._drawn(sample_id), width=width, height=height)
 
     def __call__(self, image: Image, sample_id: int) -> TransformedImage:
@@ -151,7 +150,6 @@ class EvaluationTransform:
             )
 
     def seen(self, sample_id: int, *, width: int, height: int) -> View:
-        """Return the whole image."""
         return whole(width, height)
 
     def __call__(self, image: Image, sample_id: int) -> TransformedImage:

@@ -119,14 +119,12 @@ class GlooRanks:
 
 
 def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return arrays as a payload."""
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # to mypy an array may be its option
     return file.getvalue()
 
 
 def unpack_arrays(payload: bytes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a payload."""
     with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
         return dict(arrays)
 

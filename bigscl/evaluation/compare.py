@@ -168,7 +168,6 @@ def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:
 
 
 def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Return the comparison for compare.json."""
     rows = [
         {
             "model": run.report.model,
@@ -183,7 +182,6 @@ def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def comparison_text(compared: Sequence[Comparison]) -> str:
-    """Return the tables of the comparison as Markdown."""
     first = compared[0]
     header = ["run", *(metric.title for metric in METRICS.values())]
     rows = [

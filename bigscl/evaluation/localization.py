@@ -54,7 +54,6 @@ class Objects:
     """[m]: the pair that each box belongs to, ascending."""
 
     def of(self, ids: NDArray[np.int64]) -> "Objects":
-        """Return the pairs of some images only."""
         kept = np.isin(self.ids, ids)
         boxes = kept[self.owners]
         return Objects(

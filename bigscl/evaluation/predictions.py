@@ -63,7 +63,6 @@ class SavedPredictions:
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """The poolings whose logits were saved."""
         return ("plain",) if self.map_logits is None else ("plain", "map")
 
     def pooled(self, pooling: Pooling) -> "SavedPredictions":
@@ -91,7 +90,6 @@ class SavedPredictions:
             group.attrs[SEAL] = self.digest()
 
     def digest(self) -> str:
-        """Return the CRC-32 of all values."""
         crc = zlib.crc32(json.dumps([self.keys, self.class_names, self.about], sort_keys=True).encode())
         for name in ARRAYS:
             if (values := getattr(self, name)) is not None:

@@ -41,7 +41,6 @@ class Columns:
     __slots__ = ()
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
-        """Return some of the pairs."""
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})  # type: ignore[arg-type]
 
     @classmethod
@@ -72,7 +71,6 @@ class Pairs(Columns):
 
     @staticmethod
     def none() -> "Pairs":
-        """Return no pairs."""
         return Pairs(
             ids=np.empty(0, np.int64),
             classes=np.empty(0, np.int64),

@@ -39,7 +39,6 @@ class EvaluationTarget:
     """The config of the run it comes from."""
 
     def describe_preprocessing(self) -> str:
-        """Return how images are prepared, in a line."""
         how, side = self.transform, self.transform.size
         area = (
             f"the whole image as {side} x {side}"

@@ -75,11 +75,9 @@ class Validation:
         return received
 
     def close(self) -> None:
-        """End the loader workers."""
         self._workers.close()
 
     def _predictions(self, model: SpatialClassifier, show: Callable[[int], None]) -> Arrays:
-        """Return ids and logits of this rank's images."""
         data = self._config.data
         batches = _counted(self._loader(), show)
         return concatenate(predict_batches(model, batches, self._device, mean=data.mean, std=data.std))

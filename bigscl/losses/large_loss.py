@@ -193,7 +193,6 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, num_classes: int) -> Tensor:
-    """Return what `pack` was given."""
     flags = (bits[:, :, None] >> _shifts(bits.device)) & 1
     return flags.flatten(1)[:, :num_classes].bool()
 

@@ -87,7 +87,6 @@ class MetricsLog:
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line of metrics."""
         if not self._writes:
             return
         append_lines(self._path, [json.dumps({"kind": kind, "step": step, **values})])
@@ -117,7 +116,6 @@ class MetricsLog:
         return self._bar.progress
 
     def advance(self) -> None:
-        """Count one more step."""
         assert self._pace is not None
         self._pace.done += 1
         if self._pace.done == self._pace.total:
@@ -292,7 +290,6 @@ class EpochBar:
         self.advance()
 
     def advance(self) -> None:
-        """Show the current step."""
         self.progress.update(self._task, completed=self._pace.done)
 
     def show(self, values: Mapping[str, float]) -> None:
@@ -319,7 +316,6 @@ def waits_in(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def largest_waits(values: Mapping[str, float]) -> str:
-    """Return the two largest waits as text."""
     waits = sorted(waits_in(values).items(), key=lambda wait: -wait[1])
     return " ".join(f"{name} {share:.0%}" for name, share in waits[:2])
 

@@ -88,7 +88,6 @@ class ModelState:
         logger.info("phase %s from epoch %d on: %s parameters train", name, began + 1, f"{count:,}")
 
     def begin_step(self, learning_rate: float) -> None:
-        """Set the learning rate and clear the gradients."""
         set_learning_rate(self.optimizer.param_groups, learning_rate)
         self.optimizer.zero_grad()
 
@@ -117,7 +116,6 @@ class ModelState:
     # Saving and restoring
 
     def files(self) -> dict[str, Writer]:
-        """Return the writers of a checkpoint's files."""
         scaler = self.accelerator.scaler
         optimizer = {
             "phase_began": self._phase_began,

@@ -251,7 +251,6 @@ class CheckpointSearch:
         return replace(saved, samples=replace(saved.samples, visited=visited))
 
     def _read(self, path: Path, candidates: Candidates) -> Saved:
-        """Read and check a checkpoint with its snapshot."""
         checkpoint = Checkpoint(path)
         progress, samples, names = checkpoint.progress, None, [checkpoint.progress.run]
         store = self._open_snapshot(path, progress)

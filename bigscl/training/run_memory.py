@@ -63,7 +63,6 @@ class RunMemory(Memory):
 
     @property
     def layout(self) -> str:
-        """The layout of the heatmaps that are stored now."""
         return self.store.group.layout
 
     def _show_work(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:

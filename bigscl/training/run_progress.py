@@ -29,16 +29,13 @@ class EpochProgress:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being trained, or comes next."""
         return self.current.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self.current.step
 
     def advance(self, **changes: Any) -> None:
-        """Change where the run stands."""
         self.current = replace(self.current, **changes)
 
     def add(self, batch: Batch) -> None:

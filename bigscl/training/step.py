@@ -82,7 +82,6 @@ class Mix:
         return (torch.arange(count, device=self.rows.device) ^ 1).clamp(max=count - 1)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Return the mixed images [B,3,S,S]."""
         kept = outside(self.rows[:, BOX], images.shape[-1]).to(images.dtype)
         weight = torch.where(self.is_blended[:, None, None], self.share[:, None, None], kept)
         return torch.lerp(images[self.neighbours], images, weight[:, None])

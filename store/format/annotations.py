@@ -148,7 +148,6 @@ class Annotations:
 
     @property
     def num_samples(self) -> int:
-        """The number of rows that are samples."""
         return int(self.shard_sizes.sum())
 
     def of_shard(self, shard: int) -> NDArray[np.bool_]:

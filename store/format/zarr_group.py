@@ -102,7 +102,6 @@ def filters(plan: ArrayPlan) -> list[Any]:
 
 
 def create_array(backend: Backend, path: str, plan: ArrayPlan, compressors: list[Any] | None) -> None:
-    """An empty Zarr array: metadata only."""
     zarr.create_array(
         backend.zarr_store(read_only=False),
         name=path,

@@ -70,7 +70,6 @@ def _rows_with_key(key: str, index: Index) -> list[int]:
 
 
 def last_id(spec: StoreSpec) -> int:
-    """Return the largest sample id."""
     shard = max(number for number, size in enumerate(spec.shard_sizes) if size)
     return shard * spec.rows_per_shard + spec.shard_sizes[shard] - 1
 
@@ -81,7 +80,6 @@ def name_of(sample: int, index: Index | None) -> str:
 
 
 def class_name(number: int, index: Index | None) -> str:
-    """Return the name of a class for people."""
     return f"class {number}" if index is None else printable(index.class_names[number])
 
 

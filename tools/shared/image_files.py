@@ -66,7 +66,6 @@ def image_files(images: Path, names: Path | None = None) -> ImageFiles:
 def listed_images(
     paths: Sequence[str | os.PathLike[str]], labels: Sequence[Collection[int]], names: Sequence[str] | None
 ) -> ImageFiles:
-    """Return images with the classes of each, by number."""
     if len(paths) != len(labels) or not len(paths):
         raise UserError(
             f"images: {len(paths)} paths and the labels of {len(labels)}, expected as many, at least 1"

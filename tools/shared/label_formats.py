@@ -434,7 +434,6 @@ def _from_coco(content: Mapping[str, Any], source: Source) -> Iterator[Answer]:
 
 
 def _answer(key: Any, name: Any, yes: Any, where: str, source: Source, snapshot: Any) -> Iterator[Answer]:
-    """Yield the answer, or nothing if there is none."""
     word = "" if yes is None else str(yes).strip().lower()
     if not word:
         return

@@ -321,7 +321,6 @@ def _front(
 
 
 def method(config: Config) -> str:
-    """Return what the run minimised, and for how long."""
     objective = config.objective
     consistency = "" if objective.consistency == "none" else f" with consistency {objective.consistency}"
     return f"objective {objective.base}{consistency}, {config.schedule.epochs} epochs"

@@ -51,7 +51,6 @@ class SampleImages:
         """The kinds of all classes in each sample."""
 
     def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
-        """Return the sample's picture with these panels."""
         return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
 
 

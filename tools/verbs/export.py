@@ -186,7 +186,6 @@ def _bytes(path: Path) -> int:
 
 
 def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | None, images: str) -> int:
-    """Write the labels in a format; return their number."""
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":

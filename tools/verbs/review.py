@@ -240,7 +240,6 @@ def _listed(questions: Sequence[Question]) -> str:
 def _simulate(
     run: OpenRun, queue: QuestionQueue, path: Path, who: str, count: int
 ) -> tuple[dict[str, Any], str]:
-    """Let the full labels answer."""
     full = run.data.labelled.full_labels()
     answered: list[tuple[Question, bool]] = []
     while len(answered) < count:

@@ -68,11 +68,9 @@ class Api:
         """Those that write something."""
 
     def answer(self, path: str, query: str) -> Reply:
-        """Return the answer to a request."""
         return self._guarded(lambda: self.get[path](Parameters(query)))
 
     def write(self, path: str, value: Any) -> Reply:
-        """Keep what was sent."""
 
         def kept() -> Reply:
             if not isinstance(value, dict):

@@ -144,7 +144,6 @@ class _Pass:
         self._together: list[NDArray[np.int64]] = []
 
     def read(self, shard: int) -> _Shard:
-        """Return what is kept of a shard."""
         ids = self._store.spec.sample_ids(shard)
         rows = self._store.load_shard(shard).take(slice(0, len(ids)))
         flags = self._flags(ids, self._expected.expected(rows.ranked_by(), ids))
@@ -215,7 +214,6 @@ class _Pass:
         return kept
 
     def add(self, found: _Shard) -> None:
-        """Add up one shard."""
         self.num_pairs += len(found.pairs)
         for name, counts in found.counts.items():
             self._counts[name] = self._counts.get(name, 0) + counts

@@ -98,7 +98,6 @@ class OpenRun:
         return work(self.store)
 
     def at(self, snapshot: int) -> HeatmapStore:
-        """Return the store at one of its retained snapshots."""
         return open_store(self._url, snapshot, self._storage, self.data)
 
     def follow(self) -> None:

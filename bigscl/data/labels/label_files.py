@@ -223,7 +223,6 @@ def _first(index: Index, key: str) -> int:
 
 
 def _listed(value: Any, where: str, column: str) -> list[Any]:
-    """Return a cell as a list of classes."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -239,7 +238,6 @@ def _listed(value: Any, where: str, column: str) -> list[Any]:
 
 
 def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
-    """Return the rows with some of them replaced."""
     ids: NDArray[np.int64] = np.array(sorted(changed), np.int64)
     lengths = rows.lengths.copy()
     stays = np.ones(len(rows), bool)
