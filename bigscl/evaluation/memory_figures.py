@@ -9,7 +9,7 @@ from bigscl.common.user_error import UserError
 from bigscl.config import Config
 from bigscl.data.index import Index, true_labels
 from bigscl.data.labels.training_labels import hidden_counts
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.k import estimate_k, has_full_labels
 from bigscl.selection.ranking import select
 from bigscl.selection.thresholds import ONE, expected_counts

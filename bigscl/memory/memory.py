@@ -36,17 +36,9 @@ from bigscl.memory.lookup import (
     to_rows,
     updated_averages,
 )
-from bigscl.memory.memory_store import (
-    SnapshotState,
-    check_arguments,
-    check_store,
-    checked_settings,
-    find_empty,
-    find_snapshot,
-    is_empty,
-    open_store,
-)
+from bigscl.memory.open_memory import check_arguments, check_store, checked_settings, open_store
 from bigscl.memory.score_history import ScoreLog
+from bigscl.memory.snapshot_state import SnapshotState, find_empty, find_snapshot, is_empty
 from bigscl.selection.ranking import SelectionRule, counted, selection_rule
 from bigscl.selection.thresholds import FloorCounts, Thresholds, approximate_text
 from bigscl.selection.trust import Canaries

@@ -12,7 +12,7 @@ from bigscl.config import Config
 from bigscl.config.schedule import EpochPlan, plan_epoch
 from bigscl.data.epoch_plan import Plan
 from bigscl.data.index import Index
-from bigscl.memory.memory_store import first_group
+from bigscl.memory.open_memory import first_group
 from bigscl.memory.score_history import epoch_bytes
 from bigscl.selection.k import expectation, has_full_labels
 from bigscl.store import (

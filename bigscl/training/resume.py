@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from bigscl.common.files import repair_folder
 from bigscl.common.user_error import UserError
 from bigscl.distributed.ranks import failure_on_any
-from bigscl.memory.memory_store import SnapshotState, free_shared_memory, is_empty
+from bigscl.memory.open_memory import free_shared_memory
+from bigscl.memory.snapshot_state import SnapshotState, is_empty
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
 from bigscl.training.checkpoint_folder import Checkpoint, CheckpointError, Progress
 from bigscl.training.metrics_log import MetricsLog

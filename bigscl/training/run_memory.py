@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bigscl.data.labels.training_labels import hidden_counts
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
-from bigscl.memory.memory_store import checked_settings
+from bigscl.memory.open_memory import checked_settings
 from bigscl.memory.score_history import ScoreLog
 from bigscl.selection.ranking import selection_rule
 from bigscl.selection.trust import Canaries

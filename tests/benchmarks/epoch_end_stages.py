@@ -13,8 +13,8 @@ import torch
 
 from bigscl.evaluation.metrics import average_precision, best_classes, top_k_accuracy
 from bigscl.memory.epoch_io import divide_shards
-from bigscl.memory.memory_store import SnapshotState
 from bigscl.memory.score_history import ScoreLog, in_order_of_ids
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.models.spatial import build_model
 from bigscl.selection.ranking import THREADS, select
 from bigscl.selection.thresholds import expected_counts

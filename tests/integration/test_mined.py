@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from tests.builders import index_of, write_config
 from tests.integration.moments import InterruptedTrainer
 from tests.integration.runs import store_of

@@ -15,7 +15,7 @@ from bigscl.config import ConfigError, load_config
 from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.data.index import load_index
 from bigscl.data.labels.training_labels import draw_given, hide_given, training_labels, with_hidden
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection import trust as trusts
 from bigscl.selection.thresholds import Thresholds
 from bigscl.selection.trust import Canaries, Images, Trust, estimate

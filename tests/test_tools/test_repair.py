@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bigscl.common.digests import write_sealed
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends.backend import open_backend

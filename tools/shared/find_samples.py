@@ -1,15 +1,20 @@
 """Find samples by id, by key, or by shard and key; and classes by name or number."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.index import Index
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import HeatmapStore, StoreSpec
+
+if TYPE_CHECKING:
+    from bigscl.data.index import Index
 
 
 def find_samples(wanted: Sequence[str], spec: StoreSpec, index: Index | None) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bigscl.common.files import load_pyarrow, write_text
 from bigscl.common.text import printable
 from bigscl.config import ConfigError, load_config
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.tools.shared.label_formats import check_folder, with_folder
 from bigscl.tools.shared.label_table import COLUMNS, Batch, Fit, FoundLabels, objects, table_writer
 

@@ -2,10 +2,9 @@
 
 import logging
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -14,10 +13,7 @@ from numpy.typing import NDArray
 from bigscl.common.digests import read_sealed
 from bigscl.common.files import BadFile
 from bigscl.common.user_error import UserError
-from bigscl.config import ConfigError, DataConfig, load_config, load_data_settings
-from bigscl.data.index import Index, Labels, load_index
-from bigscl.data.labels.training_labels import training_labels, with_given_labels, with_hidden
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.trust import Trust
 from bigscl.store import (
     Annotations,
@@ -29,9 +25,15 @@ from bigscl.store import (
     StoreSpec,
     process_start,
 )
-from bigscl.tools.shared.image_files import ImageFiles, image_files
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bigscl.config import DataConfig
+    from bigscl.data.index import Index, Labels
+    from bigscl.tools.shared.image_files import ImageFiles
 
 Store = Annotated[
     str, typer.Argument(metavar="STORE", help="A path, the folder of a run, or s3://bucket/prefix (gs, az).")
@@ -61,13 +63,13 @@ class StorageFlags:
 class Data:
     """The samples that a store was created for, with their labels."""
 
-    index: Index
+    index: "Index"
     """With all labels, also those that were hidden from training (`data.canaries`)."""
-    labels: Labels
+    labels: "Labels"
     """Which labels of the index are the annotated ones."""
     annotations: Annotations
     """Annotations that the store was created for, without answers of people: its snapshots have those."""
-    labelled: Index
+    labelled: "Index"
     """The same samples without answers of people."""
     answers: Path | None
     """The answers that are among the labels."""
@@ -106,8 +108,10 @@ class DataFlags:
         Path | None, typer.Option("--names", help="With --images: names of the classes, one per line.")
     ] = None
 
-    def files(self) -> ImageFiles | None:
+    def files(self) -> "ImageFiles | None":
         """Return the images of an own loop; None if the data are shards."""
+        from bigscl.tools.shared.image_files import image_files
+
         if self.images is None:
             if self.names is not None:
                 raise UserError("--names: has no effect without --images")
@@ -118,6 +122,9 @@ class DataFlags:
 
     def find(self, store: str, spec: StoreSpec) -> Data | None:
         """Return the data of a store: these, or those of its run's config; None if nothing names any."""
+        from bigscl.data.index import load_index
+        from bigscl.data.labels.training_labels import training_labels, with_hidden
+
         if (files := self.files()) is not None:
             return _data_of_files(files, store, spec)
         fingerprint = spec.fingerprint
@@ -166,7 +173,7 @@ class DataFlags:
         return open_store(store, opened.snapshot.id, storage, data), data
 
 
-def _data_of_files(files: ImageFiles, store: str, spec: StoreSpec) -> Data:
+def _data_of_files(files: "ImageFiles", store: str, spec: StoreSpec) -> Data:
     annotations = files.annotations(spec)
     if annotations.fingerprint != spec.fingerprint:
         raise IndexMismatch(
@@ -185,6 +192,8 @@ def locate(store: str) -> str:
     inner = Path(store) / "store"
     if inner.is_dir():
         return str(inner)
+    from bigscl.config import load_config
+
     file = Path(store) / "config.yaml"
     if not file.is_file():
         return store
@@ -224,8 +233,10 @@ def open_store(
     )
 
 
-def _labellings(index: Index, settings: DataConfig | None) -> Iterator[tuple[Index, Labels]]:
+def _labellings(index: "Index", settings: "DataConfig | None") -> "Iterator[tuple[Index, Labels]]":
     """Yield every set of labels that a run may have taken from these shards, that of its config first."""
+    from bigscl.data.labels.training_labels import with_given_labels
+
     if settings is not None:
         index = with_given_labels(index, settings.labels_file, None)
         drawn = settings.given if index.full is not None else None
@@ -236,8 +247,10 @@ def _labellings(index: Index, settings: DataConfig | None) -> Iterator[tuple[Ind
         yield index, "full"
 
 
-def _data_settings(store: str, *, needed: bool) -> DataConfig | None:
+def _data_settings(store: str, *, needed: bool) -> "DataConfig | None":
     """Return the data section of the run's config; one that cannot be read is an error if needed."""
+    from bigscl.config import ConfigError, load_data_settings
+
     folder = run_folder(store)
     if folder is None:
         return None

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.ranking import given_first, select
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import PASS_THREADS, Array, HeatmapStore, Ranked, SingleProcess, SnapshotLog, in_order

@@ -10,7 +10,7 @@ import typer
 from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
-from bigscl.memory.memory_store import SnapshotState
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.thresholds import approximate_text
 from bigscl.selection.trust import Trust
 from bigscl.store import (

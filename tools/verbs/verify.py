@@ -15,8 +15,8 @@ from bigscl.common.digests import METRICS, PROGRESS, fault_of, folder_faults, re
 from bigscl.common.files import BadFile as BadInput
 from bigscl.common.files import find_folder
 from bigscl.config import ConfigError
-from bigscl.memory.memory_store import SnapshotState
 from bigscl.memory.score_history import FOLDER, REMEDY, WHAT
+from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.store import (
     PASS_THREADS,
     Annotations,
