@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.store import HeatmapStore, StoreSpec
+from bigscl.store import MAX_COUNT, HeatmapStore, StoreSpec
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index
@@ -101,3 +101,9 @@ def find_class(name: str, index: Index) -> int:
 def next_epoch(store: HeatmapStore) -> int:
     """Return the first epoch that the store's snapshot has not finished."""
     return SnapshotState.of(store.snapshot, store.spec.num_classes).next_epoch
+
+
+def initial_share(store: HeatmapStore) -> float:
+    """Return the weight of the initial value in the stored scores after the finished epochs."""
+    start, visits = store.initial_values, np.array([min(next_epoch(store), MAX_COUNT)])
+    return 0.0 if start is None else float(start.remaining(visits)[0])

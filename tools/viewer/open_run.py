@@ -17,8 +17,8 @@ from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, load_config
-from bigscl.store import MAX_COUNT, HeatmapStore, SnapshotLog, StoreError
-from bigscl.tools.shared.find_samples import next_epoch
+from bigscl.store import HeatmapStore, SnapshotLog, StoreError
+from bigscl.tools.shared.find_samples import initial_share
 from bigscl.tools.shared.open_store import (
     Data,
     DataFlags,
@@ -199,10 +199,8 @@ class OpenRun:
 
     def _notes(self) -> list[str]:
         """Return how far to trust scores and mined labels, as far as it is known."""
-        start, trust = self.store.initial_values, trust_at(self.store)
-        visits = np.array([min(next_epoch(self.store), MAX_COUNT)])
-        share = 0.0 if start is None else float(start.remaining(visits)[0])
-        notes = [line.strip() for line in few_visits_note(share)]
+        trust = trust_at(self.store)
+        notes = [line.strip() for line in few_visits_note(initial_share(self.store))]
         return notes if trust is None else [*notes, f"{trust}."]
 
 

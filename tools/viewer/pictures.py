@@ -8,9 +8,9 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -29,7 +29,8 @@ from bigscl.store import HeatmapStore, process_start
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.questions import Question
 
-CACHE_BYTES = 64_000_000
+THUMBNAILS = 500
+"""Kept in RAM: up to 64 KB each, mostly a few."""
 QUALITY = 85
 MAX_BOXES = 1000
 SMALL_BYTES = 65_536
@@ -50,29 +51,6 @@ TYPES = {
     b"BM": "image/bmp",
 }
 """How files begin that are sent as they are."""
-
-
-class Cache:
-    """The bytes that were made last, up to a size."""
-
-    def __init__(self, largest: int = CACHE_BYTES) -> None:
-        self._largest, self._bytes = largest, 0
-        self._kept: OrderedDict[Any, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Any, make: Callable[[], bytes]) -> bytes:
-        """Return what is kept under a key, or make it."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            self._bytes += len(made) - len(self._kept.pop(key, b""))
-            self._kept[key] = made
-            while self._bytes > self._largest:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
-        return made
 
 
 class Budget:
@@ -120,6 +98,7 @@ def original(index: Index, row: int) -> tuple[str, bytes]:
     return kind, data
 
 
+@lru_cache(THUMBNAILS)
 def thumbnail(index: Index, row: int, side: int) -> bytes:
     """Return a JPEG of a sample's image, upright, that fits into a square of this side.
 
