@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def write_shards(folder: Path, sizes: list[int], num_classes: int = 5) -> list[s
 
 def make_shards(folder: Path, train: int, samples_per_shard: int, val: int = 1) -> Path:
     """A folder of indexed scenes of digits."""
-    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0, samples_per_shard)
+    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0)
+    drawn = replace(drawn, samples_per_shard=samples_per_shard)
     for _ in write(drawn, folder):
         pass
     for part in ("train", "val"):

@@ -54,7 +54,6 @@ class TableOptions:
     """Names by number. Default: the labels of the table, sorted, or its numbers."""
     resize: int | None = None
     seed: int = 0
-    samples_per_shard: int = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +149,6 @@ def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> S
         classes=classes,
         parts=dict(sorted(written.items(), key=lambda part: part[0] != "train")),
         settings={"resize": options.resize, "seed": options.seed, "full": list(options.full)},
-        samples_per_shard=options.samples_per_shard,
     )
 
 

@@ -39,7 +39,7 @@ from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 
-PROTOCOL = Protocol(seed=1, samples_per_shard=10)
+PROTOCOL = Protocol(seed=1)
 
 
 @pytest.fixture(scope="module")
