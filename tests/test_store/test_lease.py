@@ -30,7 +30,7 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_store(place, annotati
 def hold_and_die(url):
     code = (
         "import os, sys; from store.backends.backend import open_backend\n"
-        "from store.commit.lease import Lease\n"
+        "from store.lease import Lease\n"
         "Lease.acquire(open_backend(sys.argv[1]), 'killed'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, url], check=False)
