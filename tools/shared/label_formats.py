@@ -328,6 +328,7 @@ QuestionFormat = Literal["label-studio", "coco", "csv"]
 QUESTION_COLUMNS = ("key", "class", "yes", "question", "score", "snapshot", "path")
 WORDS = {**dict.fromkeys(("yes", "y", "true", "1"), True), **dict.fromkeys(("no", "n", "false", "0"), False)}
 REMEDY = "Give a file that `bigscl review export` wrote, with answers."
+EXPECTED_COLUMNS = "columns key, class and yes, as `bigscl review export` writes them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +394,7 @@ def _check_columns(found: list[str]) -> None:
 
 
 def _from_csv(path: Path, source: Source) -> Iterator[Answer]:
-    for number, row in enumerate(read_table(path, _check_columns, "columns key, class and yes"), 2):
+    for number, row in enumerate(read_table(path, _check_columns, EXPECTED_COLUMNS), 2):
         where = f"row {number}"
         yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
 
