@@ -16,8 +16,7 @@ from bigscl.data.labels.training_labels import draw_given
 from bigscl.evaluation.sample_plots import draw_samples
 from bigscl.memory.score_history import ScoreLog, log_folder
 from bigscl.store import HeatmapStore, SingleProcess, update
-from bigscl.tools.shared.label_formats import Source, read_tool_answers, write_questions
-from bigscl.tools.shared.questions import Question
+from bigscl.tools.shared.questions import Question, Source, read_tool_answers, write_questions
 from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.viewer import pictures
 from tests.benchmarks.label_weights import write_noisy_labels

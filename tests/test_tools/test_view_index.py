@@ -11,11 +11,10 @@ import pytest
 
 from bigscl.store import ChunkCorrupt, HeatmapStore
 from bigscl.store.snapshots import SnapshotLog
-from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags, open_store
 from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.viewer import index_building, score_index
-from bigscl.tools.viewer.index_building import build_index
+from bigscl.tools.viewer.index_building import build_index, snapshot_before
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.score_index import (
     ABSENT,

@@ -17,15 +17,18 @@ from bigscl.data.answers import AnswersFile, now, read_answers, standing_answers
 from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
 from bigscl.tools.shared.find_samples import find_class
-from bigscl.tools.shared.label_formats import QuestionFormat, Source, read_tool_answers, write_questions
 from bigscl.tools.shared.label_table import table_writer
 from bigscl.tools.shared.open_store import AtSnapshot, DataFlags, StorageFlags, Store, locate, run_folder
 from bigscl.tools.shared.questions import (
     LIST_COLUMNS,
     Question,
+    QuestionFormat,
+    Source,
     answers_files,
     doubtful_labels_text,
     find_doubtful_labels,
+    read_tool_answers,
+    write_questions,
 )
 from bigscl.tools.shared.terminal import plural, print_result, table
 from bigscl.tools.viewer.open_run import OpenRun, Places

@@ -20,7 +20,6 @@ from bigscl.config import Config, ConfigError, load_config
 from bigscl.store import HeatmapStore, SnapshotLog, StoreError
 from bigscl.tools.shared.find_samples import initial_share
 from bigscl.tools.shared.open_store import (
-    Data,
     DataFlags,
     StorageFlags,
     locate,
@@ -62,11 +61,9 @@ class OpenRun:
     def __init__(self, place: str, places: Places) -> None:
         self._url, self._pinned = with_snapshot(place)
         self._storage = places.storage
-        opened = open_store(self._url, self._pinned, places.storage)
-        self.data: Data = places.source.need(places.needed_for, self._url, opened.spec)
+        self.store, self.data = places.source.open(places.needed_for, self._url, self._pinned, places.storage)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
-        self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
         self.config = _config_of(self.folder)
         self.cache = places.cache or default_cache(self.folder, locate(self._url))
         """Folder of its indexes."""
