@@ -82,13 +82,11 @@ class Batch:
         return replace(self, **changed)
 
 
-def normalize(
-    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
-) -> Tensor:
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return `(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
     # One multiplication and one addition per pixel.
     factor, offset = _factor_and_offset(tuple(mean), tuple(std), images.device)
-    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None]).to(dtype)
+    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None])
 
 
 @cache

@@ -109,9 +109,7 @@ def _shown(
 PANELS = 5
 
 
-def draw_epoch(
-    store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int, title: str = ""
-) -> None:
+def draw_epoch(store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
     ids = np.array(store.spec.history_samples[:count], np.int64)
     rows = store.read_without_initial_value(ids)
@@ -131,7 +129,7 @@ def draw_epoch(
         )
         for number, n in enumerate(ids)
     ]
-    draw_samples(samples, path, title=title or f"the first {len(ids)} tracked samples, evenly over the set")
+    draw_samples(samples, path, title=f"the first {len(ids)} tracked samples, evenly over the set")
 
 
 def _kinds(

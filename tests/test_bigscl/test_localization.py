@@ -130,18 +130,6 @@ def test_classes_that_are_not_among_the_top_have_no_heat(shards, tmp_path):
     check(pointing(store, index), slow_figures(index, boxes_of, heat_of))
 
 
-def test_some_samples_can_be_asked_for_alone(shards, tmp_path):
-    index, boxes_of = shards
-    store = make_store(tmp_path / "store", index)
-    some = index.ids()[[3, 15, 20]]
-    rows = store.read(some)
-    places = {sample_id: place for place, sample_id in enumerate(some.tolist())}
-    expected = slow_figures(
-        index, {n: boxes_of[n] for n in places}, lambda n, label: rows.heatmaps[places[n], label]
-    )
-    check(pointing(store, index, some), expected)
-
-
 def test_boxes_of_classes_that_are_not_labelled_do_not_count(tmp_path):
     members = labelled("a", 0, full=[1], given=[1], boxes=[[1, 0, 0, 1, 1], [2, 0, 0, 1, 1]])
     write_tar(tmp_path / "a.tar", members)
