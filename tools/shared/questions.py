@@ -19,7 +19,7 @@ from bigscl.memory.score_history import read_score_log
 from bigscl.store import HeatmapStore, Ragged
 from bigscl.tools.shared.find_samples import class_name, name_of, next_epoch
 from bigscl.tools.shared.label_formats import ANSWER, Label, LabelledImage, label_writer
-from bigscl.tools.shared.label_table import BOX, LABEL, objects, strongest_boxes
+from bigscl.tools.shared.label_table import BOX, LABEL, label_columns, objects, strongest_boxes
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.terminal import few_visits_note, plural, table
 
@@ -124,15 +124,9 @@ def _curve(kind: Kind, history: ScoreHistory, values: NDArray[np.float64], data:
 def _columns(
     store: HeatmapStore, data: Data, kind: Kind, chosen: ScoreHistory, values: NDArray[np.float64]
 ) -> dict[str, NDArray[Any]]:
-    shards = chosen.ids // data.index.rows_per_shard
     columns: dict[str, NDArray[Any]] = {
         "kind": objects([kind] * len(values)),
-        "id": chosen.ids,
-        "shard": objects([data.index.shard_names[shard] for shard in shards]),
-        "key": objects([data.index.key(int(sample)) for sample in chosen.ids]),
-        "path": objects([data.index.source(int(sample)) or "" for sample in chosen.ids]),
-        "class": chosen.classes,
-        "name": objects([data.index.class_names[number] for number in chosen.classes]),
+        **label_columns(data.index, data.index.shard_names, chosen.ids, chosen.classes),
         "suspicion": values.round(4),
         **{name: getattr(chosen, name).round(4) for name in ("mean", "spread", "last")},
     }
