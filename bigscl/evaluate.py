@@ -32,8 +32,7 @@ from bigscl.data.labels.real_labels import (
     read_reviewed_labels,
 )
 from bigscl.data.loader import BadSamples, Batch, Loader
-from bigscl.distributed.network import choose_interface
-from bigscl.distributed.ranks import process_group
+from bigscl.distributed.ranks import choose_interface, process_group
 from bigscl.evaluation.evaluate_options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.inference import Predictions, predict
 from bigscl.evaluation.localization import (

@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from bigscl.common.failures import SECONDS_FOR_THE_FIRST
 from bigscl.common.user_error import UserError
 from bigscl.config import Config
-from bigscl.distributed.network import choose_interface
+from bigscl.distributed.ranks import choose_interface
 
 logger = logging.getLogger(__name__)
 
