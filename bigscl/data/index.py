@@ -81,7 +81,6 @@ class Index:
 
     @property
     def num_classes(self) -> int:
-        """L, the number of classes."""
         return len(self.class_names)
 
     @property

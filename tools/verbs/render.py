@@ -1,5 +1,6 @@
 """Draw samples with their heatmaps."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,27 +25,35 @@ SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 
 
-def command(
-    store: Store,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
-    sample: Annotated[
-        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFlags:
+    """Which samples are drawn, if none is named."""
+
     choose: Annotated[
         Choice,
         typer.Option(
             help="How to choose samples: random; tracked; most-changed: largest change of a score since the "
             "previous snapshot; confident: highest score of a class that is not annotated."
         ),
-    ] = "random",
+    ] = "random"
     class_name: Annotated[
         str | None, typer.Option("--class", help="Choose by this class only, by name or number.")
-    ] = None,
+    ] = None
     count: Annotated[
         int | None,
         typer.Option(min=1, max=10_000, help="Number of samples to choose. Default: 8; with --epochs: 2."),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0
+
+
+def command(
+    store: Store,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
+    *,
+    flags: ChoiceFlags,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0,
     heatmaps: Annotated[
         int | None,
         typer.Option(
@@ -61,7 +70,6 @@ def command(
     ] = None,
     across: Annotated[int, typer.Option(min=1, max=100, help="Number of samples in a row.")] = 1,
     snapshot: AtSnapshot = None,
-    *,
     source: DataFlags,
     storage: StorageFlags,
     as_json: AsJson = False,
@@ -82,13 +90,13 @@ def command(
     )
     opened, data = run.store, run.data
     stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
-    number = None if class_name is None else find_class(class_name, data.index)
-    choice: Choice = "tracked" if epochs else choose
+    number = None if flags.class_name is None else find_class(flags.class_name, data.index)
+    choice: Choice = "tracked" if epochs else flags.choose
     if sample:
         ids = find_samples(sample, opened.spec, data.index)
     else:
         # By default the picture fits on a screen.
-        ids = choose_samples(run, choice, count or (2 if epochs else 8), number, seed)
+        ids = choose_samples(run, choice, flags.count or (2 if epochs else 8), number, flags.seed)
     if epochs and against is not None:
         raise UserError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
@@ -96,7 +104,7 @@ def command(
     images = SampleImages(opened, data, ids, expected)
     draw = over_epochs if epochs else side_by_side
     pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
-    chosen = "samples as named" if sample else _how_chosen(choice, seed, class_name)
+    chosen = "samples as named" if sample else _how_chosen(choice, flags.seed, flags.class_name)
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}\n{chosen}"
     draw_samples(pictures, output, title=title, across=across)
     facts: dict[str, Any] = {

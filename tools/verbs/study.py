@@ -60,12 +60,7 @@ def command(
         Pooling, typer.Option(help="map: a second table, of the same runs with map pooling.")
     ] = "plain",
     parallel: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1000,
-            help="Number of runs at a time, at most one per core or GPU. Output goes to log.txt.",
-        ),
+        int, typer.Option(min=1, max=1000, help="Runs at a time, at most one per core or GPU; see log.txt.")
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
 ) -> None:
