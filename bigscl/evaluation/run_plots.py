@@ -18,12 +18,13 @@ from bigscl.data.read_samples import read_images, read_metadata
 from bigscl.evaluation.sample_plots import (
     MEANINGS,
     Kind,
+    SampleImages,
     SamplePicture,
     boxes_by_class,
     draw_samples,
     kinds_of,
     panel_of,
-    panels_of,
+    side_by_side,
 )
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Rows
@@ -112,36 +113,13 @@ PANELS = 5
 def draw_epoch(store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
     ids = np.array(store.spec.history_samples[:count], np.int64)
-    rows = store.read_without_initial_value(ids)
-    images, metadata = read_images(index, ids), read_metadata(index, ids)
-    kinds = _kinds(index, ids, rows.ranked_by(), selection)
-    samples = [
-        SamplePicture(
-            image=images[int(n)].numpy(),
-            title=index.key(int(n)),
-            panels=panels_of(
-                rows.take(slice(number, number + 1)),
-                index.class_names,
-                kinds=kinds[number],
-                boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
-                count=PANELS,
-            ),
-        )
-        for number, n in enumerate(ids)
-    ]
+    expected = None
+    if index.full is None:
+        ranked = torch.from_numpy(store.read(ids).ranked_by())
+        expected = selection.to("cpu").expected(ranked, torch.from_numpy(ids)).numpy()
+    images = SampleImages(index, ids, index.labels_of(ids) == 1, expected)
+    samples = side_by_side([store], images, ids, PANELS)
     draw_samples(samples, path, title=f"the first {len(ids)} tracked samples, evenly over the set")
-
-
-def _kinds(
-    index: Index, ids: NDArray[np.int64], ranked: NDArray[np.float16], selection: Thresholds
-) -> list[list[Kind]]:
-    """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
-    given = index.labels_of(ids)
-    if index.full is not None:
-        present = index.labels_of(ids, "full") == 1
-        return [kinds_of(given[n] == 1, present=present[n]) for n in range(len(ids))]
-    expected = selection.to("cpu").expected(torch.from_numpy(ranked), torch.from_numpy(ids)).numpy()
-    return [kinds_of(given[n] == 1, expected=expected[n], negatives=given[n] == 0) for n in range(len(ids))]
 
 
 Curve = dict[int, float]

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.evaluation.sample_plots import draw_samples
+from bigscl.evaluation.sample_plots import SampleImages, draw_samples, over_epochs, side_by_side
 from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_class, find_samples
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
-from bigscl.tools.shared.sample_pictures import SampleImages, over_epochs, side_by_side
 from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.shared.terminal import print_result
 from bigscl.tools.viewer.open_run import OpenRun, Places
@@ -101,9 +100,10 @@ def command(
         raise UserError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
     expected = None if data.index.full is not None else expected_at(opened)
-    images = SampleImages(opened, data, ids, expected)
+    selected = None if expected is None else expected.expected(opened.read(ids).ranked_by(), ids)
+    images = SampleImages(data.index, ids, data.annotated(ids), selected)
     draw = over_epochs if epochs else side_by_side
-    pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
+    pictures = draw(stores, images, ids, heatmaps or (2 if epochs else 6))
     chosen = "samples as named" if sample else _how_chosen(choice, flags.seed, flags.class_name)
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}\n{chosen}"
     draw_samples(pictures, output, title=title, across=across)
