@@ -14,13 +14,10 @@ from numpy.typing import NDArray
 from bigscl.common.files import atomic_write, read_json_lines
 from bigscl.config import Config
 from bigscl.data.index import Index
-from bigscl.data.read_samples import read_images, read_metadata
 from bigscl.evaluation.sample_plots import (
     MEANINGS,
     Kind,
     SampleImages,
-    SamplePicture,
-    boxes_by_class,
     draw_samples,
     kinds_of,
     panel_of,
@@ -52,29 +49,19 @@ def draw_runs(
     """
     index = open_data(next(iter(runs.values()))).train
     ids = _with_missing(index, count)
-    images, metadata = read_images(index, ids), read_metadata(index, ids)
     stored = {name: _stored_samples(config, ids) for name, config in runs.items()}
-    present = index.labels_of(ids, "full") == 1
+    present, names = index.labels_of(ids, "full") == 1, index.class_names
+    images = SampleImages(index, ids, present)
     samples = []
-    for place, sample_id in enumerate(ids.tolist()):
-        held = {name: samples[place] for name, samples in stored.items()}
-        boxes = boxes_by_class(metadata[sample_id].get("boxes", []))
-        for kind, number in _shown(held, present[place], kinds):
-            panels = [
-                replace(
-                    panel_of(
-                        own.rows,
-                        number,
-                        index.class_names,
-                        kinds_of(own.annotated, present=present[place]),
-                        boxes,
-                    ),
-                    name=f"{name}: {index.class_names[number]}",
-                )
-                for name, own in held.items()
-            ]
-            title = f"{index.class_names[number]}: {MEANINGS[kind]}"
-            samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
+    for row, sample_id in enumerate(ids.tolist()):
+        held, boxes = {name: own[row] for name, own in stored.items()}, images.boxes[sample_id]
+        for kind, number in _shown(held, present[row], kinds):
+            panels = []
+            for name, own in held.items():
+                own_kinds = kinds_of(own.annotated, present=present[row])
+                panel = panel_of(own.rows, number, names, own_kinds, boxes)
+                panels.append(replace(panel, name=f"{name}: {names[number]}"))
+            samples.append(images.picture(sample_id, f"{names[number]}: {MEANINGS[kind]}", panels))
     draw_samples(
         samples, path, title=f"{len(ids)} training images with an unannotated positive, evenly over the set"
     )

@@ -74,8 +74,8 @@ class QuestionFlags:
         self, store: str, source: DataFlags, storage: StorageFlags, most: int
     ) -> tuple[OpenRun, QuestionQueue, Path]:
         """Return the run, its queue of questions, and the file for answers."""
-        place = store if self.snapshot is None else f"{store}@{self.snapshot}"
-        run = OpenRun(place, Places(source=source, storage=storage, needed_for="review"))
+        url = store if self.snapshot is None else f"{store}@{self.snapshot}"
+        run = OpenRun(url, Places(source=source, storage=storage, needed_for="review"))
         only = None if self.class_name is None else find_class(self.class_name, run.data.index)
         queue = QuestionQueue(run, answers=self.answers, most=most, by=self.by, only=only)
         for path in queue.paths():
