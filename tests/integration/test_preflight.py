@@ -46,8 +46,14 @@ def test_rehearsal_measures_every_kind_of_epochs_and_touches_no_run(tmp_path, sh
     run = copy_run(plain, tmp_path / "run")
     config = write_config(tmp_path / "run.yaml", shards, log={"trackers": ["tensorboard"]})
     before, names = tree(run), sorted(os.listdir(tmp_path))
-    facts = facts_of(preflight(config))
+    facts = facts_of(preflight(config, "--processes", 4))
     assert no_faults(facts)
+    ends = facts["epoch_end"]
+    assert ends["processes"] == 4
+    assert {"selection", "reading of scores", "log of scores"} < set(ends["stages"])
+    assert all(seconds > 0 for seconds in ends["stages"].values())
+    assert 0 < ends["idle_share"] < 1
+    assert ends["creates_per_second"] > 0
     assert sorted(os.listdir(tmp_path)) == names
     assert tree(run) == before
     warmup, main = facts["kinds"]

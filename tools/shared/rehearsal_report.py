@@ -2,22 +2,31 @@
 
 import json
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import torch
 import typer
 
 from bigscl.common.command_line import INTERRUPTED, first_on_this_machine, start_is_over
 from bigscl.common.files import free_bytes, machine_ram_bytes
 from bigscl.config import Config
 from bigscl.config.schedule import plan_epoch
+from bigscl.data.loader import normalize
 from bigscl.distributed.signals import Interrupts, Wording
+from bigscl.evaluation.inference import NETWORK_BATCH
+from bigscl.evaluation.metrics import average_precision
+from bigscl.memory.score_history import epoch_bytes
+from bigscl.models.spatial import SpatialClassifier, map_pooled
 from bigscl.preflight.device_check import Difference, worst
-from bigscl.preflight.forecast import Forecast, forecast, layouts, warnings
+from bigscl.preflight.forecast import Forecast, MemoryPhase, forecast, layouts, warnings
 from bigscl.preflight.rehearsal import RehearsalTrainer, ScratchFolders, epoch_types, rehearsal
 from bigscl.preflight.storage_speed import measure
-from bigscl.store import StoreSpec, spec_for
+from bigscl.selection.ranking import select
+from bigscl.store import SingleProcess, StoreSpec, spec_for
 from bigscl.tools.shared.terminal import plural, size, table
 from bigscl.train import Stopped
 from bigscl.training.metrics_log import clock
@@ -38,7 +47,7 @@ MOSTLY = 0.5
 """From this share of a step on, the exchange of gradients bounds it."""
 
 
-def rehearse(config: Config, steps: int) -> Facts | None:
+def rehearse(config: Config, steps: int, processes: int | None) -> Facts | None:
     """Return what was measured on rank 0, None on other ranks."""
     wording = Wording(
         program="bigscl preflight",
@@ -56,10 +65,14 @@ def rehearse(config: Config, steps: int) -> Facts | None:
             interrupts.stop_with(trainer.stop_soon)
             mine = trainer.measure(epoch_types(config))
             mine["storage"] = _storage_speed(config, trainer, folders)
+            with trainer.metrics.working("measuring the end of an epoch"):
+                num_classes, num_val = trainer.data.train.num_classes, _num_val(trainer)
+                network = trainer.state.evaluated
+                mine["units"] = unit_costs(network, config, trainer.device, num_classes, num_val)
             gathered = trainer.ranks.gather(json.dumps(mine).encode())
             if gathered is None:
                 return None
-            return _facts(config, trainer, [json.loads(payload) for payload in gathered])
+            return _facts(config, trainer, [json.loads(payload) for payload in gathered], processes)
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -77,6 +90,10 @@ def _storage_speed(config: Config, trainer: RehearsalTrainer, folders: ScratchFo
     return speeds
 
 
+def _num_val(trainer: RehearsalTrainer) -> int:
+    return 0 if trainer.data.val is None else trainer.data.val.num_samples
+
+
 def _spec(trainer: RehearsalTrainer) -> StoreSpec:
     annotations = trainer.data.annotations
     kept = trainer.config.store.kept_scores(annotations.num_classes)
@@ -86,7 +103,7 @@ def _spec(trainer: RehearsalTrainer) -> StoreSpec:
 # What follows from the measurements of all ranks
 
 
-def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Facts:
+def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts], processes: int | None) -> Facts:
     index, first = trainer.data.train, ranks[0]
     plan = plan_epoch(config, index.shard_sizes, index.rows_per_shard, epoch=0, world_size=len(ranks))
     needs = forecast(config, _spec(trainer), plan)
@@ -94,6 +111,8 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
     loader = sum(rank["loader_images_per_second"] for rank in ranks)
     kinds = [_kind(config, needs, ranks, number, loader) for number in range(len(first["kinds"]))]
     checkpoints = first["checkpoint_bytes"] * (config.keep_checkpoints + 1)
+    num_val, count = _num_val(trainer), processes or len(ranks)
+    end = epoch_end_facts(config, _spec(trainer), needs.phases, num_val, count, ranks, kinds[-1])
     facts = {
         "run": str(config.run),
         "samples": index.num_samples,
@@ -112,6 +131,7 @@ def _facts(config: Config, trainer: RehearsalTrainer, ranks: list[Facts]) -> Fac
         "ram_bytes": machine_ram_bytes(),
         "gpu_bytes": max((rank["gpu_bytes"] for rank in ranks if rank["gpu_bytes"]), default=None),
         "gpu_total_bytes": first["gpu_total_bytes"],
+        "epoch_end": end,
         "hours": _hours(config, trainer, needs, kinds),
         "disk_bytes": needs.disk_bytes,
         "checkpoint_bytes": checkpoints,
@@ -207,6 +227,106 @@ def _problems(facts: Facts) -> Iterator[str]:
         yield f"{plural(facts['skipped'], 'image')} could not be read: `bigscl index` checks all shards"
 
 
+# The end of an epoch at full size, from costs that are measured in a second and the sizes of the run
+
+MOST_SCORES = 2**22
+"""Scores that are ranked to measure the ranking, and the metrics."""
+POOLINGS = 2
+CLASSES = 16
+
+
+@torch.inference_mode()
+def unit_costs(
+    model: SpatialClassifier, config: Config, device: torch.device, num_classes: int, num_val: int
+) -> dict[str, float]:
+    """Return seconds on one rank, each measured alone with random values of the run's shapes.
+
+    To rank a score in the selection, to predict a validation image that is there already, and for the metrics
+    of a class over all validation images, of both poolings.
+    """
+    random = np.random.default_rng(0)
+    rows = max(1, MOST_SCORES // num_classes)
+    scores = random.random((rows, num_classes), np.float32).astype(np.float16)
+    chunks = [(ids, scores[ids]) for ids in np.array_split(np.arange(rows), min(4, rows))]
+    # As many as in the mean over classes and images.
+    expected = np.full(num_classes, math.ceil(rows / num_classes))
+    ranking = _seconds(lambda: select(chunks, expected, SingleProcess()))
+    images = torch.zeros((NETWORK_BATCH, 3, config.data.size, config.data.size), dtype=torch.uint8)
+
+    def predict() -> None:
+        found = model(normalize(images.to(device), config.data.mean, config.data.std), maps=True)
+        map_pooled(found).cpu()
+
+    was_training = model.training
+    model.eval()
+    prediction = _seconds(predict)
+    model.train(was_training)
+    logits = torch.from_numpy(random.random((num_val, CLASSES), np.float32))
+    labels = torch.from_numpy((random.random((num_val, CLASSES)) < 1 / CLASSES).astype(np.int8))
+    metrics = _seconds(lambda: average_precision(logits, labels)) if num_val else 0.0
+    return {
+        "rank_score": ranking / (rows * num_classes),
+        "predict_image": prediction / NETWORK_BATCH,
+        "measure_class": POOLINGS * metrics / CLASSES,
+    }
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    """Return the seconds of the second call: the first one makes threads and chooses kernels."""
+    action()
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def epoch_end_facts(
+    config: Config,
+    spec: StoreSpec,
+    phases: tuple[MemoryPhase, ...],
+    num_val: int,
+    processes: int,
+    ranks: list[dict[str, Any]],
+    kind: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what the end of the epochs of a kind takes, with validation, while all GPUs wait.
+
+    It is that of so many processes like the slowest of the `ranks` that were measured. `stages` has seconds
+    on the rank that takes longest; requests are reads and writes of the store's files by all ranks.
+    """
+    phase = next((phase for phase in phases if phase.group.layout == kind["layout"]), None)
+    speeds = [speed for one in ranks for speed in one["storage"] if speed["layout"] == kind["layout"]]
+    units = {name: max(one["units"][name] for one in ranks) for name in ranks[0]["units"]}
+    scores = math.ceil(spec.num_shards / processes) * spec.rows_per_shard * spec.num_classes
+    stages: dict[str, float] = {"commit and copy of the checkpoint": kind["save_seconds"]}
+    if phase is not None and config.objective.needs_k:
+        stages["selection"] = scores * units["rank_score"]
+        if speeds:
+            stages["reading of scores"] = 2 * scores / min(speed["read"] for speed in speeds)
+    if speeds and config.log.score_classes:
+        logged = epoch_bytes(spec.num_samples, spec.num_classes, config.log.score_classes)
+        stages["log of scores"] = logged / min(speed["write"] for speed in speeds)
+    if num_val:
+        images = math.ceil(num_val / processes)
+        stages["validation: images"] = images / min(one["loader_images_per_second"] for one in ranks)
+        stages["validation: network"] = images * units["predict_image"]
+        # Each rank has a share of the classes.
+        stages["validation: metrics"] = math.ceil(spec.num_classes / processes) * units["measure_class"]
+    # Images are decoded while the network predicts those before.
+    hidden = min(stages.get("validation: images", 0.0), stages.get("validation: network", 0.0))
+    seconds = sum(stages.values()) - hidden
+    training = spec.num_samples * len(ranks) / (processes * kind["images_per_second"])
+    creates = 0.0 if phase is None else spec.num_shards * phase.shard_files / (training + seconds)
+    return {
+        "processes": processes,
+        "stages": stages,
+        "seconds": seconds,
+        "longest": max(stages, key=stages.__getitem__),
+        "idle_share": seconds / (training + seconds),
+        "requests_per_second": 2 * creates,
+        "creates_per_second": creates,
+    }
+
+
 # For people
 
 
@@ -217,6 +337,7 @@ def rehearsal_text(facts: Facts) -> str:
         f"{one['device']}, {one['precision']}, batch {one['batch_size']} and "
         f"{plural(one['workers'], 'loader worker')} per process",
         *_speed_lines(one),
+        *epoch_end_lines(one["epoch_end"]),
         *_memory_lines(one),
         "  this device against the CPU in float64, differences at the worst image:",
         _difference_table(one["differences"]),
@@ -283,3 +404,14 @@ def _difference_table(differences: list[Facts]) -> str:
 def _epochs(kind: Facts) -> str:
     """Return the epochs of a kind, counted from 1 as in the log."""
     return f"{kind['first_epoch'] + 1} - {kind['last_epoch'] + 1}"
+
+
+def epoch_end_lines(facts: dict[str, Any]) -> list[str]:
+    stages = sorted(facts["stages"].items(), key=lambda stage: -stage[1])
+    return [
+        f"  end of an epoch with {facts['processes']} processes: {facts['seconds']:.2g} s with validation, "
+        f"{facts['idle_share']:.0%} of the time; {facts['longest']} takes longest",
+        "    " + ", ".join(f"{name} {seconds:.2g} s" for name, seconds in stages),
+        f"  storage of the store: {facts['requests_per_second']:.3g} requests/s, "
+        f"{facts['creates_per_second']:.3g} of them create a file",
+    ]

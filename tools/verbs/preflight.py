@@ -19,6 +19,12 @@ def command(
     ] = None,
     settings: Settings = None,
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Timed steps of each type of epoch.")] = 40,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Processes of the run, for the end of an epoch. Default: as here."
+        ),
+    ] = None,
     place: Annotated[
         str | None,
         typer.Option(help="Without a CONFIG: where the store will be, a path or s3://bucket/prefix."),
@@ -43,6 +49,8 @@ def command(
     Example: bigscl preflight configs/quickstart_scl.yaml --steps 20
     """
     if config is None:
+        if processes is not None:
+            raise UserError("--processes: only with a CONFIG, whose epochs it is about")
         _check_environment(place, storage, as_json)
         return
     if place is not None or storage != StorageFlags():
@@ -51,7 +59,7 @@ def command(
     from bigscl.tools.shared.rehearsal_report import rehearsal_text, rehearse
 
     run = load_config(config, settings or [], to_train=True)
-    facts = rehearse(run, steps)
+    facts = rehearse(run, steps, processes)
     if facts is None:  # another rank reports
         return
     print_result(facts, rehearsal_text(facts), as_json)
