@@ -32,8 +32,7 @@ from bigscl.data.labels.real_labels import (
     read_reviewed_labels,
 )
 from bigscl.data.loader import BadSamples, Batch, Loader
-from bigscl.distributed.network import choose_interface
-from bigscl.distributed.ranks import process_group
+from bigscl.distributed.ranks import choose_interface, process_group
 from bigscl.evaluation.evaluate_options import SEVERAL, EvaluationOptions
 from bigscl.evaluation.inference import Predictions, predict
 from bigscl.evaluation.localization import (
@@ -45,7 +44,7 @@ from bigscl.evaluation.localization import (
     read_objects,
     summarize,
 )
-from bigscl.evaluation.offset import memory_offset
+from bigscl.evaluation.memory_figures import memory_offset
 from bigscl.evaluation.predictions import FILE_NAME, SavedPredictions, from_network
 from bigscl.evaluation.report import make_report
 from bigscl.evaluation.report_files import summary, to_json, write_report
@@ -231,7 +230,6 @@ def _stored_pointing(config: Config) -> dict[str, Pointing]:
 
 
 def _names(index: Index) -> str:
-    """Describe the shards in a few words."""
     first, last = index.urls[0], index.shard_names[-1]
     return first if len(index.urls) == 1 else f"{len(index.urls)} shards, {first} to {last}"
 

@@ -111,7 +111,6 @@ def _kill_all(folder: Path) -> None:
 
 
 def _processes(folder: Path) -> list[int]:
-    """Return the processes that were started under this launcher."""
     mark, processes = os.fsencode(f"{LAUNCH_FOLDER}={folder}\0"), []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's, or gone

@@ -32,21 +32,20 @@ from bigscl.data.loader import BadSamples, Batch, Loader, LoaderWorkers
 from bigscl.data.workers import WAITS
 from bigscl.distributed.ranks import PendingSum, process_group
 from bigscl.distributed.signals import Interrupts
-from bigscl.evaluation.plots.run_plots import draw_epoch
+from bigscl.evaluation.run_plots import draw_epoch
 from bigscl.evaluation.validation import Validation, best_metric
 from bigscl.memory.lookup import MemoryBatch
 from bigscl.preflight.forecast import doubtful_validation, summary
 from bigscl.training.accelerator import start_accelerator
-from bigscl.training.checkpoint.resume import resume
-from bigscl.training.checkpoint.saver import Saver
 from bigscl.training.metrics_log import Meter, MetricsLog, start_logging, start_trackers
-from bigscl.training.mixed_batch import mix_batches
 from bigscl.training.model_state import ModelState, map_side
 from bigscl.training.options import StopFile, TrainingOptions
+from bigscl.training.resume import resume
 from bigscl.training.run_folder import Run, RunFolder, open_data
 from bigscl.training.run_memory import RunMemory, make_score_log
 from bigscl.training.run_progress import EpochProgress
-from bigscl.training.step import Step
+from bigscl.training.saver import Saver
+from bigscl.training.step import Step, mix_batches
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,6 @@ class Trainer:
         return self.progress.epoch >= self.schedule.epochs
 
     def train(self) -> None:
-        """Train all epochs that are left."""
         for epoch in range(self.progress.epoch, self.schedule.epochs):
             plan = self.plan(epoch)
             self.state.enter_phase(epoch)
@@ -259,7 +257,6 @@ class Trainer:
         )
 
     def _draw(self, epoch: int) -> None:
-        """Draw the stored heatmaps of some tracked samples."""
         memory, log = self.memory, self.config.log
         if not isinstance(memory, RunMemory) or not memory.store.spec.history_samples:
             return
@@ -343,7 +340,6 @@ class Trainer:
         self.stopping = True
 
     def close(self) -> None:
-        """Close the store and the trackers."""
         self.workers.close()
         if self.validation is not None:
             self.validation.close()

@@ -6,27 +6,7 @@ These names are the public surface of the store. Modules outside this folder imp
 from bigscl.store.backends.backend import Backend, LocalBackend, check_creates_once, open_backend
 from bigscl.store.backends.schemes import SCHEMES, STORE_SCHEMES, StorageOptions
 from bigscl.store.backends.streams import ObjectReader, list_objects
-from bigscl.store.commit.create import read_spec, spec_for
-from bigscl.store.commit.lease import (
-    LEASE_PATIENCE_SECONDS,
-    Holder,
-    break_lease,
-    is_dead,
-    process_start,
-    read_holder,
-)
-from bigscl.store.commit.snapshots import (
-    Snapshot,
-    SnapshotLog,
-    Version,
-    by_version,
-    snapshot_bytes,
-    versions_of,
-)
-from bigscl.store.epoch.prefetch import Prefetcher
-from bigscl.store.epoch.shard_cache import ShardCache, update
-from bigscl.store.epoch.threads import PASS_THREADS, in_order
-from bigscl.store.epoch.writeback import Writeback
+from bigscl.store.create import read_spec, spec_for
 from bigscl.store.errors import BadFile, ChunkCorrupt, IndexMismatch, NotAStore, StoreError
 from bigscl.store.format.annotations import (
     Annotations,
@@ -61,5 +41,17 @@ from bigscl.store.format.spec import (
     StoreSpec,
 )
 from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.lease import (
+    LEASE_PATIENCE_SECONDS,
+    Holder,
+    break_lease,
+    is_dead,
+    process_start,
+    read_holder,
+)
 from bigscl.store.reader import InitialValues, Problem, bytes_by_array, verify
+from bigscl.store.shard_cache import ShardCache, update
+from bigscl.store.snapshots import Snapshot, SnapshotLog, Version, by_version, snapshot_bytes, versions_of
+from bigscl.store.threads import PASS_THREADS, in_order
+from bigscl.store.transfers import Prefetcher, Writeback
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero

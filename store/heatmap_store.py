@@ -13,7 +13,7 @@ import numpy as np
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend, open_backend
 from bigscl.store.backends.schemes import StorageOptions
-from bigscl.store.commit.create import (
+from bigscl.store.create import (
     FIRST_GROUP,
     check_fingerprint,
     create_store,
@@ -25,8 +25,16 @@ from bigscl.store.commit.create import (
     spec_for,
     write_metadata,
 )
-from bigscl.store.commit.lease import Lease
-from bigscl.store.commit.snapshots import (
+from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
+from bigscl.store.format import history
+from bigscl.store.format.annotations import Annotations, Answered, answered_shard, with_answers
+from bigscl.store.format.layout import check_top, compact_rows, compacted_group, free_slot
+from bigscl.store.format.quantize import as_stored
+from bigscl.store.format.spec import Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.format.zarr_group import ArrayGroup, describe_group, described
+from bigscl.store.lease import Lease
+from bigscl.store.reader import StoreReader
+from bigscl.store.snapshots import (
     Snapshot,
     SnapshotLog,
     Written,
@@ -37,15 +45,7 @@ from bigscl.store.commit.snapshots import (
     versions_of,
     with_versions,
 )
-from bigscl.store.epoch.threads import POLL_SECONDS, Check, in_order, nothing
-from bigscl.store.errors import NoFreeSlot, ReadOnly, StorageFailed, StoreError
-from bigscl.store.format import history
-from bigscl.store.format.annotations import Annotations, Answered, answered_shard, with_answers
-from bigscl.store.format.layout import check_top, compact_rows, compacted_group, free_slot
-from bigscl.store.format.quantize import as_stored
-from bigscl.store.format.spec import Codec, GroupSpec, Rows, StoreSpec
-from bigscl.store.format.zarr_group import ArrayGroup, describe_group, described
-from bigscl.store.reader import StoreReader
+from bigscl.store.threads import POLL_SECONDS, Check, in_order, nothing
 from bigscl.store.transport import SingleProcess, Transport, on_rank_zero
 
 StorePath = str | os.PathLike[str]

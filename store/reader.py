@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend
-from bigscl.store.commit.snapshots import Snapshot, SnapshotLog, Written
-from bigscl.store.epoch.threads import Check, in_order
 from bigscl.store.errors import BadFile, ChunkCorrupt, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import ATTRIBUTE, Annotations, Answered, with_answers
@@ -21,6 +19,8 @@ from bigscl.store.format.array_types import ARRAYS, Domain
 from bigscl.store.format.layout import initial_shard, split_by_shard
 from bigscl.store.format.spec import Array, GroupSpec, Ranked, Rows, StoreSpec
 from bigscl.store.format.zarr_group import ArrayGroup
+from bigscl.store.snapshots import Snapshot, SnapshotLog, Written
+from bigscl.store.threads import Check, in_order
 
 SCORES = ("scores", "score_classes", "score_floor")
 """The arrays that have the scores; the first alone where all classes are kept."""
@@ -116,20 +116,16 @@ class StoreReader:
 
     @property
     def group(self) -> GroupSpec:
-        """How the memory is laid out at this snapshot."""
         return self._arrays.spec
 
     @property
     def arrays(self) -> ArrayGroup:
-        """The array group of this snapshot."""
         return self._arrays
 
     def snapshots(self) -> list[Snapshot]:
-        """All retained snapshots, oldest first."""
         return list(self._log.read_all().values())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes on the storage by array, as `bytes_by_array`."""
         return bytes_by_array(self.backend.sizes(""))
 
     def load_shard(self, shard: int, check: Check | None = None) -> Rows:

@@ -39,20 +39,16 @@ class SingleProcess:
     world_size = 1
 
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """The only payload."""
         return [payload]
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """The payload itself."""
         assert payload is not None
         return payload
 
     def sum_counts(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The counts themselves."""
         return counts
 
     def exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """The only payload."""
         return list(payloads)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def make_batch(ids, images, labels, **others) -> Batch:
 
 def make_shards(folder: Path, train: int, samples_per_shard: int, val: int = 1) -> Path:
     """A folder of indexed scenes of digits."""
-    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0, samples_per_shard)
+    drawn = scenes({"single": 1, "train": train, "val": val, "test": 1}, 0)
+    drawn = replace(drawn, samples_per_shard=samples_per_shard)
     for _ in write(drawn, folder):
         pass
     for part in ("train", "val"):

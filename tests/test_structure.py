@@ -70,7 +70,7 @@ LAYERS = (
     ("bigscl/selection",),
     ("bigscl/memory",),
     ("bigscl/training", "bigscl/__init__"),
-    ("bigscl/evaluation", "bigscl/evaluation/plots", "bigscl/examples", "bigscl/preflight"),
+    ("bigscl/evaluation", "bigscl/examples", "bigscl/preflight"),
     ("bigscl",),
     ("bigscl/preflight/rehearsal",),
     ("tools/shared",),
@@ -162,7 +162,7 @@ WITHOUT_TORCH = (
     "bigscl.store",
     "bigscl.config",
     "bigscl.data.read_samples",
-    "bigscl.evaluation.plots.sample_plots",
+    "bigscl.evaluation.sample_plots",
     *(f"bigscl.tools.verbs.{verb}" for verb in ("export", "index", "shards")),
 )
 

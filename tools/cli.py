@@ -40,7 +40,6 @@ class Verbs(typer.core.TyperGroup):
         super().format_help(ctx, formatter)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

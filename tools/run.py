@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.data.read_samples import read_image_heads
-from bigscl.evaluation.plots.sample_plots import DPI, figure_of, heatmap_of, over_image
+from bigscl.evaluation.sample_plots import DPI, SampleImages, figure_of, heatmap_of, over_image, side_by_side
 from bigscl.tools.shared.find_samples import find_class, find_samples
 from bigscl.tools.shared.image_files import ImageFiles, listed_images
 from bigscl.tools.shared.label_table import find_labels
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags, run_folder, trust_at, with_snapshot
-from bigscl.tools.shared.sample_pictures import SampleImages, side_by_side
 from bigscl.tools.shared.shard_passes import expected_at, to_float32
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.score_index import ABSENT, ANNOTATED, EXPECTED, PRESENT, Order, Query, listed
@@ -104,16 +103,15 @@ class Run:
 
     @cached_property
     def _open_run(self) -> OpenRun:
-        return OpenRun(self._place, Places(source=self._source, storage=StorageFlags(), cache=None))
+        return OpenRun(self._place, Places(source=self._source, storage=StorageFlags()))
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes by number."""
         return self._opened.data.index.class_names
 
     def metrics(self) -> Any:
         """Return a DataFrame with a row for each epoch, and columns such as `train/loss` and `val/map`."""
-        from bigscl.evaluation.plots.run_plots import read_curves
+        from bigscl.evaluation.run_plots import read_curves
 
         if self.folder is None or not (self.folder / "metrics.jsonl").is_file():
             raise UserError(
@@ -195,8 +193,11 @@ class Run:
         run = self._opened
         store, data = run.store, run.data
         ids = find_samples([str(key)], store.spec, data.index)
-        images = SampleImages(store, data, ids, None if data.index.full is not None else expected_at(store))
-        return Picture(figure_of(side_by_side([store], images, data, ids, heatmaps)))
+        selected = None
+        if data.index.full is None:
+            selected = expected_at(store).expected(store.read(ids).ranked_by(), ids)
+        images = SampleImages(data.index, ids, data.annotated(ids), selected)
+        return Picture(figure_of(side_by_side([store], images, ids, heatmaps)))
 
 
 def _trust(run: OpenRun) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,10 @@ def free_bytes(place: str) -> int | None:
     return None if "://" in place else shutil.disk_usage(existing_folder(Path(place))).free
 
 
+def machine_ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file with one JSON object per line; skip lines that a crash left incomplete."""
     if not path.exists():
@@ -247,6 +251,7 @@ def load_pyarrow(path: object, instead: str) -> tuple[Any, Any]:
         raise UserError(f"{path}: needs pyarrow: pip install pyarrow; or use {instead}") from None
 
 
+LONGEST_NUMBER = 9
 Row = Mapping[str, Any]
 CheckColumns = Callable[[list[str]], object]
 """Raises UserError if a file lacks columns; called with those of the file, or of each line of JSON."""
@@ -310,3 +315,27 @@ def read_class_names(path: Path) -> list[str]:
     if not names or len(set(names)) < len(names) or not all(names):
         raise UserError(f"{path}: expected a different name on each line, found {len(names)} lines")
     return names
+
+
+class ClassNumbers:
+    """Numbers of classes, which files give by name or number; a name comes first."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._numbers
+
+    def of(self, label: Any, where: str) -> int:
+        """Return the number of a class; BadFile, with where it was, if there is none."""
+        text = "" if isinstance(label, bool) or not isinstance(label, str | int) else str(label)
+        if text in self._numbers:
+            return self._numbers[text]
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= LONGEST_NUMBER else -1
+        if not 0 <= number < len(self._names):
+            raise BadFile(
+                f"{printable(where)}: unknown class {label!r:.60}, expected one of {len(self._names)} names, "
+                f"as {self._names[0]!r}, or a number of 0 to {len(self._names) - 1}"
+            )
+        return number

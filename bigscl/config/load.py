@@ -18,7 +18,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from bigscl.common.text import first_few, printable, reason_of
 from bigscl.common.url_secrets import hide, take, take_all
 from bigscl.common.user_error import UserError
-from bigscl.config.mixing import Mixing
 from bigscl.config.schema import (
     Config,
     DataConfig,
@@ -28,6 +27,7 @@ from bigscl.config.schema import (
     StoreConfig,
     Tracker,
 )
+from bigscl.data.augmentation import Mixing
 from bigscl.data.transforms import shorter_side
 from bigscl.losses.objective import BASES, Base, Consistency, Norm, Objective, Ramp
 from bigscl.store import STORE_SCHEMES
@@ -434,15 +434,16 @@ def changed_settings(before: Path, config: Config) -> list[str]:
     # With the defaults of settings that an earlier revision did not have; a wrong one is compared as it is.
     with suppress(ConfigError):
         values = yaml.safe_load(to_yaml(make_config(values, str(before))))
-    old = dict(_flat(values))
-    new = dict(_flat(yaml.safe_load(to_yaml(config))))
+    old = dict(flat_settings(values))
+    new = dict(flat_settings(yaml.safe_load(to_yaml(config))))
     return [f"{name}: {new.get(name)}" for name in {**new, **old} if new.get(name) != old.get(name)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) of every setting in nested sections."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -110,7 +110,6 @@ class EpochPlan:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole epoch."""
         return -(-self.whole.num_steps // self.accumulate)
 
     @property

@@ -10,9 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from bigscl.common.bounds import Count, CountOrZero, NonNegative, Positive, Share
-from bigscl.config.mixing import Mixing
 from bigscl.config.schedule import Schedule
-from bigscl.data.color import ColorJitter, RandomColors
+from bigscl.data.augmentation import ColorJitter, Mixing, RandomColors
 from bigscl.data.crops import RandomCrop, RandomErasing
 from bigscl.data.labels.training_labels import GivenConfig
 from bigscl.data.transforms import (
@@ -352,7 +351,6 @@ class Config:
 
     @property
     def keep_checkpoints(self) -> int:
-        """Number of checkpoints to resume from."""
         return self.checkpoint.keep or max(1, self.store.slots - self.spare_slots)
 
     @property

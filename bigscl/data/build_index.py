@@ -3,17 +3,18 @@
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 import numpy as np
 
-from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import printable
-from bigscl.common.url_secrets import public
+from bigscl.common.url_secrets import environment, public, receive
 from bigscl.common.user_error import UserError
 from bigscl.data.index import UNKNOWN_BYTES, Index, sample_ids, with_fingerprint
 from bigscl.data.open_tar import Shard, Unreadable, open_shard
@@ -146,7 +147,6 @@ def scan_shard(url: str, *, num_classes: int | None, allow_pipe: bool, unlabelle
 
 
 def _oddities(sample: _Sample, image: Member) -> Iterator[str]:
-    """Yield problems of a sample that is kept."""
     boxes = json.loads(sample.contents.get("json", b"{}")).get("boxes", [])
     if not are_boxes(boxes):
         expected = "a list of [class, x0, y0, x1, y1]"
@@ -305,3 +305,27 @@ def _index(urls: list[str], scans: list[ShardScan], class_names: tuple[str, ...]
         fingerprint="",
     )
     return with_fingerprint(index)
+
+
+# Work on many items in processes of their own. Imports no torch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def map_in_processes(work: Callable[[T], R], items: Sequence[T], processes: int) -> Iterator[tuple[T, R]]:
+    """Yield (item, work(item)) when each is finished; with 0 processes in this process, in order."""
+    if processes == 0 or not items:
+        yield from ((item, work(item)) for item in items)
+        return
+    # Not forked: the caller may have threads (a progress bar has).
+    context, secrets = get_context("spawn"), (environment(),)
+    with ProcessPoolExecutor(
+        min(processes, len(items)), context, initializer=receive, initargs=secrets
+    ) as pool:
+        try:
+            waiting = {pool.submit(work, item): item for item in items}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -21,7 +21,10 @@ from bigscl.common.bounds import AreaRange, Positive, Range, Share
 from bigscl.common.user_error import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    from bigscl.common import torch_later as torch
 
 NUM_TRIES = 10
 
@@ -68,8 +71,6 @@ def view_flips(views: Tensor) -> Tensor:
 
 def stack_rows(row_type: type[ViewRow] | type[Box], rows: Iterable[tuple[float, ...]]) -> Tensor:
     """Return rows as float32 [B,number of fields]."""
-    import torch
-
     return torch.tensor(list(rows), dtype=torch.float32).reshape(-1, len(row_type._fields))
 
 
@@ -80,8 +81,6 @@ def check_rows(
     count: int,
 ) -> Tensor:
     """Return views or erased boxes as float32 [B,number of fields]; UserError if they are none."""
-    import torch
-
     rows = torch.as_tensor(boxes, dtype=torch.float32)
     shape = [count, len(row_type._fields)]
     if count == 0 and rows.numel() == 0:

@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self.streams)
 
     @property

@@ -77,17 +77,14 @@ class Index:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names of the shards without their common folder."""
         return short_names(self.urls)
 
     @property
     def num_classes(self) -> int:
-        """L, the number of classes."""
         return len(self.class_names)
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of all shards."""
         return int(self.shard_sizes.sum())
 
     @property
@@ -96,7 +93,6 @@ class Index:
         return len(self.keys) // len(self.urls)
 
     def ids(self) -> NDArray[np.int64]:
-        """Return all sample ids, ascending."""
         return sample_ids(self.shard_sizes)
 
     def key(self, sample_id: int) -> str:

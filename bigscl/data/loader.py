@@ -70,7 +70,6 @@ class Batch:
         return len(self.ids)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Return the batch with its tensors on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
@@ -83,13 +82,11 @@ class Batch:
         return replace(self, **changed)
 
 
-def normalize(
-    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
-) -> Tensor:
+def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """Return `(images / 255 - mean) / std` per channel, on the images' device and in their memory format."""
     # One multiplication and one addition per pixel.
     factor, offset = _factor_and_offset(tuple(mean), tuple(std), images.device)
-    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None]).to(dtype)
+    return images.to(torch.float32).mul_(factor[:, None, None]).add_(offset[:, None, None])
 
 
 @cache
@@ -348,13 +345,11 @@ class Batches(IterableDataset[Batch | SlotBatch]):
             yield in_slot or self._batch(samples, work.transform)
 
     def _samples(self, work: Work) -> Iterator[list[tuple[int, Encoded]]]:
-        """Yield the encoded samples of each batch."""
         encoded = encoded_images(self._index, work.stream)
         for length in batch_lengths(len(work.stream.ids), work.batch_size):
             yield [next(encoded) for _ in range(length)]
 
     def _fill(self, number: int, samples: list[tuple[int, Encoded]], transform: Transform) -> SlotBatch:
-        """Make a batch in a slot."""
         assert self.slots is not None
         images, labels = self.slots.layout.cut(self.slots.slot(number))
         batch = self._batch(samples, transform, images)

@@ -76,7 +76,6 @@ class LocalShard:
         return data
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -109,7 +108,6 @@ class StreamedShard:
         raise Unreadable(f"the tar breaks off inside {size} bytes from {offset}: {reason}")
 
     def close(self) -> None:
-        """Close the stream, and what feeds it."""
         if self._stream is not None:
             self._stream.close()
         self._stream = None

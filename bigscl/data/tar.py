@@ -169,7 +169,6 @@ def _entries(shard: Shard, on_damage: Callable[[str], None] | None) -> Iterator[
 
 
 def _following(info: tarfile.TarInfo) -> int:
-    """Bytes between the header and the next one."""
     # Links and folders may state a size, but no bytes follow.
     follow = 0 if info.type in (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE) else info.size
     return -(-follow // BLOCK) * BLOCK

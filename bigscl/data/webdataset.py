@@ -37,7 +37,6 @@ class SampleIds:
         self._places: OrderedDict[int, dict[bytes, int]] = OrderedDict()
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sample with its id."""
         for name in ("__url__", "__key__"):
             if not isinstance(sample.get(name), str):
                 raise UserError(

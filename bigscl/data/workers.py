@@ -178,7 +178,6 @@ class SlotLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a slot, whole pages."""
         return -(-self.rows * (3 * self.size**2 + self.num_classes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def cut(self, slot: NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,13 +29,7 @@ class FlatLabels:
 
 
 def folder(
-    source: Path,
-    *,
-    splits: list[str],
-    flat: FlatLabels | None,
-    resize: int | None,
-    seed: int,
-    samples_per_shard: int,
+    source: Path, *, splits: list[str], flat: FlatLabels | None, resize: int | None, seed: int
 ) -> Shards:
     """Return the shards of `source`/<split>/<class>/<image>, or of `source`/<class>/<image> as part `train`.
 
@@ -61,7 +55,6 @@ def folder(
             split: _part(split, path, classes, flat, short, seed, source) for split, path in wanted.items()
         },
         settings={"resize": resize, "seed": seed},
-        samples_per_shard=samples_per_shard,
     )
 
 

@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from bigscl.common.files import BadFile, parse_errors
@@ -21,6 +22,7 @@ from bigscl.common.user_error import UserError
 from bigscl.datasets.writer import ImageFile, MultiLabel, Resize, Sample, Shards, key_of
 
 SEED = 1200
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order, the split and the labels.")]
 VALIDATION_SHARE = 0.2
 Box = tuple[int, float, float, float, float]
 
@@ -39,13 +41,19 @@ class BoxedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """How a dataset is written: the labels of each image that training sees, its size, the size of shards."""
+    """Which labels of a multi-label dataset training may see, and how its images are stored."""
 
-    num_positives: int = 1
-    num_negatives: int = 0
-    seed: int = SEED
-    resize: int | None = None
-    samples_per_shard: int = 1000
+    num_positives: Annotated[
+        int, typer.Option("--positives", min=1, max=10**7, help="Number of positive labels kept per image.")
+    ] = 1
+    num_negatives: Annotated[
+        int, typer.Option("--negatives", min=0, max=10**7, help="Number of negative labels kept per image.")
+    ] = 0
+    seed: Seed = SEED
+    resize: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Resize images to this square. Default: original bytes."),
+    ] = None
 
     def samples(self, images: Sequence[BoxedImage], num_classes: int) -> list[Sample]:
         """Return one sample per image of an official set, with all labels and the given ones."""
@@ -75,7 +83,6 @@ def multi_label_shards(
     """Return `train` and `val` from the official training set, and `test`, the official validation set."""
     samples = protocol.samples(official_train, len(classes))
     training, validation = split(len(samples), seed=protocol.seed)
-    settings = asdict(protocol)
     return Shards(
         kind=kind,
         classes=classes,
@@ -84,8 +91,7 @@ def multi_label_shards(
             "val": [samples[row] for row in validation],
             "test": protocol.samples(official_val, len(classes)),
         },
-        samples_per_shard=settings.pop("samples_per_shard"),
-        settings=settings,
+        settings=asdict(protocol),
     )
 
 

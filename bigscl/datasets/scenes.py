@@ -80,7 +80,7 @@ class Scene:
         return (picture.clip(0, 1) * 255).round().astype(np.uint8)
 
 
-def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
+def scenes(sizes: dict[str, int], seed: int) -> Shards:
     """Return `single` digits for pretraining; `train`, `val`, `test` scenes of 2-4 digits, one given."""
     sources = _split_sources(seed)
     parts = {}
@@ -92,7 +92,6 @@ def scenes(sizes: dict[str, int], seed: int, samples_per_shard: int) -> Shards:
         classes=[str(digit) for digit in range(10)],
         parts=parts,
         settings={"seed": seed, "sizes": sizes},
-        samples_per_shard=samples_per_shard,
     )
 
 

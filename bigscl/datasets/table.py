@@ -1,14 +1,14 @@
 """Tables of images and their labels: CSV, TSV, Parquet, JSON lines, and Hugging Face datasets."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bigscl.common.files import BadFile, Row, parse_errors, read_table
+from bigscl.common.files import LONGEST_NUMBER, BadFile, ClassNumbers, Row, parse_errors, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.url_secrets import public, take
 from bigscl.common.user_error import UserError
@@ -37,7 +37,6 @@ SPLIT_NAMES = ("split", "subset", "partition", "set", "fold")
 SPLITS = {"training": "train", "validation": "val", "valid": "val", "dev": "val", "testing": "test"}
 EDGES = ("x0", "y0", "x1", "y1")
 Edges = tuple[float, float, float, float]
-LONGEST_NUMBER = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,6 @@ class TableOptions:
     """Names by number. Default: the labels of the table, sorted, or its numbers."""
     resize: int | None = None
     seed: int = 0
-    samples_per_shard: int = 1000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +85,7 @@ def labelled_paths(
     """Return the training images of a table with their classes, in its order, and the classes' names."""
     images = list(_read(path, None, TableOptions()).get("train", {}).values())
     names = tuple(class_names or _class_names(images))
-    numbers = _Numbers(names)
+    numbers = ClassNumbers(names)
     return [
         (image.source, sorted({numbers.of(label, image.source) for label in image.labels}))
         for image in images
@@ -136,7 +134,7 @@ def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> S
     """Return the shards of labelled images. A part with one label for every image has plain `cls` labels."""
     everything = [image for part in parts.values() for image in part.values()]
     classes = options.class_names or _class_names(everything)
-    numbers = _Numbers(classes)
+    numbers = ClassNumbers(classes)
     if unknown := [split for split in options.full if split not in parts]:
         raise UserError(f"{origin}: no split '{printable(unknown[0])}', found {', '.join(parts)}")
     written = {
@@ -151,11 +149,10 @@ def _shards(kind: str, parts: Parts, options: TableOptions, origin: object) -> S
         classes=classes,
         parts=dict(sorted(written.items(), key=lambda part: part[0] != "train")),
         settings={"resize": options.resize, "seed": options.seed, "full": list(options.full)},
-        samples_per_shard=options.samples_per_shard,
     )
 
 
-def _samples(images: Sequence[LabelledImage], numbers: "_Numbers", full: bool) -> list[Sample]:
+def _samples(images: Sequence[LabelledImage], numbers: ClassNumbers, full: bool) -> list[Sample]:
     labels = [tuple(sorted({numbers.of(label, image.source) for label in image.labels})) for image in images]
     single = not full and all(len(own) == 1 for own in labels) and not any(image.boxes for image in images)
     return [
@@ -274,30 +271,13 @@ def _as_number(label: str | int) -> int | None:
 def _class_names(images: Iterable[LabelledImage]) -> tuple[str, ...]:
     """Return the names of the labels, sorted; of labels that are all numbers, every number up to the last."""
     labels = {label for image in images for label in image.labels}
+    if not labels:
+        raise UserError("no labels in any row. --label-column names the column that has them")
     numbers = [_as_number(label) for label in labels]
     known = [number for number in numbers if number is not None]
-    if labels and len(known) == len(labels):
+    if len(known) == len(labels):
         return tuple(str(number) for number in range(max(known) + 1))
     return tuple(sorted({str(label) for label in labels}))
-
-
-class _Numbers:
-    def __init__(self, names: Sequence[str]) -> None:
-        if not names:
-            raise UserError("no labels in any row. --label-column names the column that has them")
-        self._names = names
-        self._numbers: Mapping[str, int] = {name: number for number, name in enumerate(names)}
-
-    def of(self, label: str | int, source: str) -> int:
-        if str(label) in self._numbers:
-            return self._numbers[str(label)]
-        number = _as_number(label)
-        if number is None or not 0 <= number < len(self._names):
-            raise UserError(
-                f"{printable(source)}: unknown class {label!r:.60}, expected one of {len(self._names)} "
-                f"names, as {self._names[0]!r}, or a number of 0 to {len(self._names) - 1}"
-            )
-        return number
 
 
 # Hugging Face datasets

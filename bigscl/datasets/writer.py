@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 from PIL import Image
 
 from bigscl.common.files import BadFile, atomic_write, parse_errors, write_text
-from bigscl.common.process_pool import map_in_processes
 from bigscl.common.text import first_few
 from bigscl.common.user_error import UserError
+from bigscl.data.build_index import map_in_processes
 from bigscl.data.headers import check_header, check_pixels
 from bigscl.store import ObjectReader
 

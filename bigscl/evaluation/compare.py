@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
+from bigscl.evaluation.evaluate_options import Activation, Pooling
 from bigscl.evaluation.main_metrics import METRICS, draw_counts
-from bigscl.evaluation.predictions import Pooling, SavedPredictions
-from bigscl.evaluation.report import Activation, Report, make_report, score
+from bigscl.evaluation.predictions import SavedPredictions
+from bigscl.evaluation.report import Report, make_report, score
 from bigscl.evaluation.report_files import main_table, markdown_table, percent, plain, pooling_table
 
 COVERAGE = 95
@@ -167,7 +168,6 @@ def _changes(first: Report, report: Report, count: int) -> list[ClassChange]:
 
 
 def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Return the comparison for compare.json."""
     rows = [
         {
             "model": run.report.model,
@@ -182,7 +182,6 @@ def comparison_facts(compared: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def comparison_text(compared: Sequence[Comparison]) -> str:
-    """Return the tables of the comparison as Markdown."""
     first = compared[0]
     header = ["run", *(metric.title for metric in METRICS.values())]
     rows = [

@@ -1,6 +1,7 @@
 """The options of an evaluation, for `bigscl evaluate` and `python -m bigscl.evaluate`."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,9 +10,15 @@ import typer
 from bigscl.common.user_error import UserError
 
 Triple = tuple[float, float, float]
+Activation = Literal["sigmoid", "softmax"]
+"""Turns logits into scores; it affects the ranking of images within a class."""
+Pooling = Literal["plain", "map"]
+"""How the cells of a map become one logit: as the network does it, or by map pooling."""
 SEVERAL = ("--shards",)
 """Options that take several values: `--shards val-*.tar`, as the shell expands it."""
-_MODEL, _IMAGES, _REPORT = "The network, where no run names it", "Images", "Report"
+_model = partial(typer.Option, rich_help_panel="The network, where no run names it")
+_images = partial(typer.Option, rich_help_panel="Images")
+_report = partial(typer.Option, rich_help_panel="Report")
 _LIMITS = {"mean": (0.0, 1.0), "std": (1e-6, 100.0), "max_bad_share": (0.0, 1.0)}
 
 
@@ -40,125 +47,65 @@ class EvaluationOptions:
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a weights file.")
     ] = None
-    backbone: Annotated[
-        str | None,
-        typer.Option(help="resnet50, timm:<name>, or package.module:callable.", rich_help_panel=_MODEL),
-    ] = None
-    weights: Annotated[
-        str | None, typer.Option(help="Name of published weights, as IMAGENET1K_V1.", rich_help_panel=_MODEL)
-    ] = None
+    backbone: Annotated[str | None, _model(help="resnet50, timm:<name>, or package.module:callable.")] = None
+    weights: Annotated[str | None, _model(help="Name of published weights, as IMAGENET1K_V1.")] = None
     args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="YAML",
-            help="Keyword arguments of the network, as '{global_pool: avg}'.",
-            rich_help_panel=_MODEL,
-        ),
+        str | None, _model(metavar="YAML", help="Keyword arguments of the network, as '{global_pool: avg}'.")
     ] = None
-    name: Annotated[
-        str | None, typer.Option(help="Name of the network in the report.", rich_help_panel=_MODEL)
-    ] = None
-    shards: Annotated[
-        list[str] | None,
-        typer.Option(help="Tar shards. Default: the run's validation shards.", rich_help_panel=_IMAGES),
-    ] = None
-    index: Annotated[
-        Path | None,
-        typer.Option(help="Index of the shards, if it is not in their folder.", rich_help_panel=_IMAGES),
-    ] = None
+    name: Annotated[str | None, _model(help="Name of the network in the report.")] = None
+    shards: Annotated[list[str] | None, _images(help="Tar shards. Default: the run's validation shards.")] = (
+        None
+    )
+    index: Annotated[Path | None, _images(help="Index of the shards, if it is not in their folder.")] = None
     labels_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Full labels in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json.",
-            rich_help_panel=_IMAGES,
-        ),
+        _images(help="Full labels in place of those in the shards: .csv, .jsonl, .parquet, or ReaL's .json."),
     ] = None
-    size: Annotated[
-        int | None,
-        typer.Option(min=1, max=10_000, help="Side of the network's input.", rich_help_panel=_IMAGES),
-    ] = None
+    size: Annotated[int | None, _images(min=1, max=10_000, help="Side of the network's input.")] = None
     resize: Annotated[
-        Literal["square", "shorter"] | None,
-        typer.Option(help="Use the whole image, or its centre.", rich_help_panel=_IMAGES),
+        Literal["square", "shorter"] | None, _images(help="Use the whole image, or its centre.")
     ] = None
     shorter: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=10_000, help="Shorter side before the centre is cropped.", rich_help_panel=_IMAGES
-        ),
+        int | None, _images(min=1, max=10_000, help="Shorter side before the centre is cropped.")
     ] = None
     interpolation: Annotated[
-        Literal["bilinear", "bicubic"] | None,
-        typer.Option(help="How images are resized.", rich_help_panel=_IMAGES),
+        Literal["bilinear", "bicubic"] | None, _images(help="How images are resized.")
     ] = None
-    mean: Annotated[
-        Triple | None, typer.Option(help="Mean of red, green and blue, in 0 to 1.", rich_help_panel=_IMAGES)
-    ] = None
-    std: Annotated[
-        Triple | None,
-        typer.Option(help="Standard deviation of red, green and blue, in 0 to 1.", rich_help_panel=_IMAGES),
-    ] = None
+    mean: Annotated[Triple | None, _images(help="Mean of red, green and blue, in 0 to 1.")] = None
+    std: Annotated[Triple | None, _images(help="Standard deviation of red, green and blue, in 0 to 1.")] = (
+        None
+    )
     batch_size: Annotated[
-        int,
-        typer.Option(
-            min=1, max=100_000, help="Images that a loader worker sends at once.", rich_help_panel=_IMAGES
-        ),
+        int, _images(min=1, max=100_000, help="Images that a loader worker sends at once.")
     ] = 64
-    workers: Annotated[
-        int, typer.Option(min=0, max=1024, help="Loader workers of each process.", rich_help_panel=_IMAGES)
-    ] = 4
-    max_bad_share: Annotated[
-        float, typer.Option(help="Tolerated fraction of unreadable images.", rich_help_panel=_IMAGES)
-    ] = 0.01
-    allow_pipe: Annotated[
-        bool,
-        typer.Option("--allow-pipe", help="Run the commands of `pipe:` shards.", rich_help_panel=_IMAGES),
-    ] = False
+    workers: Annotated[int, _images(min=0, max=1024, help="Loader workers of each process.")] = 4
+    max_bad_share: Annotated[float, _images(help="Tolerated fraction of unreadable images.")] = 0.01
+    allow_pipe: Annotated[bool, _images("--allow-pipe", help="Run the commands of `pipe:` shards.")] = False
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Folder of the report. Default: `evaluation` in the run's folder.",
-            rich_help_panel=_REPORT,
-        ),
+        _report("--output", "-o", help="Folder of the report. Default: `evaluation` in the run's folder."),
     ] = None
-    real: Annotated[
-        Path | None,
-        typer.Option(help="real.json: score ImageNet-val by the ReaL labels.", rich_help_panel=_REPORT),
-    ] = None
+    real: Annotated[Path | None, _report(help="real.json: score ImageNet-val by the ReaL labels.")] = None
     reviewed: Annotated[
         Path | None,
-        typer.Option(
+        _report(
             "--multilabel",
             help="human_accuracy_v3.0.0.json: add multi-label accuracy on ImageNet-val by reviewed labels.",
-            rich_help_panel=_REPORT,
         ),
     ] = None
-    activation: Annotated[
-        Literal["sigmoid", "softmax"], typer.Option(help="How logits become scores.", rich_help_panel=_REPORT)
-    ] = "sigmoid"
+    activation: Annotated[Activation, _report(help="How logits become scores.")] = "sigmoid"
     pooling: Annotated[
-        Literal["plain", "map"],
-        typer.Option(
+        Pooling,
+        _report(
             help="The logits that the report is about: as the network pools, or map pooling, which finds "
-            "more small objects. The main figures of both are in it.",
-            rich_help_panel=_REPORT,
+            "more small objects. The main figures of both are in it."
         ),
     ] = "plain"
-    boxes: Annotated[
-        bool,
-        typer.Option("--boxes", help="Add the pointing game of the network's maps.", rich_help_panel=_REPORT),
-    ] = False
+    boxes: Annotated[bool, _report("--boxes", help="Add the pointing game of the network's maps.")] = False
     heatmaps: Annotated[
-        bool,
-        typer.Option(
-            "--heatmaps", help="Add the pointing game of the run's stored heatmaps.", rich_help_panel=_REPORT
-        ),
+        bool, _report("--heatmaps", help="Add the pointing game of the run's stored heatmaps.")
     ] = False
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object.", rich_help_panel=_REPORT)
-    ] = False
+    json: Annotated[bool, _report("--json", help="Print the report as one JSON object.")] = False
 
     def __post_init__(self) -> None:
         # Typer checks no ranges of tuples, and lets NaN pass.

@@ -54,7 +54,6 @@ class Objects:
     """[m]: the pair that each box belongs to, ascending."""
 
     def of(self, ids: NDArray[np.int64]) -> "Objects":
-        """Return the pairs of some images only."""
         kept = np.isin(self.ids, ids)
         boxes = kept[self.owners]
         return Objects(
@@ -65,13 +64,13 @@ class Objects:
         )
 
 
-def pointing(store: HeatmapStore, index: Index, ids: NDArray[np.int64] | None = None) -> dict[str, Pointing]:
-    """Return figures of the stored heatmaps of all or some images: `given`, `missing` and `all` pairs.
+def pointing(store: HeatmapStore, index: Index) -> dict[str, Pointing]:
+    """Return figures of the stored heatmaps of all images: `given`, `missing` and `all` pairs.
 
     Heat is what was seen since the start of the heatmaps. A class whose heatmap is not among an image's top
     classes has none there.
     """
-    objects = read_objects(index, index.ids() if ids is None else ids)
+    objects = read_objects(index, index.ids())
     trials = concatenate(
         _trials(_stored_heatmaps(store.read_without_initial_value(part), part, own), own)
         for part in _by_shard(np.unique(objects.ids), index.rows_per_shard)

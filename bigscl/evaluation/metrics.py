@@ -249,7 +249,6 @@ def _positives_by_class(scores: Tensor, targets: Tensor, least_width: int) -> tu
 
 
 def _sorted(rows: Tensor) -> Tensor:
-    """Return each row's values, ascending."""
     if rows.device.type != "cpu":
         return rows.sort(1).values
     # numpy sorts values alone, with vector instructions, in a third of torch's time.

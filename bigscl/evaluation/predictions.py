@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bigscl.common.files import BadFile, atomic_folder, parse_errors
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, true_labels
+from bigscl.evaluation.evaluate_options import Pooling
 from bigscl.evaluation.inference import Predictions
 from bigscl.evaluation.metrics import best_classes
 from bigscl.store import SEAL
@@ -26,10 +27,6 @@ NUMPY_FILE = "a numpy file of plain arrays"
 CHUNK_IMAGES = 4096
 FILE_NAME = "predictions.zarr"
 LARGEST = float(np.finfo(np.float16).max)
-Pooling = Literal["plain", "map"]
-"""How the cells of a map become one logit: as the network does it, or by map pooling."""
-
-
 ARRAYS: dict[str, Any] = {
     "ids": np.integer,
     "logits": np.floating,
@@ -66,7 +63,6 @@ class SavedPredictions:
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """The poolings whose logits were saved."""
         return ("plain",) if self.map_logits is None else ("plain", "map")
 
     def pooled(self, pooling: Pooling) -> "SavedPredictions":
@@ -94,7 +90,6 @@ class SavedPredictions:
             group.attrs[SEAL] = self.digest()
 
     def digest(self) -> str:
-        """Return the CRC-32 of all values."""
         crc = zlib.crc32(json.dumps([self.keys, self.class_names, self.about], sort_keys=True).encode())
         for name in ARRAYS:
             if (values := getattr(self, name)) is not None:

@@ -9,12 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from bigscl.common.user_error import UserError
 from bigscl.data.labels.real_labels import ReviewedImage, image_numbers, match_real_labels
+from bigscl.evaluation.evaluate_options import Activation, Pooling
 from bigscl.evaluation.main_metrics import METRICS, ScoredImages
 from bigscl.evaluation.metrics import (
     ClassFigures,
@@ -30,11 +31,10 @@ from bigscl.evaluation.metrics import (
     threshold_by_count,
     top_k_accuracy,
 )
-from bigscl.evaluation.predictions import Pooling, SavedPredictions
+from bigscl.evaluation.predictions import SavedPredictions
 
 THRESHOLD = 0.5
 AT_K = (1, 3, 5)
-Activation = Literal["sigmoid", "softmax"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ ORDINALS = ("1st", "2nd", "3rd", "4th")
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write report.json, report.md and scores.png into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_score_distribution(report.score_distribution, report.name, folder / "scores.png")
     write_text(folder / "report.json", json.dumps(to_json(report), indent=1) + "\n")
@@ -33,7 +32,6 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def to_markdown(report: Report) -> str:
-    """Return the report as Markdown; figures in percent."""
     parts = [
         f"# {report.headline}",
         _about(report),
@@ -54,7 +52,6 @@ def to_markdown(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the main figures for a terminal."""
     parts = [report.headline, main_table([report]), pooling_table([report])]
     parts += [_reviewed_line(report), _precision_table(report)]
     return "\n\n".join(filter(None, [*parts, *_localization(report)]))

@@ -4,13 +4,13 @@ A question is worth what its answer is expected to change in training (`worth`).
 that the answer corrects the labels: that an image shows an unlabelled class, or does not show a labelled one.
 `chances` estimates it from the stored scores and heatmaps and from the answers so far, and `next_questions`
 spreads the questions over classes and images. All are pure, and fast enough to be repeated after each answer.
-A `Shortlist` collects the pairs that can come up, from any number of images in one pass.
+`best_without_answers` are the pairs that can come up, of any number of images.
 
 Doubtful labels are found by the scores of past epochs (`score_history`, `suspicion`). A class that an image
 shows keeps a high score, epoch after epoch; one that it does not show only gets what the label has taught.
 """
 
-# Shapes: n images of a shard, N samples, L classes, k kept classes of an epoch, p pairs of image and class.
+# Shapes: N samples, L classes, k kept classes of an epoch, p pairs of image and class.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -21,11 +21,8 @@ from numpy.typing import NDArray
 
 from bigscl.store import Annotations
 
-By = Literal["queue", "chance", "score", "uncertainty", "random"]
-"""An order of questions: by their worth in training, by the chance that they correct a label, or what these
-are compared with."""
-FOLLOWING = ("queue", "chance")
-"""Orders that follow the answers."""
+By = Literal["queue", "chance"]
+"""An order of questions: by their worth in training, or by the chance that they correct a label."""
 Floats = NDArray[np.float32]
 TRUST, TRUST_LABELS = 8.0, 2.0
 """Number of answers about a class, and about labels, that weigh as much as the stored score."""
@@ -44,7 +41,6 @@ class Columns:
     __slots__ = ()
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Self:
-        """Return some of the pairs."""
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})  # type: ignore[arg-type]
 
     @classmethod
@@ -75,7 +71,6 @@ class Pairs(Columns):
 
     @staticmethod
     def none() -> "Pairs":
-        """Return no pairs."""
         return Pairs(
             ids=np.empty(0, np.int64),
             classes=np.empty(0, np.int64),
@@ -84,32 +79,6 @@ class Pairs(Columns):
             labelled=np.empty(0, bool),
             expected=np.empty(0, bool),
         )
-
-
-def pairs_of(
-    ids: NDArray[np.int64],
-    scores: NDArray[np.floating],
-    peaks: Floats | None,
-    known: NDArray[np.int8],
-    expected: NDArray[np.bool_],
-) -> Pairs:
-    """Return every pair of some images, in their order; those known to be absent are left out.
-
-    `scores` and `peaks`, the hottest cells of the heatmaps, are [n,L], and so is `expected`; `known` [n,L] is
-    1 for labelled classes, 0 where a class is known to be absent, and -1 elsewhere. Without heatmaps the
-    confidence is the score.
-    """
-    rows, classes = np.nonzero(known)
-    own = scores[rows, classes].astype(np.float32)
-    confidence = own if peaks is None else ((own + peaks[rows, classes]) / 2).astype(np.float32)
-    return Pairs(
-        ids=ids[rows],
-        classes=classes,
-        scores=own,
-        confidence=confidence,
-        labelled=known[rows, classes] == 1,
-        expected=expected[rows, classes],
-    )
 
 
 def chances(pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -202,59 +171,23 @@ def best_of_each_class(pairs: Pairs, values: NDArray[np.float64], most: int) -> 
     return np.sort(order[turns < most])
 
 
-class Shortlist:
-    """The pairs of highest value of each class, unlabelled and labelled apart, from any number of images."""
-
-    def __init__(self, per_class: int) -> None:
-        self._per_class = per_class
-        self.pairs, self.values = Pairs.none(), np.empty(0)
-
-    def add(self, pairs: Pairs, values: NDArray[np.float64]) -> None:
-        """Consider more pairs; ties are kept in the order in which they come."""
-        merged = Pairs.concatenate([self.pairs, pairs])
-        values = np.concatenate([self.values, values])
-        kept = best_of_each_class(merged, values, self._per_class)
-        self.pairs, self.values = merged.take(kept), values[kept]
-
-
-def first_values(pairs: Pairs, by: By, seed: int = 0) -> NDArray[np.float64]:
-    """Return [p]: the values that rank pairs before any answer, in one of the orders.
-
-    Labelled pairs come last in all orders but those that follow the answers: the others are about missing
-    labels.
-    """
-    if by in FOLLOWING:
-        return _following_values(pairs, by, chances(pairs, Pairs.none(), np.empty(0, bool)))
-    values = pairs.scores.astype(np.float64)
-    if by == "uncertainty":
-        values = 1 - abs(values - 0.5)
-    elif by == "random":
-        key = np.array([seed, int(pairs.ids[0]) if len(pairs) else 0], np.uint64)
-        values = np.random.Generator(np.random.Philox(key=key)).random(len(pairs))
-    return np.where(pairs.labelled, values - 2, values)
-
-
-def _following_values(pairs: Pairs, by: By, chance: NDArray[np.float64]) -> NDArray[np.float64]:
+def value_of(pairs: Pairs, by: By, chance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [p]: the values that rank pairs, by how likely their answers correct the labels."""
     return worth(pairs, chance) if by == "queue" else chance
 
 
 def next_questions(
-    pairs: Pairs,
-    answered: Pairs,
-    yes: NDArray[np.bool_],
-    *,
-    most: int,
-    by: By = "queue",
-    first: NDArray[np.float64] | None = None,
+    pairs: Pairs, answered: Pairs, yes: NDArray[np.bool_], *, most: int, by: By = "queue"
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the positions of the next pairs to ask about, the most valuable first, and all chances [p].
-
-    `first` are the first values of the pairs, needed by orders that do not follow the answers.
-    """
+    """Return the positions of the next pairs to ask about, the most valuable first, and all chances [p]."""
     likely = chances(pairs, answered, yes)
-    if first is None or by in FOLLOWING:
-        return rank(_following_values(pairs, by, likely), pairs, answered, most=most), likely
-    return np.argsort(-first, kind="stable")[:most], likely
+    return rank(value_of(pairs, by, likely), pairs, answered, most=most), likely
+
+
+def best_without_answers(pairs: Pairs, by: By, most: int) -> NDArray[np.int64]:
+    """Return the positions of the pairs that can come up before any answer, see `best_of_each_class`."""
+    chance = chances(pairs, Pairs.none(), np.empty(0, bool))
+    return best_of_each_class(pairs, value_of(pairs, by, chance), most)
 
 
 # Doubtful labels

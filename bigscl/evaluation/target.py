@@ -11,7 +11,7 @@ from bigscl.config import Config, load_config, parse_yaml
 from bigscl.data.transforms import MEAN, STD, EvaluationTransform
 from bigscl.evaluation.evaluate_options import EvaluationOptions
 from bigscl.models.families import NoPreprocessing, create_network, find_preprocessing
-from bigscl.models.families.weights import is_file, load_state, read_state
+from bigscl.models.families.base import is_file, load_state, read_state
 from bigscl.models.head import find_head
 from bigscl.models.spatial import SpatialClassifier
 
@@ -39,7 +39,6 @@ class EvaluationTarget:
     """The config of the run it comes from."""
 
     def describe_preprocessing(self) -> str:
-        """Return how images are prepared, in a line."""
         how, side = self.transform, self.transform.size
         area = (
             f"the whole image as {side} x {side}"

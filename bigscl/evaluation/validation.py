@@ -8,7 +8,7 @@ any number of ranks.
 # Shapes: N images of all ranks, n of this rank, L classes, l of them of a rank, P poolings.
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bigscl.config import Config, ValidationConfig
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import Index, most_positives, true_labels
-from bigscl.data.loader import BadSamples, Batch, Loader, LoaderWorkers
+from bigscl.data.loader import BadSamples, Loader, LoaderWorkers
 from bigscl.distributed.ranks import Ranks
 from bigscl.evaluation.inference import (
     Arrays,
@@ -31,6 +31,7 @@ from bigscl.evaluation.inference import (
 from bigscl.evaluation.metrics import average_precision, best_classes, mean_ap, top_k_counts
 from bigscl.memory.memory import ShowWork
 from bigscl.models.spatial import SpatialClassifier
+from bigscl.selection.ranking import counted
 
 MAP_POOLED = "_with_map_pooling"
 """Ends the names of metrics of map pooling."""
@@ -75,13 +76,11 @@ class Validation:
         return received
 
     def close(self) -> None:
-        """End the loader workers."""
         self._workers.close()
 
     def _predictions(self, model: SpatialClassifier, show: Callable[[int], None]) -> Arrays:
-        """Return ids and logits of this rank's images."""
         data = self._config.data
-        batches = _counted(self._loader(), show)
+        batches = counted(self._loader(), show)
         return concatenate(predict_batches(model, batches, self._device, mean=data.mean, std=data.std))
 
     def _loader(self) -> Loader:
@@ -99,13 +98,6 @@ class Validation:
 def best_metric(metrics: dict[str, float], config: ValidationConfig) -> float:
     """Return the metric that decides which epoch is the best."""
     return metrics[config.metric + (MAP_POOLED if config.pooling == "map" else "")]
-
-
-def _counted(batches: Iterable[Batch], show: Callable[[int], None]) -> Iterator[Batch]:
-    """Yield the batches; show how many are done when the next one is asked for."""
-    for done, batch in enumerate(batches):
-        show(done)
-        yield batch
 
 
 # Metrics of the logits that the ranks have: each step takes what a rank has, so that one process can be any

@@ -1,5 +1,6 @@
 """A small dataset for the examples: scenes of handwritten digits in indexed shards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from bigscl.data.build_index import scan
@@ -14,7 +15,7 @@ SIDE = 48
 
 def scene_shards(folder: Path) -> Index:
     """Return the index of 100 scenes in shards of 16, which one rank makes if there is none."""
-    drawn = scenes(SIZES, 0, samples_per_shard=16)
+    drawn = replace(scenes(SIZES, 0), samples_per_shard=16)
     tars = [str(folder / name) for name in drawn.names("train")]
     if not default_path(tars).exists():
         for _ in write(drawn, folder):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bigscl.distributed.ranks import Ranks
+else:
+    from bigscl.common import torch_later as torch
 
 SHIFT = 5
 ONE = int(np.float16(1).view(np.uint16))
@@ -46,8 +48,6 @@ class ClassHistograms:
     file = "histograms.pt"
 
     def __init__(self, num_classes: int, device: torch.device, *, is_first: bool = True) -> None:
-        import torch
-
         self._shape = (3, num_classes, NUM_BINS)
         self._is_first = is_first
         self._epoch: int | None = None
@@ -59,8 +59,6 @@ class ClassHistograms:
 
     def inputs(self, ids: Tensor, epoch: int, device: torch.device) -> dict[str, Tensor]:
         """Return what the loss takes from the histograms, which is the same in the whole epoch."""
-        import torch
-
         if epoch != self._epoch:
             arrays = self.epoch_inputs(epoch)
             self._inputs = {name: torch.as_tensor(array).to(device) for name, array in arrays.items()}
@@ -73,8 +71,6 @@ class ClassHistograms:
 
     def add(self, values: Tensor, labels: Tensor) -> None:
         """Count values [B,L] in 0 to 1 of labels int8 [B,L]."""
-        import torch
-
         with torch.no_grad():
             bins = values.detach().half().view(torch.int16).long() >> SHIFT
             classes = torch.arange(values.shape[1], device=values.device)
@@ -84,8 +80,6 @@ class ClassHistograms:
 
     def share(self, ranks: Ranks, *, ends_epoch: bool) -> None:
         """Give rank 0 the counts of all ranks; at the end of an epoch they are complete, on every rank."""
-        import torch
-
         parts = ranks.gather(self.current.cpu().numpy().tobytes())
         total = None if parts is None else sum(np.frombuffer(part, np.int64) for part in parts)
         self.current.zero_()
@@ -97,8 +91,6 @@ class ClassHistograms:
 
     def state(self) -> dict[str, Tensor]:
         """Return the counts, on rank 0 after `share`."""
-        import torch
-
         return {"current": self.current.cpu(), "complete": torch.from_numpy(self.complete)}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -226,8 +218,6 @@ def crisp(
 
 def _class_means(inputs: LossInputs | None, batch: GlobalBatch, _: Crisp) -> dict[str, Any]:
     """Return the mean prediction of each class over the global batch [L]."""
-    import torch
-
     if inputs is None:
         sums = torch.zeros(batch.num_classes, device=batch.device)
     else:

@@ -10,7 +10,10 @@ from bigscl.common.bounds import Share
 from bigscl.losses.registry import Setting, base_loss
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    from bigscl.common import torch_later as torch
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -40,9 +43,7 @@ def negatives(logits: Tensor, weight: Tensor) -> Tensor:
 
 def log_f(logits: Tensor) -> Tensor:
     """Return log f, and log(1 - f) for negated logits, in at least float32; it is finite where f is 0."""
-    import torch.nn.functional as F
-
-    return F.logsigmoid(at_least_float32(logits))
+    return torch.nn.functional.logsigmoid(at_least_float32(logits))
 
 
 def power(logits: Tensor, exponent: float) -> Tensor:

@@ -20,6 +20,8 @@ from bigscl.losses.state import RunFacts, SampleRows, TrainedBatch, check_bytes
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    from bigscl.common import torch_later as torch
 
 Scheme = Literal["reject", "correct"]
 
@@ -129,8 +131,6 @@ def global_threshold(inputs: LossInputs | None, batch: GlobalBatch, rate: float)
     Each rank sends its largest logits, at most as many as there can be large ones: at the rates in use
     a few per cent of a batch's logits.
     """
-    import torch
-
     num = num_large(batch.num_samples * batch.num_classes, rate)
     if num == 0 or batch.world_size == 1:
         return {}
@@ -152,8 +152,6 @@ class LabelCorrections(SampleRows):
     file = "corrections.pt"
 
     def __init__(self, num_rows: int, num_classes: int, settings: LargeLoss = LargeLoss()) -> None:
-        import torch
-
         num_bytes = -(-num_classes // 8)
         sum_of = f"a bit for each of {num_rows:,} images x {num_classes:,} classes"
         check_bytes("ll_cp", num_rows * num_bytes, sum_of)
@@ -185,22 +183,17 @@ class LabelCorrections(SampleRows):
 
 def pack(flags: Tensor) -> Tensor:
     """Return bool [B,L] as bits, uint8 [B, L/8 rounded up]."""
-    import torch
-
     padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8))
     bits = padded.reshape(len(flags), padded.shape[1] // 8, 8) << _shifts(flags.device)
     return bits.sum(2, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor, num_classes: int) -> Tensor:
-    """Return what `pack` was given."""
     flags = (bits[:, :, None] >> _shifts(bits.device)) & 1
     return flags.flatten(1)[:, :num_classes].bool()
 
 
 def _shifts(device: torch.device) -> Tensor:
-    import torch
-
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 

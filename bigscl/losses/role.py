@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bigscl.store import Annotations
+else:
+    from bigscl.common import torch_later as torch
 
 # As published: given positives start at 0.995, the rest between 0.4 and 0.6; ten times the network's rate.
 GIVEN, LOW, HIGH = 0.995, 0.4, 0.6
@@ -88,8 +90,6 @@ def _both_mean_counts(inputs: LossInputs | None, batch: GlobalBatch, _: None) ->
 
 
 def _mean_counts(counted: list[Tensor | None], batch: GlobalBatch) -> dict[str, Any]:
-    import torch
-
     zero = torch.zeros((), device=batch.device)
     sums = [zero if logits is None else predicted_count(logits.detach()).sum() for logits in counted]
     return {"mean_counts": tuple(batch.sum(torch.stack(sums)) / max(batch.num_samples, 1))}
@@ -101,8 +101,6 @@ class LabelEstimator(SampleRows):
     file = "estimator.pt"
 
     def __init__(self, annotations: Annotations, seed: int) -> None:
-        import torch
-
         rows, classes = len(annotations.given), annotations.num_classes
         sum_of = f"3 x 4 bytes for each of {rows:,} images x {classes:,} classes"
         check_bytes("role", 3 * 4 * rows * classes, sum_of)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from bigscl.distributed.ranks import Ranks
     from bigscl.store import Annotations
+else:
+    from bigscl.common import torch_later as torch
 
 MAX_BYTES = 8 * 2**30
 
@@ -100,8 +102,6 @@ class SampleRows:
 
     def rows_of(self, name: str, ids: Tensor, device: torch.device) -> Tensor:
         """Return the rows of some samples, whose ids are on the host, on the device."""
-        import torch
-
         table = self.tables[name]
         shape = (len(ids), *table.shape[1:])
         rows = torch.empty(shape, dtype=table.dtype, pin_memory=device.type == "cuda")
@@ -126,8 +126,6 @@ class SampleRows:
 
     def share(self, ranks: Ranks, *, ends_epoch: bool = False) -> None:
         """Send the rows that each rank has updated to all ranks; all ranks call it together."""
-        import torch
-
         self._finish()
         rows = torch.tensor(sorted(self._updated), dtype=torch.int64)
         parts = ranks.gather(_packed([rows, *(table[rows] for table in self.tables.values())]))
@@ -157,15 +155,11 @@ def check_bytes(base: str, needed: int, sum_of: str) -> None:
 
 
 def _packed(tensors: Sequence[Tensor]) -> bytes:
-    import torch
-
     buffer = io.BytesIO()
     torch.save(list(tensors), buffer)
     return buffer.getvalue()
 
 
 def _unpacked(payload: bytes) -> list[Tensor]:
-    import torch
-
     tensors: list[Tensor] = torch.load(io.BytesIO(payload), weights_only=True)
     return tensors

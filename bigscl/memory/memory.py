@@ -201,7 +201,6 @@ class Memory(AbstractContextManager["Memory"]):
 
     @property
     def snapshot(self) -> int:
-        """The id of the store's current snapshot."""
         return self.store.snapshot.id
 
     # Which samples

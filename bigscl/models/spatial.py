@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from bigscl.common.user_error import UserError
 from bigscl.losses.cross_entropy import at_least_float32
 from bigscl.models.families import FAMILIES, create_network
-from bigscl.models.families.weights import is_file, load_state, read_state
+from bigscl.models.families.base import is_file, load_state, read_state
 from bigscl.models.head import Head, Tap, find_head
 
 logger = logging.getLogger(__name__)

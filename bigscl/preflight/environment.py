@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from bigscl.common.failures import exit_now
-from bigscl.common.files import free_bytes
+from bigscl.common.files import free_bytes, machine_ram_bytes
 from bigscl.common.text import size
-from bigscl.distributed.hardware import machine_ram_bytes, usable_precision
-from bigscl.distributed.network import address_of_ranks, choose_interface
-from bigscl.distributed.ranks import process_group
+from bigscl.distributed.ranks import address_of_ranks, choose_interface, process_group
 from bigscl.store import StorageOptions, StoreError, Transport, check_creates_once, open_backend
+from bigscl.training.accelerator import usable_precision
 
 NEEDED = ("bigscl", "torch", "torchvision", "accelerate", "zarr", "obstore", "numpy", "webdataset")
 OPTIONAL = {

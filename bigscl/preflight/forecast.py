@@ -275,7 +275,6 @@ def _shard_files(spec: StoreSpec, group: GroupSpec) -> int:
 
 
 def _small_bytes(config: Config, spec: StoreSpec, groups: list[GroupSpec]) -> int:
-    """Return the bytes of snapshots and zarr.json files."""
     arrays = max(len(stored_plans(spec, group)) for group in groups)
     snapshot = SNAPSHOT_BYTES + NUMBER_BYTES * (spec.num_shards * (1 + arrays) + 2 * spec.num_classes)
     retained = config.keep_checkpoints + 2

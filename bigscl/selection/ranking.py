@@ -51,11 +51,11 @@ Chunk = tuple[NDArray[np.int64], Ranked]
 Item = TypeVar("Item")
 
 
-def counted(chunks: Iterable[Item], show: Callable[[int], None]) -> Iterator[Item]:
-    """Yield the chunks; show how many are done when the next one is asked for."""
-    for done, chunk in enumerate(chunks):
+def counted(items: Iterable[Item], show: Callable[[int], None]) -> Iterator[Item]:
+    """Yield the items; show how many are done when the next one is asked for."""
+    for done, item in enumerate(items):
         show(done)
-        yield chunk
+        yield item
 
 
 def given_first(chunks: Iterable[Chunk], annotations: Annotations) -> Iterator[Chunk]:

@@ -18,6 +18,8 @@ from bigscl.store import KeptScores, Ranked, Transport, on_rank_zero
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    from bigscl.common import torch_later as torch
 
 ONE = int(np.float16(1).view(np.uint16))
 """The bits of the highest score."""
@@ -95,8 +97,6 @@ class Thresholds:
         return [] if self.approximate is None else list(np.flatnonzero(self.approximate).tolist())
 
     def to(self, device: torch.device | str) -> Thresholds:
-        import torch
-
         score, tie_id = torch.as_tensor(self.score).to(device), torch.as_tensor(self.tie_id).to(device)
         fewer = None if self.pseudo_positives is None else self.pseudo_positives.to(device)
         return replace(self, score=score, tie_id=tie_id, pseudo_positives=fewer)

@@ -13,14 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from accelerate import Accelerator
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from bigscl.common.files import append_lines, read_json_lines, write_text
 from bigscl.config import Config, to_yaml
+from bigscl.config.load import flat_settings
 from bigscl.distributed.ranks import Ranks
 from bigscl.losses.objective import Loss
 
@@ -84,7 +87,6 @@ class MetricsLog:
             write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line of metrics."""
         if not self._writes:
             return
         append_lines(self._path, [json.dumps({"kind": kind, "step": step, **values})])
@@ -97,13 +99,12 @@ class MetricsLog:
         """Send a picture to the trackers that take images."""
         if not self._writes:
             return
-        import matplotlib.image
-        import numpy as np
-
-        pixels = (matplotlib.image.imread(path)[..., :3] * 255).astype(np.uint8)
+        with Image.open(path) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
         for tracker in self._accelerator.trackers:
             if hasattr(tracker, "log_images"):
-                tracker.log_images({name: pixels[None]}, step=step, **_tensorboard_layout(tracker.name))
+                layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+                tracker.log_images({name: pixels[None]}, step=step, **layout)
 
     def progress(self, epoch: int, epochs: int, total: int, done: int) -> AbstractContextManager[Any]:
         """Return a progress bar over an epoch's steps on a terminal; elsewhere it shows nothing."""
@@ -115,7 +116,6 @@ class MetricsLog:
         return self._bar.progress
 
     def advance(self) -> None:
-        """Count one more step."""
         assert self._pace is not None
         self._pace.done += 1
         if self._pace.done == self._pace.total:
@@ -143,10 +143,6 @@ def _step_of(line: Mapping[str, Any]) -> float:
     """Return the step that a line of metrics belongs to; infinity if the line has none."""
     step = line.get("step")
     return step if isinstance(step, int) else math.inf
-
-
-def _tensorboard_layout(tracker: str) -> dict[str, str]:
-    return {"dataformats": "NHWC"} if tracker == "tensorboard" else {}
 
 
 class Meter:
@@ -206,11 +202,16 @@ def start_trackers(accelerator: Accelerator, config: Config, run_id: str, step: 
     """Start the trackers of a run that is new, or resumed at a step: then those that can continue theirs."""
     chosen, started = list(accelerator.log_with), []
     values = yaml.safe_load(to_yaml(config))
+    # Lists and None as texts.
+    flat = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flat_settings(values)
+    }
     for tracker in chosen:
         name = str(getattr(tracker, "value", tracker))
         # TensorBoard takes the project as a folder of the run, and shows settings as a run of their own.
         project = "tensorboard" if name == "tensorboard" else config.log.project
-        settings = dict(_flat_texts(values)) if name in FLAT else values
+        settings = flat if name in FLAT else values
         accelerator.log_with, accelerator.trackers = [tracker], []
         accelerator.init_trackers(
             project,
@@ -240,15 +241,6 @@ def tracker_options(tracker: str, config: Config, run_id: str, step: int) -> dic
             return {"experiment_name": name}
         case _:
             return {}
-
-
-def _flat_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every setting in nested sections; lists and None as texts."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat_texts(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 # Progress for people: a bar on a terminal, elsewhere lines with the same facts
@@ -298,7 +290,6 @@ class EpochBar:
         self.advance()
 
     def advance(self) -> None:
-        """Show the current step."""
         self.progress.update(self._task, completed=self._pace.done)
 
     def show(self, values: Mapping[str, float]) -> None:
@@ -325,7 +316,6 @@ def waits_in(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def largest_waits(values: Mapping[str, float]) -> str:
-    """Return the two largest waits as text."""
     waits = sorted(waits_in(values).items(), key=lambda wait: -wait[1])
     return " ".join(f"{name} {share:.0%}" for name, share in waits[:2])
 

@@ -32,7 +32,7 @@ from bigscl.store import (
     open_backend,
     seal_fault,
 )
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from bigscl.training.metrics_log import environment
 
 logger = logging.getLogger(__name__)

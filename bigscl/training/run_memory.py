@@ -9,11 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from bigscl.data.epoch_plan import Plan
 from bigscl.data.labels.training_labels import hidden_counts
-from bigscl.memory.lookup import Ids, MemoryBatch
 from bigscl.memory.memory import Memory, MemoryStart, ShowWork
 from bigscl.memory.open_memory import checked_settings
 from bigscl.memory.score_history import ScoreLog
@@ -66,7 +63,6 @@ class RunMemory(Memory):
 
     @property
     def layout(self) -> str:
-        """The layout of the heatmaps that are stored now."""
         return self.store.group.layout
 
     def _show_work(self, title: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
@@ -115,9 +111,6 @@ class NoMemory:
     def __init__(self) -> None:
         self._data_seconds = 0.0
 
-    def follow(self, plan: Plan) -> None:
-        """Do nothing."""
-
     def prefetch(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, None]]:
         """Yield each batch; nothing is stored of it."""
         self._data_seconds, asked = 0.0, time.perf_counter()
@@ -126,43 +119,16 @@ class NoMemory:
             yield batch, None
             asked = time.perf_counter()
 
-    def update(self, stored: MemoryBatch, *, logits: Tensor, maps: Tensor | None = None) -> None:
-        """Do nothing."""
-
-    def skip(self, ids: Ids) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
     @property
     def waits(self) -> dict[str, float]:
         """Seconds that the step waited in this epoch, by what it waited for."""
         return {"wait_data": self._data_seconds}
 
-    def end_epoch(self, *, step: int = 0, score_log: object = None) -> None:
-        """Do nothing."""
+    def _nothing(self, *_: object, **__: object) -> None:
+        """Do nothing: there is no store."""
 
-    def commit(self, *, step: int = 0) -> None:
-        """Do nothing."""
-
-    def drop_snapshots(self, keep: set[int]) -> None:
-        """Do nothing."""
-
-    def announce_drop(self, keep: set[int]) -> None:
-        """Do nothing."""
-
-    def drop_announced(self) -> None:
-        """Do nothing."""
-
-    def note_drop(self) -> None:
-        """Do nothing."""
-
-    def check_lease(self) -> None:
-        """Do nothing: without a store no other process can take it."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    follow = update = skip = flush = end_epoch = commit = close = check_lease = _nothing
+    drop_snapshots = announce_drop = drop_announced = note_drop = _nothing
 
 
 AnyMemory = RunMemory | NoMemory

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from bigscl.data.loader import Batch
 from bigscl.distributed.ranks import Ranks
-from bigscl.training.checkpoint.checkpoint_folder import (
-    Checkpoint,
-    Progress,
-    Writer,
-    check_ranks,
-    write_state,
-)
+from bigscl.training.checkpoint_folder import Checkpoint, Progress, Writer, check_ranks, write_state
 
 FILE = "ranks.pt"
 """The part of a checkpoint that differs between ranks."""
@@ -35,16 +29,13 @@ class EpochProgress:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being trained, or comes next."""
         return self.current.epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self.current.step
 
     def advance(self, **changes: Any) -> None:
-        """Change where the run stands."""
         self.current = replace(self.current, **changes)
 
     def add(self, batch: Batch) -> None:

@@ -75,11 +75,9 @@ class Backend(ABC):
         """(key, bytes) of every file below a prefix."""
 
     def delete(self, key: str) -> None:
-        """Remove a file if it is there."""
         self.delete_many([key])
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below a prefix."""
         self.delete_many([key for key, _ in self.sizes(prefix)])
 
     def sync(self, keys: Iterable[str]) -> None:

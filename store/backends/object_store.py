@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
+import obstore
 import zarr.abc.store
+from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import ObjectStore
@@ -37,7 +39,6 @@ class ObjectBackend(Backend):
 
     def _get(self, key: str) -> tuple[bytes, dict[str, Any]] | None:
         """(bytes, version) of an object; S3 and Azure tell versions by entity tag, GCS by generation."""
-        import obstore
 
         def get() -> tuple[bytes, dict[str, Any]]:
             found = obstore.get(self._store, key)
@@ -50,7 +51,6 @@ class ObjectBackend(Backend):
             return None
 
     def _put(self, key: str, data: bytes, mode: Any) -> None:
-        import obstore
 
         self._call(f"write {key}", lambda: obstore.put(self._store, key, data, mode=mode))
 
@@ -63,8 +63,6 @@ class ObjectBackend(Backend):
         It may have succeeded and its answer got lost; a second try then finds our own bytes. `data` must
         therefore be unlike anything others write.
         """
-        from obstore.exceptions import AlreadyExistsError
-
         try:
             self._put(key, data, "create")
         except AlreadyExistsError:
@@ -73,8 +71,6 @@ class ObjectBackend(Backend):
 
     def swap(self, key: str, old: bytes, new: bytes) -> bool:
         """A PUT on condition that the object is still the one that was read."""
-        from obstore.exceptions import NotSupportedError, PreconditionError
-
         found = self._get(key)
         if found is None or found[0] != old:
             return False
@@ -103,8 +99,6 @@ class ObjectBackend(Backend):
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """Remove objects, those that are there; on S3 a thousand with one request."""
-        import obstore
-
         paths = list(keys)
         named = paths[0] if len(paths) == 1 else f"{len(paths)} objects"
         try:
@@ -115,13 +109,11 @@ class ObjectBackend(Backend):
                 list(pool.map(self._delete_one, paths if len(paths) > 1 else ()))
 
     def _delete_one(self, key: str) -> None:
-        import obstore
 
         with contextlib.suppress(FileNotFoundError):
             self._call(f"delete {key}", lambda: obstore.delete(self._store, key))
 
     def names(self, prefix: str) -> list[str]:
-        import obstore
 
         found = self._call(
             f"list {prefix or 'the store'}",
@@ -131,7 +123,6 @@ class ObjectBackend(Backend):
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def sizes(self, prefix: str) -> Iterator[tuple[str, int]]:
-        import obstore
 
         def list_all() -> list[tuple[str, int]]:
             pages = obstore.list(self._store, prefix=prefix or None)

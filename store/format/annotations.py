@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
-from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import BadFile
 from bigscl.store.format.spec import Array, Rows
+from bigscl.store.snapshots import Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +148,6 @@ class Annotations:
 
     @property
     def num_samples(self) -> int:
-        """The number of rows that are samples."""
         return int(self.shard_sizes.sum())
 
     def of_shard(self, shard: int) -> NDArray[np.bool_]:

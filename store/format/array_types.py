@@ -83,7 +83,6 @@ class StoredArray(ABC):
         """The array's domain in words."""
 
     def compacted(self, compaction: Compaction) -> Array:
-        """The array after a compaction."""
         return compaction.rows[self.name] if self.compact is None else self.compact(compaction)
 
 

@@ -73,7 +73,6 @@ class ArrayPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in one slot."""
         return int(np.prod(self.shape[3:], dtype=np.int64)) * self.dtype.itemsize
 
     @property

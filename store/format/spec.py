@@ -190,7 +190,6 @@ class Rows:
         return Rows(self._num_classes, **{**self._arrays, **arrays})
 
     def take(self, positions: Array | slice) -> "Rows":
-        """Return copies of the rows at these positions."""
         return Rows(
             self._num_classes,
             **{name: np.ascontiguousarray(array[positions]) for name, array in self.items()},
@@ -206,7 +205,6 @@ class Rows:
 
     @property
     def kept_scores(self) -> KeptScores | None:
-        """The scores that are kept; None where all are."""
         if "score_classes" not in self:
             return None
         return KeptScores(

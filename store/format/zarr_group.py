@@ -24,12 +24,12 @@ from zarr.core.sync import sync
 from zarr.storage import WrapperStore
 
 from bigscl.store.backends.backend import Backend, MemoryBackend
-from bigscl.store.epoch.threads import Check, nothing, pauses
 from bigscl.store.errors import BadFile, ChunkCorrupt, storage_error
 from bigscl.store.format.fields import read_object, seal, to_dataclass
 from bigscl.store.format.layout import ArrayPlan, stored_plans
 from bigscl.store.format.quantize import LEVELS
 from bigscl.store.format.spec import Array, Codec, GroupSpec, Rows, StoreSpec
+from bigscl.store.threads import Check, nothing, pauses
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,6 @@ def filters(plan: ArrayPlan) -> list[Any]:
 
 
 def create_array(backend: Backend, path: str, plan: ArrayPlan, compressors: list[Any] | None) -> None:
-    """An empty Zarr array: metadata only."""
     zarr.create_array(
         backend.zarr_store(read_only=False),
         name=path,

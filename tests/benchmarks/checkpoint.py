@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from bigscl.common.digests import DigestingFile
-from bigscl.training.checkpoint.checkpoint_folder import write_tensors
+from bigscl.training.checkpoint_folder import write_tensors
 
 TICK_SECONDS, LATE_SECONDS = 0.001, 0.01
 

@@ -19,8 +19,8 @@ from bigscl.models.spatial import build_model
 from bigscl.selection.ranking import THREADS, select
 from bigscl.selection.thresholds import expected_counts
 from bigscl.store import Annotations, GroupSpec, HeatmapStore, Ragged, SingleProcess
-from bigscl.store.commit.snapshots import Written, report
-from bigscl.training.checkpoint.checkpoint_folder import write_state, write_tensors
+from bigscl.store.snapshots import Written, report
+from bigscl.training.checkpoint_folder import write_state, write_tensors
 from bigscl.training.run_progress import EpochProgress
 from tests.benchmarks.gathered_selection import Contenders, merge
 from tests.benchmarks.selection import CHUNK, Scores

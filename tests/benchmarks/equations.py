@@ -27,8 +27,8 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import resize, resized_crop
 
-from bigscl.distributed.hardware import keep_freed_memory
 from bigscl.models.lite0 import pretrained
+from bigscl.training.accelerator import keep_freed_memory
 
 L, G, W = 20, 5, 10
 SIZE, BATCH = 160, 32

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bigscl.common.failures import STOPPED
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import write_config
 from tests.clusters.slurm import need_slurm, slurm
 from tests.integration.runs import assert_same_runs, steps_of, train

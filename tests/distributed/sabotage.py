@@ -85,7 +85,7 @@ def block_destroy() -> None:
 
 def save_slowly() -> None:
     """The first checkpoint takes longer than the 30 seconds that torch's launcher waits by itself."""
-    from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+    from bigscl.training.checkpoint_folder import Checkpoints
 
     real = Checkpoints.save
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import write_config
 from tests.distributed.sabotage import REASON
 from tests.integration.runs import Running, assert_same_runs, steps_of

@@ -15,8 +15,8 @@ import numpy as np
 
 from bigscl.store import GroupSpec, HeatmapStore, Rows, StorageOptions, update, verify
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import break_lease, read_holder
 from bigscl.store.errors import NotAStore
+from bigscl.store.lease import break_lease, read_holder
 from tests.test_store.conftest import all_ids, make_annotations, values_of_rows
 from tests.test_store.rounding_reference import slowly_rounded
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import make_shards
 from tests.faults import kills
 from tests.faults.training import Training, small_config

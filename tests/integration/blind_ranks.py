@@ -6,10 +6,10 @@ On a shared file system the listing of another node may be old: no other rank ma
 import os
 import sys
 
-from bigscl.store.commit.snapshots import SnapshotLog
 from bigscl.store.reader import StoreReader
+from bigscl.store.snapshots import SnapshotLog
 from bigscl.train import main
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 
 
 def refuse(*arguments: object) -> None:

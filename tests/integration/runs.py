@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bigscl.store import HeatmapStore, Rows, StorageOptions
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests import forks
 from tests.builders import index_of
 from tests.forks import ROOT, Child, free_port, trainer_server

@@ -7,10 +7,10 @@ from bigscl.common.failures import STOPPED
 from bigscl.config import load_config
 from bigscl.data.answers import Answer, AnswersFile, now
 from bigscl.distributed.ranks import SingleProcess
-from bigscl.evaluation.plots.run_plots import _stored_samples as stored_samples
+from bigscl.evaluation.run_plots import _stored_samples as stored_samples
 from bigscl.memory.memory import show_nothing
 from bigscl.store import Answered, HeatmapStore
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from bigscl.training.run_folder import Run, RunFolder, open_data
 from bigscl.training.run_memory import open_memory
 from tests.builders import index_of, write_config

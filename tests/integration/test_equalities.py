@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from bigscl.data.build_index import scan
 from bigscl.store import Rows
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import encoded, jpeg, picture, write_config, write_shards, write_tar
 from tests.decoders import needs_nvimgcodec
 from tests.integration.runs import (

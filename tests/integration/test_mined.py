@@ -19,7 +19,7 @@ def test_every_class_has_its_number_of_expected_positives_in_mid_epoch(trainer_s
     config = write_config(tmp_path / "run.yaml", shards, checkpoint={"every_steps": 3})
     # Seven saves in each epoch, the last at its end: the newest is in the middle of the third one.
     InterruptedTrainer(trainer_server)(
-        config, kill="bigscl.training.checkpoint.checkpoint_folder:Checkpoints.save after 16"
+        config, kill="bigscl.training.checkpoint_folder:Checkpoints.save after 16"
     )
     run, index = config.with_suffix(""), index_of(shards)
     counts = np.rint(2.5 * index.annotations().counts()).astype(int)

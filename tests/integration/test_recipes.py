@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import write_config
 from tests.integration.runs import (
     assert_same_runs,

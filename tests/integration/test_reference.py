@@ -12,7 +12,7 @@ import pytest
 from bigscl.config import load_config
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store.format.quantize import LEVELS, to_bytes
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import index_of, make_shards, write_config
 from tests.integration.reference import Reference
 from tests.integration.reference_plus import ReferencePlus

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bigscl.common import failures
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints
+from bigscl.training.checkpoint_folder import Checkpoints
 from tests.builders import index_of, write_config
 from tests.integration.runs import (
     TIMEOUT,

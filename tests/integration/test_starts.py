@@ -24,10 +24,10 @@ SCENES = (24, 12, 8)
 
 pytestmark = pytest.mark.timeout(600)
 SNAPSHOTS, STORE, FOLDERS, CHECKPOINTS = (
-    "bigscl.store.commit.snapshots:SnapshotLog",
+    "bigscl.store.snapshots:SnapshotLog",
     "bigscl.store.heatmap_store:HeatmapStore",
     "bigscl.common.files",
-    "bigscl.training.checkpoint.checkpoint_folder",
+    "bigscl.training.checkpoint_folder",
 )
 
 
@@ -339,7 +339,7 @@ def test_second_job_in_the_same_folder_changes_nothing(train, config, again, sha
     ("moment", "name"),
     [
         ("bigscl.training.metrics_log:append_lines before 3", ""),
-        ("bigscl.training.checkpoint.checkpoint_folder:write_safetensors before 2", "model.safetensors"),
+        ("bigscl.training.checkpoint_folder:write_safetensors before 2", "model.safetensors"),
         ("torch:save before 3", "optimizer.pt"),
         ("matplotlib.figure:Figure.savefig before 1", "epoch-002.png"),
     ],

@@ -2,6 +2,6 @@
 
 import torch
 
-from bigscl.distributed.hardware import usable_precision
+from bigscl.training.accelerator import usable_precision
 
 usable_precision("bf16", torch.device("cpu"))

@@ -8,7 +8,7 @@ import torchvision.transforms as T
 import torchvision.transforms.v2.functional as V
 
 from bigscl.common.user_error import UserError
-from bigscl.data.color import GEOMETRIC, OPERATIONS, ColorJitter, RandomColors
+from bigscl.data.augmentation import GEOMETRIC, OPERATIONS, ColorJitter, RandomColors
 from bigscl.data.crops import Purpose, RandomErasing, uniforms
 from tests.builders import picture
 from tests.test_bigscl.test_views import largest_gap

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import explain, find_folder, remove_folder
 from bigscl.store import seal
-from bigscl.training.checkpoint.checkpoint_folder import (
+from bigscl.training.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
     Checkpoints,

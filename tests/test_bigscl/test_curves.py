@@ -2,7 +2,7 @@
 
 import json
 
-from bigscl.evaluation.plots.run_plots import draw_curves, mean_curve, read_curve
+from bigscl.evaluation.run_plots import draw_curves, mean_curve, read_curve
 
 
 def write_metrics(run, maps, broken=""):

@@ -29,16 +29,16 @@ ONE_POSITIVE = Protocol(num_positives=1, num_negatives=0, seed=1200)
 
 
 def read_voc(source, year=2012, protocol=ONE_POSITIVE):
-    return voc(source, year=year, protocol=replace(protocol, samples_per_shard=3))
+    return replace(voc(source, year=year, protocol=protocol), samples_per_shard=3)
 
 
 def read_coco(source, year=2014):
-    return coco(source, year=year, protocol=replace(ONE_POSITIVE, samples_per_shard=3))
+    return replace(coco(source, year=year, protocol=ONE_POSITIVE), samples_per_shard=3)
 
 
-def read_folder(source, **changes):
-    fields = {"splits": [], "flat": None, "resize": None, "seed": 0, "samples_per_shard": 3}
-    return folder(source, **{**fields, **changes})
+def read_folder(source, samples_per_shard=3, **changes):
+    fields = {"splits": [], "flat": None, "resize": None, "seed": 0}
+    return replace(folder(source, **{**fields, **changes}), samples_per_shard=samples_per_shard)
 
 
 def keys(samples):

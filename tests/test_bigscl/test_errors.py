@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from bigscl.common.failures import explain
-from bigscl.common.process_pool import map_in_processes
 from bigscl.common.user_error import UserError
 from bigscl.config import ConfigError, make_config
+from bigscl.data.build_index import map_in_processes
 from bigscl.data.epoch_plan import evaluation_plan
 from bigscl.data.index import sample_ids
 from bigscl.data.tar import expand

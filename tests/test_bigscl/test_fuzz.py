@@ -33,13 +33,13 @@ from bigscl.datasets.folder import read_ground_truth, read_synsets
 from bigscl.datasets.multilabel import Protocol, coco, voc
 from bigscl.datasets.writer import ImageFile, Resize
 from bigscl.evaluation.predictions import SavedPredictions, load_predictions
-from bigscl.models.families.weights import load_state, read_state
+from bigscl.models.families.base import load_state, read_state
 from tests.builders import classed, encoded, jpeg, labelled, picture, write_shards, write_tar
 from tests.decoders import decoded, every_decoder
 from tests.devkits import make_coco, make_voc
 from tests.fuzz import allowing, fuzzed, mutated
 
-PROTOCOL = Protocol(seed=1, samples_per_shard=10)
+PROTOCOL = Protocol(seed=1)
 
 
 @pytest.fixture(scope="module")

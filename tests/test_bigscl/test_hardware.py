@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from bigscl.distributed.hardware import keep_freed_memory
 from bigscl.training import accelerator
+from bigscl.training.accelerator import keep_freed_memory
 from tests.builders import config_of
 
 

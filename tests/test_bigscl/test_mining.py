@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bigscl.data.labels.training_labels import with_answered
-from bigscl.evaluation.mining import mined_positives
+from bigscl.evaluation.memory_figures import mined_positives
 from bigscl.store import Answered, GroupSpec, HeatmapStore, Rows, update
 from tests.builders import scene_index
 

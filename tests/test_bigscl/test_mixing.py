@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from bigscl.config import ConfigError, StoreConfig
-from bigscl.config.mixing import Mixing, MixRow, beta, pasted_boxes
+from bigscl.data.augmentation import Mixing, MixRow, beta, pasted_boxes
 from bigscl.losses.objective import BASES, Objective
 from bigscl.losses.registry import LossInputs
 from bigscl.memory.lookup import CheckedViews, GivenClasses, MemoryBatch, to_device, updated_averages
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Rows
-from bigscl.training.mixed_batch import Mix, mix_batches
+from bigscl.training.step import Mix, mix_batches
 from tests.builders import config_of, make_batch
 from tests.test_bigscl.test_views import largest_gap
 from tests.test_store.conftest import make_annotations

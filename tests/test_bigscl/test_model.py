@@ -14,7 +14,7 @@ from bigscl.common.failures import explain
 from bigscl.models import lite0
 from bigscl.models.families import create_network
 from bigscl.models.spatial import build_model, pool
-from bigscl.training.checkpoint.checkpoint_folder import write_tensors
+from bigscl.training.checkpoint_folder import write_tensors
 
 FITTING = [
     "resnet18",

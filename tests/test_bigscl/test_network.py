@@ -8,8 +8,8 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from bigscl.distributed import network
-from bigscl.distributed.network import INTERFACE, addresses_of, choose_interface, interface_towards
+from bigscl.distributed import ranks as network
+from bigscl.distributed.ranks import INTERFACE, addresses_of, choose_interface, interface_towards
 from tests.distributed.hosts import hosts, need_hosts
 
 
@@ -37,7 +37,7 @@ def test_hosts_that_lose_their_packets_are_told_from_those_that_pass_them():
 
 def test_the_interface_of_a_host_is_the_one_with_the_route():
     need_hosts()
-    code = "import sys; from bigscl.distributed.network import interface_towards as f"
+    code = "import sys; from bigscl.distributed.ranks import interface_towards as f"
     code += "; print(*map(f, sys.argv[1:]))"
     with hosts(2) as (one, other):
         words = one.command([sys.executable, "-c", code, one.address, other.address])

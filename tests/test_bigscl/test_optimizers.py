@@ -9,8 +9,8 @@ import torch
 from bigscl.config import ConfigError
 from bigscl.config.schema import OptimizerConfig
 from bigscl.models.spatial import build_model
-from bigscl.training.checkpoint.checkpoint_folder import misfit
-from bigscl.training.optimizers import Lamb, make_optimizer, parameter_groups, set_learning_rate
+from bigscl.training.checkpoint_folder import misfit
+from bigscl.training.model_state import Lamb, make_optimizer, parameter_groups, set_learning_rate
 from tests.builders import config_of
 
 SHAPES = [(5, 3), (4,), (2, 3, 2, 2)]

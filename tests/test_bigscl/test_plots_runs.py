@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigscl.evaluation.plots import run_plots as side_by_side
-from bigscl.evaluation.plots.run_plots import StoredSample, _shown, _with_missing, draw_runs
+from bigscl.evaluation import run_plots as side_by_side
+from bigscl.evaluation.run_plots import StoredSample, _shown, _with_missing, draw_runs
 from bigscl.store import Rows
 from tests.builders import config_of, make_store, scene_index
 

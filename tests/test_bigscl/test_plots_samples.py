@@ -1,21 +1,25 @@
 import numpy as np
 import pytest
 
-from bigscl.evaluation.plots.sample_plots import (
+from bigscl.evaluation.sample_plots import (
     DIM,
     Panel,
     SamplePicture,
+    classes_to_show,
     figure_of,
     is_inside,
     kinds_of,
     overlay,
     panel_of,
-    panels_of,
     peak_of,
 )
 from bigscl.store import Rows
 
 NAMES = ["ant", "bee", "cow", "dog", "elk"]
+
+
+def panels_of(memory, names, *, kinds, boxes=None, count=6):
+    return [panel_of(memory, number, names, kinds, boxes) for number in classes_to_show(memory, kinds, count)]
 
 
 def rows(scores, classes=None, heatmaps=True):

@@ -15,12 +15,10 @@ from bigscl.evaluation import review
 from bigscl.evaluation.review import (
     By,
     Pairs,
-    Shortlist,
     area_under_curve,
+    best_without_answers,
     chances,
-    first_values,
     next_questions,
-    pairs_of,
     rank,
     score_history,
     suspicion,
@@ -42,21 +40,6 @@ def some_pairs(count, seed=0, images=8, classes=4):
         labelled=random.random(count) < 0.3,
         expected=random.random(count) < 0.4,
     )
-
-
-def test_pairs_are_those_that_are_not_known_to_be_absent():
-    known = np.array([[1, -1, 0], [-1, -1, 1]], np.int8)
-    scores = np.arange(6).reshape(2, 3).astype(np.float16) / 10
-    selected = np.array([[True, True, True], [False, True, False]])
-    found = pairs_of(np.array([7, 9]), scores, scores.astype(np.float32) + 0.2, known, selected)
-    assert found.expected.tolist() == [True, True, False, True, False]
-    assert list(zip(found.ids, found.classes, found.labelled, strict=True)) == [
-        (7, 0, True), (7, 1, False), (9, 0, False), (9, 1, False), (9, 2, True),
-    ]  # fmt: skip
-    np.testing.assert_allclose(found.scores, [0, 0.1, 0.3, 0.4, 0.5], atol=1e-3)
-    np.testing.assert_allclose(found.confidence, found.scores + 0.1, atol=1e-3)
-    without = pairs_of(np.array([7, 9]), scores, None, known, selected)
-    np.testing.assert_array_equal(without.confidence, without.scores)
 
 
 def test_without_answers_the_chance_of_a_missing_label_is_its_confidence():
@@ -149,34 +132,16 @@ def test_questions_are_spread_over_images_and_classes(seed):
 
 
 @pytest.mark.parametrize("by", get_args(By))
-@pytest.mark.parametrize("parts", [1, 2, 7, 100])
-def test_a_shortlist_of_parts_keeps_the_best_of_each_class_and_kind(by, parts):
+def test_the_best_of_each_class_and_kind_can_come_up(by):
     pairs = some_pairs(100)
-    values = first_values(pairs, by)
-    shortlist = Shortlist(3)
-    for part in np.array_split(np.arange(100), parts):
-        shortlist.add(pairs.take(part), values[part])
+    chance = chances(pairs, Pairs.none(), NOTHING)
+    values = worth(pairs, chance) if by == "queue" else chance
     expected = []
     for number in range(4):
         for named in (False, True):
             own = np.flatnonzero((pairs.classes == number) & (pairs.labelled == named))
             expected += sorted(own, key=lambda place: (-values[place], place))[:3]
-    kept = sorted(expected)
-    np.testing.assert_array_equal(shortlist.values, values[kept])
-    np.testing.assert_array_equal(shortlist.pairs.ids, pairs.ids[kept])
-
-
-def test_orders_to_compare_with():
-    pairs = some_pairs(100)
-    missing = ~pairs.labelled
-    by_score, by_doubt = first_values(pairs, "score"), first_values(pairs, "uncertainty")
-    assert pairs.scores[by_score.argmax()] == pairs.scores[missing].max()
-    assert abs(pairs.scores[by_doubt.argmax()] - 0.5) == abs(pairs.scores[missing] - 0.5).min()
-    one, again, other = (first_values(pairs, "random", seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one, again)
-    assert (one != other).any()
-    for values in (by_score, by_doubt, one):
-        assert values[pairs.labelled].max() < values[missing].min()
+    assert best_without_answers(pairs, by, 3).tolist() == sorted(expected)
 
 
 def gradient(logit, state):
@@ -211,17 +176,13 @@ def test_without_expected_positives_worth_is_the_chance():
 
 
 @pytest.mark.parametrize("by", get_args(By))
-def test_next_questions_follow_the_answers_or_keep_their_first_order(by):
+def test_next_questions_follow_the_answers(by):
     pairs, told = some_pairs(60), some_pairs(20, 1)
     yes = np.random.default_rng(0).random(20) < 0.5
-    first = first_values(pairs, by)
-    order, likely = next_questions(pairs, told, yes, most=9, by=by, first=first)
+    order, likely = next_questions(pairs, told, yes, most=9, by=by)
     np.testing.assert_array_equal(likely, chances(pairs, told, yes))
-    if by in review.FOLLOWING:
-        values = worth(pairs, likely) if by == "queue" else likely
-        assert order.tolist() == rank(values, pairs, told, most=9).tolist()
-    else:
-        assert order.tolist() == np.argsort(-first, kind="stable")[:9].tolist()
+    values = worth(pairs, likely) if by == "queue" else likely
+    assert order.tolist() == rank(values, pairs, told, most=9).tolist()
 
 
 # Doubtful labels

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from bigscl.training.checkpoint import saver as saving
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoints, Progress, copy_on_host, write_state
-from bigscl.training.checkpoint.saver import WritingThread
+from bigscl.training import saver as saving
+from bigscl.training.checkpoint_folder import Checkpoints, Progress, copy_on_host, write_state
+from bigscl.training.saver import WritingThread
 
 
 def test_error_of_the_writing_thread_is_raised_by_whoever_asks():

@@ -25,10 +25,10 @@ from bigscl.store import (
     KeptScores,
     SingleProcess,
     StoreError,
+    create,
     initial_shard,
     spec_for,
 )
-from bigscl.store.commit import create
 from bigscl.store.errors import OtherFormat
 from tests.test_bigscl.test_memory import ANNOTATIONS, IDS, SIDE, batches_of, predict, rows_at, train_epoch
 from tests.test_bigscl.test_selection import brute_force, in_chunks

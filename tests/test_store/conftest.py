@@ -114,5 +114,5 @@ def clock(monkeypatch):
         ticking.after_pause()
 
     fake = SimpleNamespace(monotonic=lambda: ticking.seconds, sleep=sleep)
-    monkeypatch.setattr("bigscl.store.epoch.threads.time", fake)
+    monkeypatch.setattr("bigscl.store.threads.time", fake)
     return ticking

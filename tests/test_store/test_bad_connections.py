@@ -10,8 +10,8 @@ from bigscl.store import HeatmapStore, StorageOptions, StoreError, update
 from bigscl.store.backends import retries
 from bigscl.store.backends import schemes as object_storage
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import Lease
 from bigscl.store.errors import AlreadyExists
+from bigscl.store.lease import Lease
 from tests.faulty_proxy import Chances, faulty_proxy
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 

@@ -8,7 +8,6 @@ import pytest
 import zarr
 
 from bigscl.store import Annotations, HeatmapStore, Ragged, seal, update
-from bigscl.store.commit.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
 from bigscl.store.errors import (
     AlreadyExists,
     CommitConflict,
@@ -21,6 +20,7 @@ from bigscl.store.errors import (
     StoreError,
 )
 from bigscl.store.format.spec import GroupSpec
+from bigscl.store.snapshots import SnapshotLog, by_version, snapshot_bytes, version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 LAYOUTS = [

@@ -10,8 +10,8 @@ import pytest
 
 from bigscl.store import HeatmapStore, seal
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import Holder, Lease, break_lease, read_holder
 from bigscl.store.errors import LeaseHeld
+from bigscl.store.lease import Holder, Lease, break_lease, read_holder
 from tests.test_store.conftest import make_annotations
 
 
@@ -30,7 +30,7 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_store(place, annotati
 def hold_and_die(url):
     code = (
         "import os, sys; from store.backends.backend import open_backend\n"
-        "from store.commit.lease import Lease\n"
+        "from store.lease import Lease\n"
         "Lease.acquire(open_backend(sys.argv[1]), 'killed'); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, url], check=False)

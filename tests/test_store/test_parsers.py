@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from bigscl.store import HeatmapStore, StoreError, seal, update
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import Holder, Lease, break_lease, read_holder
-from bigscl.store.commit.snapshots import Snapshot
 from bigscl.store.errors import AlreadyExists, BadFile
 from bigscl.store.format.fields import as_table, to_table
+from bigscl.store.lease import Holder, Lease, break_lease, read_holder
+from bigscl.store.snapshots import Snapshot
 from tests.test_store.conftest import all_ids, assert_same_rows, make_annotations, random_update
 
 ANNOTATIONS = make_annotations()

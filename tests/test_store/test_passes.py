@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from bigscl.store.epoch.threads import in_order
+from bigscl.store.threads import in_order
 
 
 def test_results_come_in_order_whatever_finishes_first():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bigscl.store import GroupSpec, HeatmapStore, Prefetcher, Rows, ShardCache, StoreError, Writeback
-from bigscl.store.commit.snapshots import SnapshotLog
+from bigscl.store.snapshots import SnapshotLog
 from tests.test_store.conftest import all_ids, make_annotations, random_update
 from tests.test_store.ranks import run_ranks
 

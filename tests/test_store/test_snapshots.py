@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bigscl.store import Snapshot
-from bigscl.store.commit.snapshots import Written, merge_reports, report, with_versions
 from bigscl.store.errors import BadFile
 from bigscl.store.format.fields import as_table, seal_fault
+from bigscl.store.snapshots import Written, merge_reports, report, with_versions
 
 NAMES = ("scores", "samples")
 

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from bigscl.store import GroupSpec, HeatmapStore, StoreError, update, verify
-from bigscl.store.commit.lease import Lease, break_lease
-from bigscl.store.commit.snapshots import version_of
 from bigscl.store.errors import ChunkCorrupt, CommitConflict, LeaseHeld, StorageFailed
 from bigscl.store.format.layout import initial_shard
 from bigscl.store.format.zarr_group import STALE_SECONDS, WatchedStore
+from bigscl.store.lease import Lease, break_lease
+from bigscl.store.snapshots import version_of
 from tests.test_store.conftest import all_ids, assert_same_rows, random_update
 
 

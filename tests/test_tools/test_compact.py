@@ -11,8 +11,8 @@ import pytest
 from bigscl.common.digests import write_sealed
 from bigscl.store import HeatmapStore
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import read_holder
 from bigscl.store.format.quantize import LEVELS
+from bigscl.store.lease import read_holder
 from tests.builders import make_store
 from tests.test_store.conftest import assert_same_rows
 from tests.test_tools.conftest import bigscl

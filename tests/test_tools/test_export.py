@@ -17,7 +17,7 @@ from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_metadata
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore
-from bigscl.store.commit.snapshots import SnapshotLog
+from bigscl.store.snapshots import SnapshotLog
 from bigscl.tools.shared import label_table
 from tests.builders import make_store
 from tests.test_tools.conftest import add_config, bigscl

@@ -14,7 +14,7 @@ from bigscl.common.digests import write_sealed
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.store import HeatmapStore
-from bigscl.store.commit.lease import Lease
+from bigscl.store.lease import Lease
 from tests.builders import make_store, scene_index
 from tests.test_tools import hostile
 from tests.test_tools.conftest import add_config, bigscl

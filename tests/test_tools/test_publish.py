@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from bigscl.config import load_config, make_config, to_yaml
 from bigscl.data.build_index import scan
 from bigscl.data.index import load_index
-from bigscl.evaluation.offset import memory_offset, score_reached_by
+from bigscl.evaluation.memory_figures import memory_offset, score_reached_by
 from bigscl.evaluation.predictions import load_predictions
 from bigscl.models.spatial import build_model
 from bigscl.store import GroupSpec, HeatmapStore, Rows, update

@@ -9,7 +9,7 @@ from bigscl.memory.snapshot_state import SnapshotState
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import Answered, GroupSpec, HeatmapStore, seal, update
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import read_holder
+from bigscl.store.lease import read_holder
 from bigscl.tools.shared.terminal import ranges
 from tests.builders import scene_index
 from tests.test_store.conftest import assert_same_rows, random_update

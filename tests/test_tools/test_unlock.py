@@ -7,7 +7,7 @@ import pytest
 
 from bigscl.store import HeatmapStore, seal
 from bigscl.store.backends.backend import open_backend
-from bigscl.store.commit.lease import KEY, read_holder
+from bigscl.store.lease import KEY, read_holder
 from tests.test_tools.conftest import bigscl
 
 HOLD = """

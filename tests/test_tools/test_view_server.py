@@ -23,14 +23,13 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from bigscl.data import answers
-from bigscl.data.answers import FILE, Answer, AnswersFile, now, read_answers
+from bigscl.data.answers import FILE, read_answers
 from bigscl.data.build_index import scan
 from bigscl.data.crops import RandomCrop
 from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_encoded
 from bigscl.store import HeatmapStore, StoreError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
-from bigscl.tools.shared.questions import Questions
 from bigscl.tools.viewer import open_run, pictures, sample_lists, server
 from bigscl.tools.viewer.open_run import OpenRun, Places
 from bigscl.tools.viewer.server import FILES, STATIC
@@ -513,25 +512,6 @@ def test_answers_of_a_bulk_are_one_write_and_shown_in_the_list(site, folder, mon
     shown = site.ask("/api/samples?run=2&count=9").json()["items"]
     assert [(item["answer"], item["who"]) for item in shown] == [(False, "bob")] * 6 + [(None, None)] * 3
     file.write_bytes(before)
-
-
-def test_page_asks_what_the_command_asks(site, folder):
-    run = site.runs[2]
-    items = site.ask("/api/questions?run=2&count=20").json()["items"]
-    others = Questions(run.store, run.data, [folder / "topk" / FILE], most=30).next(20)
-    mine = [(one["row"], one["class"]) for one in items]
-    theirs = [(one.sample, one.number) for one in others]
-    # The index has the hottest cells in 255ths: only what is nearly as valuable may change places.
-    assert mine[0] in theirs[:2]
-    assert len(set(mine) & set(theirs)) >= 18
-    # The same after answers, which somebody else gave.
-    given = [Answer(one.key, one.class_name, one.sample % 2 == 0, "bob", now()) for one in others[:10]]
-    AnswersFile(folder / "topk" / FILE).append(given)
-    items = site.ask("/api/questions?run=2&count=20").json()["items"]
-    others = Questions(run.store, run.data, [folder / "topk" / FILE], most=30).next(20)
-    mine = {(one["row"], one["class"]) for one in items}
-    assert len(mine & {(one.sample, one.number) for one in others}) >= 18
-    assert not mine & set(theirs[:10])
 
 
 def test_answers_of_several_people_at_once_are_all_kept(site, folder):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.memory.snapshot_state import SnapshotState
-from bigscl.store import HeatmapStore, Snapshot, StoreSpec
+from bigscl.store import MAX_COUNT, HeatmapStore, StoreSpec
 
 if TYPE_CHECKING:
     from bigscl.data.index import Index
@@ -70,7 +70,6 @@ def _rows_with_key(key: str, index: Index) -> list[int]:
 
 
 def last_id(spec: StoreSpec) -> int:
-    """Return the largest sample id."""
     shard = max(number for number, size in enumerate(spec.shard_sizes) if size)
     return shard * spec.rows_per_shard + spec.shard_sizes[shard] - 1
 
@@ -81,7 +80,6 @@ def name_of(sample: int, index: Index | None) -> str:
 
 
 def class_name(number: int, index: Index | None) -> str:
-    """Return the name of a class for people."""
     return f"class {number}" if index is None else printable(index.class_names[number])
 
 
@@ -100,19 +98,12 @@ def find_class(name: str, index: Index) -> int:
     raise UserError(f"class {name!r}: no such class. {hint}")
 
 
-def snapshot_before(store: HeatmapStore) -> Snapshot | None:
-    """Return the retained snapshot before the store's own that has another state; None if there is none."""
-    at = store.snapshot
-    # Opening the store for writing creates a snapshot of the same state: no change.
-    same = (at.group, at.slots)
-    older = [
-        snapshot
-        for snapshot in store.snapshots()
-        if snapshot.id < at.id and (snapshot.group, snapshot.slots) != same
-    ]
-    return older[-1] if older else None
-
-
 def next_epoch(store: HeatmapStore) -> int:
     """Return the first epoch that the store's snapshot has not finished."""
     return SnapshotState.of(store.snapshot, store.spec.num_classes).next_epoch
+
+
+def initial_share(store: HeatmapStore) -> float:
+    """Return the weight of the initial value in the stored scores after the finished epochs."""
+    start, visits = store.initial_values, np.array([min(next_epoch(store), MAX_COUNT)])
+    return 0.0 if start is None else float(start.remaining(visits)[0])

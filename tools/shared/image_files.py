@@ -11,10 +11,8 @@ from bigscl.common.files import READERS, read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
 from bigscl.datasets.table import labelled_paths
+from bigscl.datasets.writer import SUFFIXES
 from bigscl.store import Annotations, Ragged, StoreSpec
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""Of images, as torchvision's ImageFolder knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,6 @@ def image_files(images: Path, names: Path | None = None) -> ImageFiles:
 def listed_images(
     paths: Sequence[str | os.PathLike[str]], labels: Sequence[Collection[int]], names: Sequence[str] | None
 ) -> ImageFiles:
-    """Return images with the classes of each, by number."""
     if len(paths) != len(labels) or not len(paths):
         raise UserError(
             f"images: {len(paths)} paths and the labels of {len(labels)}, expected as many, at least 1"
@@ -90,7 +87,9 @@ def _of_folder(folder: Path, names: list[str] | None) -> ImageFiles:
     paths, labels = list[str](), list[list[int]]()
     for number, name in enumerate(classes):
         for parent, _, files in sorted(os.walk(folder / name, followlinks=True)):
-            own = [os.path.join(parent, file) for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
+            own = [
+                os.path.join(parent, file) for file in sorted(files) if file.lower().endswith(tuple(SUFFIXES))
+            ]
             paths += [os.path.relpath(path, folder) for path in own]
             labels += [[number]] * len(own)
     if not paths:

@@ -1,12 +1,5 @@
-"""Labels, boxes and questions in the formats of other tools: COCO, Label Studio, FiftyOne,
-MultiLabel-ImageNet, CSV; answers back.
+"""Labels, boxes and questions in other formats: COCO, Label Studio, FiftyOne, MultiLabel-ImageNet."""
 
-Questions as CSV have an empty column `yes`, to be filled with yes or no. Label Studio gets a task for each
-question, with the image and two choices; it exports the answers as JSON. In COCO's JSON each question is an
-annotation with `attributes: {"yes": null}`. Questions without an answer are not imported.
-"""
-
-import csv
 import json
 import os
 import shutil
@@ -19,12 +12,10 @@ from typing import Any, Literal, TextIO
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
-from bigscl.common.files import atomic_write, parse_errors
+from bigscl.common.files import atomic_write
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
-from bigscl.data.answers import Answer, moment
 from bigscl.data.labels.real_labels import WNID
-from bigscl.tools.shared.questions import Question
 
 LabelFormat = Literal["coco", "label-studio", "fiftyone", "multilabel-imagenet"]
 FILES: dict[LabelFormat, tuple[str, ...]] = {
@@ -320,131 +311,3 @@ def _multilabel_imagenet(file: TextIO, class_names: Sequence[str]) -> Write:
         file.write(f"{path}\t{given[0]}\t{numbers}\t{scores}\n")
 
     return write
-
-
-# Questions, and their answers
-
-QuestionFormat = Literal["label-studio", "coco", "csv"]
-QUESTION_COLUMNS = ("key", "class", "yes", "question", "score", "snapshot", "path")
-WORDS = {**dict.fromkeys(("yes", "y", "true", "1"), True), **dict.fromkeys(("no", "n", "false", "0"), False)}
-REMEDY = "Give a file that `bigscl review export` wrote, with answers."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Person and time of answers that do not name them."""
-
-    who: str
-    when: str
-
-
-def write_questions(
-    form: QuestionFormat,
-    output: Path,
-    questions: Sequence[Question],
-    class_names: Sequence[str],
-    *,
-    snapshot: str,
-    images: str = "",
-) -> None:
-    """Write questions for another tool; `images` is put before their paths, or has {key} for their keys."""
-    if form == "csv":
-        _write_csv(output, questions, snapshot)
-        return
-    prefix, _, end = images.partition("{key}")
-    info = {"snapshot": snapshot}
-    with label_writer(
-        form, output, class_names, made_by="questions of bigscl", images=prefix, info=info, questions=True
-    ) as write:
-        for each in questions:
-            by_key = each.key + end.replace("{key}", each.key)
-            file = by_key if "{key}" in images else each.path or each.key
-            label = Label(number=each.number, score=each.score, question=str(each))
-            write(LabelledImage(id=each.sample, file=file, labels=[label], facts={"key": each.key, **info}))
-
-
-def _write_csv(output: Path, questions: Sequence[Question], snapshot: str) -> None:
-    if output.suffix != ".csv":
-        raise UserError(f"{output}: questions for csv are written as .csv")
-    with atomic_write(output) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(QUESTION_COLUMNS)
-        for question in questions:
-            facts = [str(question), question.score, snapshot, question.path]
-            writer.writerow([question.key, question.class_name, "", *facts])
-
-
-def read_tool_answers(path: Path, source: Source) -> list[Answer]:
-    """Return the answers in a file of any of the formats; BadFile says what is wrong with it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of answers")
-    if path.suffix == ".csv":
-        with parse_errors(path, "a table of answers", REMEDY):
-            return list(_from_csv(path, source))
-    with parse_errors(path, "answers in JSON", REMEDY):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        read = _from_label_studio if isinstance(content, list) else _from_coco
-        return list(read(content, source))
-
-
-def _from_csv(path: Path, source: Source) -> Iterator[Answer]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        missing = [name for name in QUESTION_COLUMNS[:3] if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"no column {missing[0]!r} in {reader.fieldnames}")
-        for row in reader:
-            where = f"line {reader.line_num}"
-            if None in row or None in row.values():
-                raise UserError(f"{where} has another number of columns than the first line")
-            yield from _answer(row["key"], row["class"], row["yes"], where, source, row.get("snapshot", ""))
-
-
-def _from_label_studio(tasks: list[Any], source: Source) -> Iterator[Answer]:
-    for number, task in enumerate(tasks):
-        where = f"task {number}"
-        data = task["data"]
-        for annotation in task.get("annotations") or ():
-            if annotation.get("was_cancelled"):
-                continue
-            when = annotation.get("created_at") or source.when
-            given = Source(who=_person(annotation, source.who), when=when)
-            for result in annotation["result"]:
-                if result.get("from_name") == ANSWER:
-                    for choice in result["value"]["choices"]:
-                        yield from _answer(
-                            data["key"], data["class"], choice, where, given, data.get("snapshot", "")
-                        )
-
-
-def _person(annotation: Mapping[str, Any], default: str) -> str:
-    person = annotation.get("completed_by")
-    if isinstance(person, dict):
-        person = person.get("email") or person.get("id")
-    return default if person is None else str(person)
-
-
-def _from_coco(content: Mapping[str, Any], source: Source) -> Iterator[Answer]:
-    keys = {image["id"]: image["key"] for image in content["images"]}
-    classes = {category["id"]: category["name"] for category in content["categories"]}
-    snapshot = str(content.get("info", {}).get("snapshot", ""))
-    for annotation in content["annotations"]:
-        yes = annotation.get("attributes", {}).get("yes")
-        where = f"annotation {annotation['id']}"
-        key, name = keys[annotation["image_id"]], classes[annotation["category_id"]]
-        yield from _answer(key, name, yes, where, source, snapshot)
-
-
-def _answer(key: Any, name: Any, yes: Any, where: str, source: Source, snapshot: Any) -> Iterator[Answer]:
-    """Yield the answer, or nothing if there is none."""
-    word = "" if yes is None else str(yes).strip().lower()
-    if not word:
-        return
-    if word not in WORDS:
-        raise UserError(f"{where}: found {printable(word[:40])!r}, expected yes or no")
-    if not isinstance(key, str) or not isinstance(name, str):
-        raise UserError(
-            f"{where}: key {printable(str(key)[:40])!r} or class {printable(str(name)[:40])!r} is no text"
-        )
-    moment(source.when)
-    yield Answer(key, name, WORDS[word], source.who, source.when, str(snapshot))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bigscl.common.files import atomic_write, load_pyarrow
 from bigscl.common.user_error import UserError
+from bigscl.data.index import Index
 from bigscl.data.read_samples import read_metadata
 from bigscl.store import Array, HeatmapStore, Rows
 from bigscl.tools.shared.open_store import Data
@@ -75,12 +76,7 @@ class FoundLabels:
         places, classes, annotated, chosen = self._wanted(rows, ids)
         seen = self.store.scores_without_initial_value(rows, ids)
         columns = {
-            "id": ids[places],
-            "shard": objects([self.shard_names[shard]])[np.zeros(len(places), int)],
-            "key": objects([self.data.index.key(sample) for sample in ids[places].tolist()]),
-            "path": objects([self.data.index.source(sample) or "" for sample in ids[places].tolist()]),
-            "class": classes,
-            "name": objects(self.data.index.class_names)[classes],
+            **label_columns(self.data.index, self.shard_names, ids[places], classes),
             "score": seen[places, classes].astype(np.float64).round(4),
             "annotated": annotated,
             "expected": chosen,
@@ -146,6 +142,21 @@ def find_labels(store: HeatmapStore, data: Data, which: Which) -> FoundLabels:
         )
     names = data.index.shard_names
     return FoundLabels(store=store, data=data, which=which, expected=expected, shard_names=names)
+
+
+def label_columns(
+    index: Index, shard_names: Sequence[str], ids: NDArray[np.int64], classes: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of LABEL for pairs of image and class."""
+    samples = ids.tolist()
+    return {
+        "id": ids,
+        "shard": objects(shard_names)[ids // index.rows_per_shard],
+        "key": objects([index.key(sample) for sample in samples]),
+        "path": objects([index.source(sample) or "" for sample in samples]),
+        "class": classes,
+        "name": objects(index.class_names)[classes],
+    }
 
 
 def objects(values: Sequence[Any]) -> NDArray[Any]:

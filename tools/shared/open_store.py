@@ -56,7 +56,6 @@ class StorageFlags:
 
     @property
     def options(self) -> StorageOptions:
-        """The same for the store."""
         return StorageOptions(endpoint=self.endpoint, region=self.region, anonymous=self.anonymous)
 
 

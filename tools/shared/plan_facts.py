@@ -4,12 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from bigscl.common.files import free_bytes
+from bigscl.common.files import free_bytes, machine_ram_bytes
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, doubtful_settings
 from bigscl.config.schedule import plan_epoch
 from bigscl.data.index import load_index
-from bigscl.distributed.hardware import machine_ram_bytes
 from bigscl.models.spatial import build_model
 from bigscl.preflight.forecast import Forecast, MemoryPhase, forecast, warnings
 from bigscl.preflight.storage_speed import measure

@@ -19,9 +19,9 @@ from bigscl.config import Config, to_yaml
 from bigscl.evaluation.report_files import markdown_table, percent
 from bigscl.evaluation.target import EvaluationTarget, build_network
 from bigscl.models.families import PublishedModel, create_network, family_of
-from bigscl.models.families.weights import read_state
+from bigscl.models.families.base import read_state
 from bigscl.models.spatial import SpatialClassifier
-from bigscl.training.checkpoint.checkpoint_folder import write_tensors
+from bigscl.training.checkpoint_folder import write_tensors
 
 WEIGHTS, ONNX = "model.safetensors", "model.onnx"
 LARGEST_DIFFERENCE = 1e-4
@@ -321,7 +321,6 @@ def _front(
 
 
 def method(config: Config) -> str:
-    """Return what the run minimised, and for how long."""
     objective = config.objective
     consistency = "" if objective.consistency == "none" else f" with consistency {objective.consistency}"
     return f"objective {objective.base}{consistency}, {config.schedule.epochs} epochs"

@@ -12,11 +12,10 @@ import torch
 import typer
 
 from bigscl.common.command_line import INTERRUPTED, first_on_this_machine, start_is_over
-from bigscl.common.files import free_bytes
+from bigscl.common.files import free_bytes, machine_ram_bytes
 from bigscl.config import Config
 from bigscl.config.schedule import plan_epoch
 from bigscl.data.loader import normalize
-from bigscl.distributed.hardware import machine_ram_bytes
 from bigscl.distributed.signals import Interrupts, Wording
 from bigscl.evaluation.inference import NETWORK_BATCH
 from bigscl.evaluation.metrics import average_precision

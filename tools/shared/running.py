@@ -12,16 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bigscl.common.files import read_json_object
 from bigscl.common.url_secrets import environment
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, changed_settings, load_config
 from bigscl.config.load import FOLDER
-
-if TYPE_CHECKING:
-    from bigscl.evaluation.predictions import Pooling
+from bigscl.evaluation.evaluate_options import Pooling
 
 MODULES = {"bigscl": ("-m", "bigscl"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 SECONDS_TO_SAVE = 120
@@ -135,7 +133,7 @@ class Trial:
     """Shards to evaluate on; empty for the validation shards."""
     boxes: bool = True
     """Whether the shards have boxes, which the pointing game needs."""
-    pooling: "Pooling" = "plain"
+    pooling: Pooling = "plain"
     """The pooling that is reported, beside the plain one."""
 
     @property

@@ -37,22 +37,20 @@ def check_retained(store: HeatmapStore) -> None:
     SnapshotLog(store.backend).read(store.snapshot.id)
 
 
-def scores_by_shard(
-    title: str, store: HeatmapStore, shards: Sequence[int] | None = None
-) -> Iterator[tuple[NDArray[np.int64], Array]]:
+def scores_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[np.int64], Array]]:
     """Yield (ids, scores) of all samples of each shard, read ahead by threads."""
-    wanted = range(store.spec.num_shards) if shards is None else shards
-    return _read_ahead(title, store, wanted, store.scores_by_shard)
+    return _read_ahead(title, store, store.scores_by_shard)
 
 
 def ranked_by_shard(title: str, store: HeatmapStore) -> Iterator[tuple[NDArray[np.int64], Ranked]]:
     """Yield (ids, what expected positives are ranked by) of all samples of each shard likewise."""
-    return _read_ahead(title, store, range(store.spec.num_shards), store.ranked_by_shard)
+    return _read_ahead(title, store, store.ranked_by_shard)
 
 
 def _read_ahead(
-    title: str, store: HeatmapStore, shards: Sequence[int], read: Callable[[Sequence[int]], Iterator[Result]]
+    title: str, store: HeatmapStore, read: Callable[[Sequence[int]], Iterator[Result]]
 ) -> Iterator[Result]:
+    shards = range(store.spec.num_shards)
     return (result for _, result in pass_over(title, shards, lambda shard: next(read([shard])), [store]))
 
 

@@ -19,11 +19,12 @@ from bigscl.common.files import parse_errors, read_json_lines, read_json_object,
 from bigscl.common.user_error import UserError
 from bigscl.config import load_config
 from bigscl.evaluation.compare import compare, limits, resampled_maps
+from bigscl.evaluation.evaluate_options import Pooling
 from bigscl.evaluation.localization import STORED
-from bigscl.evaluation.mining import mined_by_run
-from bigscl.evaluation.plots.run_plots import draw_curves, draw_runs
-from bigscl.evaluation.predictions import Pooling, load_predictions
+from bigscl.evaluation.memory_figures import mined_by_run
+from bigscl.evaluation.predictions import load_predictions
 from bigscl.evaluation.report_files import draw_score_distributions, markdown_table, plain
+from bigscl.evaluation.run_plots import draw_curves, draw_runs
 from bigscl.tools.shared.running import Trial
 from bigscl.training.run_folder import open_data
 

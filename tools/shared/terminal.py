@@ -18,7 +18,6 @@ def print_result(facts: Any, text: str, as_json: bool) -> None:
 
 
 def plural(number: int, what: str) -> str:
-    """Return `1 shard`, `2 shards`, `1,281 shards`."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 

@@ -77,7 +77,6 @@ def command(
 def _new_group(
     store: HeatmapStore, top: int | None, slots: int | None, codec: Codec | None
 ) -> GroupSpec | None:
-    """Return the new layout; None if the arrays stay."""
     old = store.group
     if top is None and slots is None and codec is None:
         return None

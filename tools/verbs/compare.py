@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.files import write_text
 from bigscl.data.labels.real_labels import read_real_labels
+from bigscl.evaluation.evaluate_options import Activation
 from bigscl.tools.shared.terminal import print_result
-from bigscl.tools.verbs.report import Activation, Poolings
 
 if TYPE_CHECKING:
     from bigscl.evaluation.compare import Comparison
@@ -28,7 +28,7 @@ def command(
     ] = None,
     activation: Annotated[Activation, typer.Option(help="How logits become scores.")] = "sigmoid",
     pooling: Annotated[
-        Poolings,
+        Literal["plain", "map", "both"],
         typer.Option(help="The logits that are compared; both: each run twice, plain and with map pooling."),
     ] = "plain",
     resamples: Annotated[
@@ -74,8 +74,8 @@ def command(
 
 def _write(compared: "list[Comparison]", paths: list[Path], folder: Path) -> None:
     from bigscl.evaluation.compare import comparison_facts, comparison_text
-    from bigscl.evaluation.plots.run_plots import draw_curves
     from bigscl.evaluation.report_files import draw_score_distributions
+    from bigscl.evaluation.run_plots import draw_curves
 
     folder.mkdir(parents=True, exist_ok=True)
     histograms = {run.report.name: run.report.score_distribution for run in compared}

@@ -261,10 +261,7 @@ def _text(facts: dict[str, Any]) -> str:
         for side in ("a", "b")
         if facts[side]["selection"]["recomputed"]
     ]
-    if expected["classes"]:
-        rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in expected["classes"]]
-        lines.append(table(("class", "A only", "B only", "both"), rows))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_class_table(expected["classes"])])
 
 
 # A file of labels
@@ -275,8 +272,7 @@ def _agreement(
 ) -> dict[str, Any]:
     """Count the pairs of image and class that are mined, in the file, or both, and are not annotated."""
     url, snapshot = with_snapshot(store)
-    data = source.need("diff", url, open_store(url, snapshot, storage).spec)
-    mined = open_store(url, snapshot, storage, data)
+    mined, data = source.open("diff", url, snapshot, storage)
     labels, thresholds = read_labels(path, data.index), expected_at(mined)
 
     def compare(shard: int) -> NDArray[np.int64]:
@@ -310,10 +306,12 @@ def _agreement_text(facts: dict[str, Any]) -> str:
         f"mined labels of these images: {both + only_a:,}; B has {_share(both, both + only_a)} of them",
         f"further labels of B: {both + only_b:,}; {_share(both, both + only_b)} of them were mined",
     ]
-    if facts["classes"]:
-        rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in facts["classes"]]
-        lines.append(table(("class", "A only", "B only", "both"), rows))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_class_table(facts["classes"])])
+
+
+def _class_table(classes: list[dict[str, Any]]) -> list[str]:
+    rows = [[row["name"], row["only_a"], row["only_b"], row["both"]] for row in classes]
+    return [table(("class", "A only", "B only", "both"), rows)] if rows else []
 
 
 def _share(part: int, whole: int) -> str:

@@ -6,7 +6,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +25,9 @@ from bigscl.common.user_error import UserError
 from bigscl.data.index import write_sample_list
 from bigscl.data.read_samples import read_image_heads
 from bigscl.data.tar import SUFFIXES
-from bigscl.evaluation.plots.sample_plots import heatmap_of
+from bigscl.evaluation.sample_plots import heatmap_of
 from bigscl.store import HeatmapStore
-from bigscl.tools.shared.find_samples import find_samples, next_epoch
+from bigscl.tools.shared.find_samples import find_samples, initial_share
 from bigscl.tools.shared.label_dataset import write_relabelled
 from bigscl.tools.shared.label_formats import Label, LabelledImage, label_writer
 from bigscl.tools.shared.label_table import COLUMNS, Fit, FoundLabels, Which, find_labels, table_writer
@@ -53,6 +53,62 @@ CELL_PIXELS = 16
 LABEL_COLUMNS = ("id", "class", "score", "annotated", "expected", "x0", "y0", "x1", "y1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelFlags:
+    """Which labels are written, and in which format."""
+
+    which: Annotated[
+        Which,
+        typer.Option(
+            help="Labels to write. mined: expected positives that are not annotated; expected: all expected "
+            "positives; all: these and all annotated positives, a relabelled dataset."
+        ),
+    ] = "mined"
+    box_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="Cells of the box of a label have at least this share of the peak. Default: the share that "
+            "fits best where the shards have boxes, else 0.5.",
+        ),
+    ] = None
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="Of labels. table: by the name of the output; coco: .json, with scores and boxes in pixels; "
+            "label-studio: a folder with predictions and the labelling interface; fiftyone: a folder with "
+            "labels.json and boxes.json; multilabel-imagenet: .txt, a line for each image, with "
+            "--which all; dataset: a folder with labels and boxes as Parquet, and a card that "
+            "says how they were made.",
+        ),
+    ] = "table"
+    image_prefix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFIX",
+            help="What coco, label-studio and dataset put before the path of an image in your dataset "
+            "(SHARD/FILE, if the shards do not say): a folder, s3://bucket/, /data/local-files/?d=...",
+        ),
+    ] = None
+
+    def check(self, what: What) -> None:
+        """Refuse options that would have no effect."""
+        if self.box_share is not None and what != "labels":
+            raise UserError(f"--box-share: has no effect on {what}, only on labels")
+        if self.form != "table" and what != "labels":
+            raise UserError(f"--format: has no effect on {what}, only on labels")
+        if self.form == "multilabel-imagenet" and self.which != "all":
+            raise UserError(
+                f"--which {self.which}: format {self.form} has all labels of every image. Add --which all."
+            )
+        if self.image_prefix is not None and self.form not in ("coco", "label-studio", "dataset"):
+            raise UserError(
+                f"--image-prefix: has no effect on format {self.form}, only on coco, label-studio, dataset"
+            )
+
+
 def command(
     store: Store,
     what: Annotated[
@@ -64,48 +120,14 @@ def command(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Output file, or folder for PNGs.")],
-    which: Annotated[
-        Which,
-        typer.Option(
-            help="Labels to write. mined: expected positives that are not annotated; expected: all expected "
-            "positives; all: these and all annotated positives, a relabelled dataset."
-        ),
-    ] = "mined",
+    *,
+    flags: LabelFlags,
     sample: Annotated[
         list[str] | None,
         typer.Option(help="Sample whose heatmaps are written, by key or id; may be repeated."),
     ] = None,
-    box_share: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            max=1.0,
-            help="Cells of the box of a label have at least this share of the peak. Default: the share that "
-            "fits best where the shards have boxes, else 0.5.",
-        ),
-    ] = None,
-    form: Annotated[
-        Form,
-        typer.Option(
-            "--format",
-            help="Of labels. table: by the name of the output; coco: .json, with scores and boxes in pixels; "
-            "label-studio: a folder with predictions and the labelling interface; fiftyone: a folder with "
-            "labels.json and boxes.json; multilabel-imagenet: .txt, a line for each image, with "
-            "--which all; dataset: a folder with labels and boxes as Parquet, and a card that "
-            "says how they were made.",
-        ),
-    ] = "table",
-    image_prefix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PREFIX",
-            help="What coco, label-studio and dataset put before the path of an image in your dataset "
-            "(SHARD/FILE, if the shards do not say): a folder, s3://bucket/, /data/local-files/?d=...",
-        ),
-    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     snapshot: AtSnapshot = None,
-    *,
     source: DataFlags,
     storage: StorageFlags,
     as_json: AsJson = False,
@@ -121,20 +143,14 @@ def command(
     """
     if sample and what != "heatmaps":
         raise UserError(f"--sample: has no effect on {what}, only on heatmaps")
-    if box_share is not None and what != "labels":
-        raise UserError(f"--box-share: has no effect on {what}, only on labels")
-    if form != "table" and what != "labels":
-        raise UserError(f"--format: has no effect on {what}, only on labels")
-    if form == "multilabel-imagenet" and which != "all":
-        raise UserError(f"--which {which}: format {form} has all labels of every image. Add --which all.")
-    if image_prefix is not None and form not in ("coco", "label-studio", "dataset"):
-        raise UserError(
-            f"--image-prefix: has no effect on format {form}, only on coco, label-studio, dataset"
-        )
-    if output.exists() and not overwrite and not _is_empty_folder(output):
+    flags.check(what)
+    # An interrupted export leaves an empty folder.
+    is_empty_folder = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not overwrite and not is_empty_folder:
         raise UserError(f"{output}: already exists. Choose another name, or add --overwrite.")
     opened = open_store(store, snapshot, storage)
-    labels: FoundLabels | None = None
+    facts: dict[str, Any] = {}
+    lines: list[str] = []
     if what == "scores":
         data = source.find(store, opened.spec)
         if data is None and output.suffix != ".npy":
@@ -145,37 +161,32 @@ def command(
         if what == "samples":
             rows = _samples(needed, output)
         elif what == "labels":
-            labels = find_labels(opened, needed, which)
-            fit = labels.fit(box_share)
-            rows = _labels(labels, fit, form, output, run_folder(store), with_image_names(image_prefix or ""))
+            labels = find_labels(opened, needed, flags.which)
+            fit = labels.fit(flags.box_share)
+            images = with_image_names(flags.image_prefix or "")
+            rows = _labels(labels, fit, flags.form, output, run_folder(store), images)
+            facts, lines = _about_labels(labels, fit)
         else:
             rows = _heatmaps(opened, needed, output, sample or [])
     at = opened.snapshot.id
-    facts: dict[str, Any] = {"output": str(output), "what": what, "snapshot": at, "rows": rows}
     told = f"{output}: {what} at snapshot {at}, {rows:,} rows, {size(_bytes(output))}"
-    if labels is not None:
-        facts["selection"] = labels.expected.facts()
-        told += f"\n  {labels.expected.note}" if labels.expected.recomputed else ""
-        share = _initial_share(opened)
-        facts["initial_share"] = round(share, 4)
-        told = "\n".join([told, *few_visits_note(share)])
-        if (trust := trust_at(opened)) is not None:
-            facts["trust"] = trust.to_json()
-            told = "\n  ".join([told, str(trust), *trust.of_groups()])
-        facts["region"] = asdict(fit)
-        told += f"\n  {fit}"
-    print_result(facts, told, as_json)
+    facts = {"output": str(output), "what": what, "snapshot": at, "rows": rows, **facts}
+    print_result(facts, "\n".join([told, *lines]), as_json)
 
 
-def _initial_share(store: HeatmapStore) -> float:
-    """Return the weight of the initial value in the stored scores after the finished epochs."""
-    start = store.initial_values
-    return 0.0 if start is None else float(start.remaining(np.array([min(next_epoch(store), 255)]))[0])
-
-
-def _is_empty_folder(path: Path) -> bool:
-    """Return whether there is nothing to overwrite: an interrupted export leaves an empty folder."""
-    return path.is_dir() and not any(path.iterdir())
+def _about_labels(labels: FoundLabels, fit: Fit) -> tuple[dict[str, Any], list[str]]:
+    """Return facts, and lines, about how far the labels are to be trusted."""
+    share, trust = initial_share(labels.store), trust_at(labels.store)
+    facts: dict[str, Any] = {
+        "selection": labels.expected.facts(),
+        "initial_share": round(share, 4),
+        **({} if trust is None else {"trust": trust.to_json()}),
+        "region": asdict(fit),
+    }
+    lines = [f"  {labels.expected.note}"] if labels.expected.recomputed else []
+    lines += few_visits_note(share)
+    lines += [] if trust is None else [f"  {line}" for line in (str(trust), *trust.of_groups())]
+    return facts, [*lines, f"  {fit}"]
 
 
 def _bytes(path: Path) -> int:
@@ -186,7 +197,6 @@ def _bytes(path: Path) -> int:
 
 
 def _labels(found: FoundLabels, fit: Fit, form: Form, output: Path, run: Path | None, images: str) -> int:
-    """Write the labels in a format; return their number."""
     if form == "table":
         return _table(found, fit, output)
     if form == "dataset":

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,36 @@ PACKAGES = {"onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "huggin
 """Packages of the extra `publish`, and what needs them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LicenceFlags:
+    """Licences and names for the model card."""
+
+    license: Annotated[
+        str | None, typer.Option(help="Licence of the weights, as `apache-2.0`. Default: not stated.")
+    ] = None
+    dataset: Annotated[
+        str | None, typer.Option(help="Name of the training data. Default: the names of the shards.")
+    ] = None
+    data_license: Annotated[str | None, typer.Option(help="Licence or terms of the training data.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFlags:
+    """Where the folder is uploaded to."""
+
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload the folder to this repository of the Hugging Face Hub."
+        ),
+    ] = None
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
+
+    def check(self) -> None:
+        if self.private and self.push_to_hub is None:
+            raise UserError("--private: has no effect without --push-to-hub")
+
+
 def command(
     run: Annotated[
         Path,
@@ -34,13 +65,6 @@ def command(
     name: Annotated[
         str | None, typer.Option(help="Title of the model card. Default: the run's name.")
     ] = None,
-    license: Annotated[  # noqa: A002
-        str | None, typer.Option(help="Licence of the weights, as `apache-2.0`. Default: not stated.")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Name of the training data. Default: the names of the shards.")
-    ] = None,
-    data_license: Annotated[str | None, typer.Option(help="Licence or terms of the training data.")] = None,
     offset: Annotated[
         str,
         typer.Option(
@@ -50,13 +74,9 @@ def command(
         ),
     ] = "auto",
     onnx: Annotated[bool, typer.Option("--onnx/--no-onnx", help="Write model.onnx.")] = True,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME", help="Upload the folder to this repository of the Hugging Face Hub."
-        ),
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    *,
+    licence: LicenceFlags,
+    hub: HubFlags,
     as_json: AsJson = False,
 ) -> None:
     """Write the network of a run for other people: weights, model card, preprocessing, ONNX.
@@ -68,9 +88,8 @@ def command(
     run, plus that offset. Results are those of `bigscl evaluate RUN`, if it has been run, else those of
     the validation. Local paths are not published.
     """
-    if private and push_to_hub is None:
-        raise UserError("--private: has no effect without --push-to-hub")
-    _check_packages({"onnx": onnx, "hub": push_to_hub is not None})
+    hub.check()
+    _check_packages({"onnx": onnx, "hub": hub.push_to_hub is not None})
     if folder.exists():
         raise UserError(f"{folder}: exists. Choose a new folder, or remove it.")
     from bigscl.evaluation.target import find_target
@@ -88,36 +107,36 @@ def command(
     names = _class_names(target, classes)
     with atomic_folder(folder) as partial:
         differences = write_portable_files(target, names, partial, onnx=onnx, offset=added)
-        licences = Licences(weights=license, dataset=dataset, data=data_license)
+        licences = Licences(weights=licence.license, dataset=licence.dataset, data=licence.data_license)
         card = model_card(
             target,
             names,
             name or target.config.run.name,
             licences,
             files=sorted(differences),
-            repository=push_to_hub,
+            repository=hub.push_to_hub,
             offset=added,
         )
         (partial / "README.md").write_text(card)
-    if push_to_hub is not None:
-        _push(folder, push_to_hub, private)
+    if hub.push_to_hub is not None:
+        _push(folder, hub.push_to_hub, hub.private)
     facts = {
         "folder": str(folder),
         "weights": str(target.weights),
         "weights_are": describe_weights(target),
         "offset": added,
         "differences": differences,
-        "pushed_to": push_to_hub,
+        "pushed_to": hub.push_to_hub,
     }
     lines = [f"{folder}: {describe_weights(target)}, {target.weights}", why]
     if lacks_names(names):
         lines.append("names of the classes are missing, the data number them: --classes FILE gives names")
-    print_result(facts, "\n".join([*lines, *_text(differences, push_to_hub)]), as_json)
+    print_result(facts, "\n".join([*lines, *_text(differences, hub.push_to_hub)]), as_json)
 
 
 def _offset(wanted: str, config: "Config") -> tuple[float, str]:
     """Return what is added to all logits, and a line about it."""
-    from bigscl.evaluation.offset import memory_offset
+    from bigscl.evaluation.memory_figures import memory_offset
     from bigscl.store import StoreError
 
     if wanted == "none":

@@ -1,6 +1,6 @@
 """Draw samples with their heatmaps."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,40 +10,49 @@ from numpy.typing import NDArray
 
 from bigscl.common.command_line import AsJson
 from bigscl.common.user_error import UserError
-from bigscl.evaluation.plots.sample_plots import draw_samples
+from bigscl.evaluation.sample_plots import SampleImages, draw_samples, over_epochs, side_by_side
 from bigscl.store import HeatmapStore
-from bigscl.tools.shared.find_samples import find_class, find_samples, snapshot_before
+from bigscl.tools.shared.find_samples import find_class, find_samples
 from bigscl.tools.shared.open_store import AtSnapshot, Data, DataFlags, StorageFlags, Store, open_store
-from bigscl.tools.shared.sample_pictures import SampleImages, over_epochs, side_by_side
-from bigscl.tools.shared.shard_passes import expected_at, pass_over, to_float32
+from bigscl.tools.shared.shard_passes import expected_at
 from bigscl.tools.shared.terminal import print_result
+from bigscl.tools.viewer.open_run import OpenRun, Places
+from bigscl.tools.viewer.score_index import Query, listed
 
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
 
 Choice = Literal["random", "tracked", "most-changed", "confident"]
 
 
-def command(
-    store: Store,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
-    sample: Annotated[
-        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceFlags:
+    """Which samples are drawn, if none is named."""
+
     choose: Annotated[
         Choice,
         typer.Option(
             help="How to choose samples: random; tracked; most-changed: largest change of a score since the "
             "previous snapshot; confident: highest score of a class that is not annotated."
         ),
-    ] = "random",
+    ] = "random"
     class_name: Annotated[
         str | None, typer.Option("--class", help="Choose by this class only, by name or number.")
-    ] = None,
+    ] = None
     count: Annotated[
         int | None,
         typer.Option(min=1, max=10_000, help="Number of samples to choose. Default: 8; with --epochs: 2."),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0
+
+
+def command(
+    store: Store,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file: .png, .pdf, .svg or .jpg.")],
+    *,
+    flags: ChoiceFlags,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="Sample to draw, by key or id; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random choice.")] = 0,
     heatmaps: Annotated[
         int | None,
         typer.Option(
@@ -60,7 +69,6 @@ def command(
     ] = None,
     across: Annotated[int, typer.Option(min=1, max=100, help="Number of samples in a row.")] = 1,
     snapshot: AtSnapshot = None,
-    *,
     source: DataFlags,
     storage: StorageFlags,
     as_json: AsJson = False,
@@ -75,23 +83,28 @@ def command(
     """
     if output.suffix not in SUFFIXES:
         raise UserError(f"--output {output}: pictures are written as {', '.join(SUFFIXES)}")
-    opened, data = source.open("render", store, snapshot, storage)
+    run = OpenRun(
+        store if snapshot is None else f"{store}@{snapshot}",
+        Places(source=source, storage=storage, needed_for="render"),
+    )
+    opened, data = run.store, run.data
     stores = [opened] if against is None else [opened, open_store(against, None, storage, data)]
-    number = None if class_name is None else find_class(class_name, data.index)
-    choice: Choice = "tracked" if epochs else choose
+    number = None if flags.class_name is None else find_class(flags.class_name, data.index)
+    choice: Choice = "tracked" if epochs else flags.choose
     if sample:
         ids = find_samples(sample, opened.spec, data.index)
     else:
         # By default the picture fits on a screen.
-        ids = choose_samples(opened, data, choice, count or (2 if epochs else 8), number, seed)
+        ids = choose_samples(run, choice, flags.count or (2 if epochs else 8), number, flags.seed)
     if epochs and against is not None:
         raise UserError("--epochs: has no effect with --against; draw one picture for each store")
     # The expected positives are needed only if the shards do not say which classes are present.
     expected = None if data.index.full is not None else expected_at(opened)
-    images = SampleImages(opened, data, ids, expected)
+    selected = None if expected is None else expected.expected(opened.read(ids).ranked_by(), ids)
+    images = SampleImages(data.index, ids, data.annotated(ids), selected)
     draw = over_epochs if epochs else side_by_side
-    pictures = draw(stores, images, data, ids, heatmaps or (2 if epochs else 6))
-    chosen = "samples as named" if sample else _how_chosen(choice, seed, class_name)
+    pictures = draw(stores, images, ids, heatmaps or (2 if epochs else 6))
+    chosen = "samples as named" if sample else _how_chosen(choice, flags.seed, flags.class_name)
     title = f"{opened.backend.url}, snapshot {opened.snapshot.id}, epoch {opened.snapshot.epoch}\n{chosen}"
     draw_samples(pictures, output, title=title, across=across)
     facts: dict[str, Any] = {
@@ -125,24 +138,25 @@ def _listed(facts: dict[str, Any]) -> str:
 
 # Samples to look at
 
-ScoredSamples = tuple[NDArray[np.int64], NDArray[np.float32]]
-
 
 def choose_samples(
-    store: HeatmapStore, data: Data, choice: Choice, count: int, number: int | None, seed: int
+    run: OpenRun, choice: Choice, count: int, number: int | None, seed: int
 ) -> NDArray[np.int64]:
     """Return the ids of up to `count` samples, the most interesting first; of class `number` if given."""
     if choice == "tracked":
-        return _tracked(store, data, count, number)
+        return _tracked(run.store, run.data, count, number)
     if choice == "random":
-        return _random(data, count, number, seed)
-    ranked = _confident if choice == "confident" else _changes
-    return _best(ranked(store, data, number))[:count]
-
-
-def _largest(values: NDArray[np.float32], number: int | None) -> NDArray[np.float32]:
-    """Return the largest value of each sample over the classes, or its value of one class."""
-    return values.max(axis=1) if number is None else values[:, number]
+        return _random(run.data, count, number, seed)
+    run.update(now=True)
+    assert run.index is not None
+    if choice == "most-changed" and run.index.before is None:
+        raise UserError(
+            f"{run.store.backend.url}: snapshot {run.store.snapshot.id} is the oldest one, so there is no "
+            f"change to show. Use another --choose."
+        )
+    query = Query(order="change" if choice == "most-changed" else "surprise", number=number)
+    rows: NDArray[np.int64] = listed(run.index, query, run.data.index)["row"][:count].astype(np.int64)
+    return rows
 
 
 def _tracked(store: HeatmapStore, data: Data, count: int, number: int | None) -> NDArray[np.int64]:
@@ -170,45 +184,3 @@ def _with_class(data: Data, ids: NDArray[np.int64], number: int | None) -> NDArr
     if not has_class.any():
         raise UserError(f"--class: no sample is annotated with {data.index.class_names[number]!r}")
     return has_class
-
-
-def _confident(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
-    """Yield the highest score of a class that is not annotated, for each sample, shard by shard."""
-
-    def work(shard: int) -> ScoredSamples:
-        ids, scores = next(store.scores_by_shard([shard]))
-        return ids, _largest(np.where(data.annotated(ids), -1, to_float32(scores)), number)
-
-    shards = range(store.spec.num_shards)
-    return (scored for _, scored in pass_over("searching confident samples", shards, work, [store]))
-
-
-def _changes(store: HeatmapStore, data: Data, number: int | None) -> Iterator[ScoredSamples]:
-    """Yield the change of the scores since the previous snapshot, for the shards that changed."""
-    older = snapshot_before(store)
-    if older is None:
-        raise UserError(
-            f"{store.backend.url}: snapshot {store.snapshot.id} is the oldest one, so there is no "
-            f"change to show. Use another --choose."
-        )
-    before = HeatmapStore(store.backend, store.spec, older, data.annotations)
-    changed = [
-        shard
-        for shard, (new, old) in enumerate(zip(store.snapshot.slots, older.slots, strict=True))
-        if (store.snapshot.group, new) != (older.group, old)
-    ]
-
-    def work(shard: int) -> ScoredSamples:
-        (ids, now), (_, then) = (next(each_store.scores_by_shard([shard])) for each_store in (store, before))
-        return ids, _largest(np.abs(to_float32(now) - to_float32(then)), number)
-
-    return (scored for _, scored in pass_over("searching changed samples", changed, work, [store, before]))
-
-
-def _best(ranked: Iterator[ScoredSamples]) -> NDArray[np.int64]:
-    """Return all ids by falling value; equal values by id."""
-    parts = list(ranked)
-    if not parts:
-        return np.empty(0, np.int64)
-    ids, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return ids[np.lexsort((ids, -values))]

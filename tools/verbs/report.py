@@ -1,17 +1,14 @@
 """Make the report of saved predictions."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from bigscl.common.command_line import AsJson
 from bigscl.data.labels.real_labels import read_real_labels, read_reviewed_labels
+from bigscl.evaluation.evaluate_options import Activation, Pooling
 from bigscl.tools.shared.terminal import print_result
-
-Activation = Literal["sigmoid", "softmax"]
-Pooling = Literal["plain", "map"]
-Poolings = Literal["plain", "map", "both"]
 
 
 def command(

@@ -13,33 +13,27 @@ from bigscl.common.command_line import HELP, AsJson, with_options
 from bigscl.common.text import printable
 from bigscl.common.url_secrets import with_image_names
 from bigscl.common.user_error import UserError
-from bigscl.data.answers import Answer, AnswersFile, now, standing_answers
+from bigscl.data.answers import AnswersFile, now, read_answers, standing_answers
 from bigscl.data.labels.training_labels import match_answers
 from bigscl.evaluation.review import By
-from bigscl.store import HeatmapStore
 from bigscl.tools.shared.find_samples import find_class
-from bigscl.tools.shared.label_formats import QuestionFormat, Source, read_tool_answers, write_questions
 from bigscl.tools.shared.label_table import table_writer
-from bigscl.tools.shared.open_store import (
-    AtSnapshot,
-    Data,
-    DataFlags,
-    StorageFlags,
-    Store,
-    locate,
-    run_folder,
-)
+from bigscl.tools.shared.open_store import AtSnapshot, DataFlags, StorageFlags, Store, locate, run_folder
 from bigscl.tools.shared.questions import (
     LIST_COLUMNS,
     Question,
-    Questions,
+    QuestionFormat,
+    Source,
     answers_files,
     doubtful_labels_text,
     find_doubtful_labels,
+    read_tool_answers,
+    write_questions,
 )
 from bigscl.tools.shared.terminal import plural, print_result, table
-from bigscl.tools.viewer.open_run import default_cache
-from bigscl.tools.viewer.question_pictures import QuestionPictures, has_display
+from bigscl.tools.viewer.open_run import OpenRun, Places
+from bigscl.tools.viewer.pictures import QuestionPictures, has_display
+from bigscl.tools.viewer.question_queue import QuestionQueue
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,24 +65,23 @@ class QuestionFlags:
     class_name: Annotated[str | None, typer.Option("--class", help="Ask about this class only.")] = None
     by: Annotated[
         By,
-        typer.Option(
-            help="Order. queue: what changes training most; chance: what most likely corrects a label; the "
-            "others are for comparison."
-        ),
+        typer.Option(help="Order. queue: what changes training most; chance: what likely corrects a label."),
     ] = "queue"
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random order.")] = 0
     answers: File = None
     snapshot: AtSnapshot = None
 
     def open(
         self, store: str, source: DataFlags, storage: StorageFlags, most: int
-    ) -> tuple[Questions, HeatmapStore, Data, Path]:
-        """Return the questions, the snapshot and the data that are asked about, and the file for answers."""
-        opened, data = source.open("review", store, self.snapshot, storage)
-        files = answers_files(run_folder(store), data, self.answers)
-        only = None if self.class_name is None else find_class(self.class_name, data.index)
-        questions = Questions(opened, data, files, most=most, by=self.by, only=only, seed=self.seed)
-        return questions, opened, data, files[0]
+    ) -> tuple[OpenRun, QuestionQueue, Path]:
+        """Return the run, its queue of questions, and the file for answers."""
+        url = store if self.snapshot is None else f"{store}@{self.snapshot}"
+        run = OpenRun(url, Places(source=source, storage=storage, needed_for="review"))
+        only = None if self.class_name is None else find_class(self.class_name, run.data.index)
+        queue = QuestionQueue(run, answers=self.answers, most=most, by=self.by, only=only)
+        for path in queue.paths():
+            match_answers(run.data.labelled, read_answers(path), path)
+        run.update(now=True)
+        return run, queue, queue.paths()[0]
 
 
 # List doubtful labels
@@ -176,75 +169,50 @@ def ask(
 
     Example: bigscl review ask runs/mine --count 50
     """
-    questions, opened, data, path = flags.open(store, source, storage, simulate or flags.count)
-    snapshot = str(opened.snapshot.id)
-    session = Session(questions, path, who or (SIMULATED if simulate else getpass.getuser()), snapshot)
+    run, queue, path = flags.open(store, source, storage, simulate or flags.count)
     if simulate is not None:
-        print_result(*_simulate(session, data, simulate), as_json)
+        print_result(*_simulate(run, queue, path, who or SIMULATED, simulate), as_json)
     elif listing or as_json:
-        chosen = questions.next(flags.count)
+        chosen = queue.questions(flags.count)
         print_result([asdict(question) for question in chosen], _listed(chosen), as_json)
     else:
         opens = has_display() if open_images is None else open_images
-        cache = default_cache(run_folder(store), locate(store))
         with tempfile.TemporaryDirectory(prefix="bigscl-review-") as folder:
-            pictures = QuestionPictures(opened, data, cache, Path(folder), opens=opens)
-            _ask(session, flags.count, pictures)
+            pictures = QuestionPictures(run.store, run.data, run.cache, Path(folder), opens=opens)
+            _ask(queue, path, who or getpass.getuser(), flags.count, pictures)
 
 
-class Session:
-    """A person who answers questions; every answer is on the disk before the next question comes."""
-
-    def __init__(self, questions: Questions, path: Path, who: str, snapshot: str) -> None:
-        self.questions, self.file, self.who, self.snapshot = questions, AnswersFile(path), who, snapshot
-        self.answered: list[tuple[Question, bool]] = []
-
-    def answer(self, given: Sequence[tuple[Question, bool]]) -> None:
-        """Save answers, and let the queue follow them."""
-        self.file.append([self._line(question, yes) for question, yes in given])
-        for question, yes in given:
-            self.questions.add_answer(question, yes)
-        self.answered += given
-
-    def undo(self) -> Question | None:
-        """Withdraw the last answer; return its question, None if there is none."""
-        if not self.answered:
-            return None
-        question, _ = self.answered.pop()
-        self.file.append([self._line(question, None)])
-        self.questions.withdraw_answer(question)
-        return question
-
-    def _line(self, question: Question, yes: bool | None) -> Answer:
-        return Answer(question.key, question.class_name, yes, self.who, now(), self.snapshot)
-
-
-def _ask(session: Session, count: int, pictures: QuestionPictures) -> None:
-    print(f"{KEYS}; answers go to {printable(str(session.file.path))}")
+def _ask(queue: QuestionQueue, path: Path, who: str, count: int, pictures: QuestionPictures) -> None:
+    """Ask up to `count` questions; every answer is on the disk before the next question comes."""
+    print(f"{KEYS}; answers go to {printable(str(path))}")
+    given: list[tuple[Question, bool]] = []
     again: Question | None = None
-    while len(session.answered) < count:
-        question = again or next(iter(session.questions.next(1)), None)
+    while len(given) < count:
+        question = again or next(iter(queue.questions(1)), None)
         again = None
         if question is None:
             print("no question is left")
             break
         print(printable(pictures.show(question)))
-        print(_asked(question, len(session.answered) + 1, count), end=" ", flush=True)
+        print(_asked(question, len(given) + 1, count), end=" ", flush=True)
         match _read_key():
             case "y" | "n" as key:
-                session.answer([(question, key == "y")])
+                queue.answer([(question.sample, question.number, key == "y")], who)
+                given.append((question, key == "y"))
             case "s":
-                session.questions.add_answer(question, None)
-            case "u":
-                again = session.undo() or question
+                queue.skip(question.sample, question.number, again=False)
+            case "u" if given:
+                again, _ = given.pop()
+                queue.answer([(again.sample, again.number, None)], who)
             case "q":
                 break
+            case "u":
+                again = question
             case _:
                 print(f"  {KEYS}")
                 again = question
-    num_yes = sum(yes for _, yes in session.answered)
-    told = plural(len(session.answered), "answer")
-    print(f"{told}, {num_yes} of them yes, in {printable(str(session.file.path))}")
+    num_yes = sum(yes for _, yes in given)
+    print(f"{plural(len(given), 'answer')}, {num_yes} of them yes, in {printable(str(path))}")
 
 
 def _asked(question: Question, number: int, count: int) -> str:
@@ -272,25 +240,23 @@ def _listed(questions: Sequence[Question]) -> str:
     return table(("chance", "image", "class", "", "score"), rows)
 
 
-def _simulate(session: Session, data: Data, count: int) -> tuple[dict[str, Any], str]:
-    """Let the full labels answer."""
-    index = data.labelled
-    index.full_labels()
-    while len(session.answered) < count:
-        block = session.questions.next(min(BLOCK, count - len(session.answered)))
+def _simulate(
+    run: OpenRun, queue: QuestionQueue, path: Path, who: str, count: int
+) -> tuple[dict[str, Any], str]:
+    full = run.data.labelled.full_labels()
+    answered: list[tuple[Question, bool]] = []
+    while len(answered) < count:
+        block = queue.questions(min(BLOCK, count - len(answered)))
         if not block:
             break
-        session.answer([(each, each.number in index.full_labels()[each.sample]) for each in block])
-    num_found = sum(yes and not each.labelled for each, yes in session.answered)
-    refuted = sum(each.labelled and not yes for each, yes in session.answered)
-    facts = {
-        "answers": len(session.answered),
-        "found": num_found,
-        "refuted": refuted,
-        "file": str(session.file.path),
-    }
+        given = [(each, each.number in full[each.sample]) for each in block]
+        queue.answer([(each.sample, each.number, yes) for each, yes in given], who)
+        answered += given
+    num_found = sum(yes and not each.labelled for each, yes in answered)
+    refuted = sum(each.labelled and not yes for each, yes in answered)
+    facts = {"answers": len(answered), "found": num_found, "refuted": refuted, "file": str(path)}
     told = (
-        f"{session.file.path}: {plural(len(session.answered), 'answer')} of the full labels: "
+        f"{path}: {plural(len(answered), 'answer')} of the full labels: "
         f"{plural(num_found, 'missing positive')} found, {plural(refuted, 'label')} refuted"
     )
     return facts, told
@@ -329,9 +295,15 @@ def export(
 
     Example: bigscl review export runs/mine csv -o questions.csv
     """
-    questions, opened, data, _ = flags.open(store, source, storage, flags.count)
-    chosen, names, snapshot = questions.next(flags.count), data.index.class_names, str(opened.snapshot.id)
-    write_questions(form, output, chosen, names, snapshot=snapshot, images=with_image_names(image_prefix))
+    run, queue, _ = flags.open(store, source, storage, flags.count)
+    write_questions(
+        form,
+        output,
+        chosen := queue.questions(flags.count),
+        run.data.index.class_names,
+        snapshot=str(run.store.snapshot.id),
+        images=with_image_names(image_prefix),
+    )
     facts = {"output": str(output), "format": form, "questions": len(chosen)}
     print_result(facts, f"{output}: {plural(len(chosen), 'question')} for {form}", as_json)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from bigscl.common.command_line import AsJson, with_options
 from bigscl.common.files import read_class_names
 from bigscl.common.user_error import UserError
 from bigscl.datasets.folder import FlatLabels, folder
-from bigscl.datasets.multilabel import Protocol, coco, voc
+from bigscl.datasets.multilabel import Protocol, Seed, coco, voc
 from bigscl.datasets.scenes import scenes
 from bigscl.datasets.table import TableOptions, hugging_face, table
 from bigscl.datasets.writer import Sample, Shards, write
@@ -28,7 +28,6 @@ app = typer.Typer(
 
 Source = Annotated[Path, typer.Argument(help="Folder of the unpacked dataset.")]
 Out = Annotated[Path, typer.Argument(help="Folder for the shards; created if it does not exist.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order, the split and the labels.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Writing:
 
     def run(self, shards: Shards, out: Path) -> None:
         """Write the shards, except in a dry run, and print what they contain."""
-        skipped = 0
+        skipped, shards = 0, replace(shards, samples_per_shard=self.samples_per_shard)
         if not self.dry_run:
             total = sum(len(samples) for samples in shards.parts.values())
             with progress(str(out), total, "samples") as advance:
@@ -65,32 +64,6 @@ class SceneWriting(Writing):
     samples_per_shard: Annotated[int, typer.Option(min=1, max=10**7, help="Number of samples per shard.")] = (
         50
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewLabels:
-    """Which labels of a multi-label dataset training may see, and how its images are stored."""
-
-    positives: Annotated[
-        int, typer.Option(min=1, max=10**7, help="Number of positive labels kept per image.")
-    ] = 1
-    negatives: Annotated[
-        int, typer.Option(min=0, max=10**7, help="Number of negative labels kept per image.")
-    ] = 0
-    seed: Seed = 1200
-    resize: Annotated[
-        int | None,
-        typer.Option(min=1, max=10_000, help="Resize images to this square. Default: original bytes."),
-    ] = None
-
-    def protocol(self, samples_per_shard: int) -> Protocol:
-        return Protocol(
-            num_positives=self.positives,
-            num_negatives=self.negatives,
-            seed=self.seed,
-            resize=self.resize,
-            samples_per_shard=samples_per_shard,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +93,7 @@ class TableFlags:
     ] = None
     seed: Seed = 0
 
-    def options(self, samples_per_shard: int, split: str | None = None) -> TableOptions:
+    def options(self, split: str | None = None) -> TableOptions:
         return TableOptions(
             image=self.image_column,
             label=self.label_column,
@@ -130,7 +103,6 @@ class TableFlags:
             class_names=None if self.classes is None else tuple(read_class_names(self.classes)),
             resize=self.resize,
             seed=self.seed,
-            samples_per_shard=samples_per_shard,
         )
 
 
@@ -158,7 +130,7 @@ def write_table(
 
     Example: bigscl shards table photos.csv shards/photos --resize 256
     """
-    writing.run(table(table_file, images, columns.options(writing.samples_per_shard, split_column)), out)
+    writing.run(table(table_file, images, columns.options(split_column)), out)
 
 
 @app.command("hf")
@@ -175,7 +147,7 @@ def write_hugging_face(
 
     Example: bigscl shards hf ./my-dataset shards/mine
     """
-    writing.run(hugging_face(source, columns.options(writing.samples_per_shard), config=config), out)
+    writing.run(hugging_face(source, columns.options(), config=config), out)
 
 
 @app.command("folder")
@@ -204,14 +176,7 @@ def write_folder(
     if synsets is not None and ground_truth is None:
         raise UserError(f"--synsets {synsets}: has no effect without --ground-truth")
     flat = FlatLabels(ground_truth=ground_truth, synsets=synsets) if ground_truth is not None else None
-    shards = folder(
-        source,
-        splits=split or [],
-        flat=flat,
-        resize=resize,
-        seed=seed,
-        samples_per_shard=writing.samples_per_shard,
-    )
+    shards = folder(source, splits=split or [], flat=flat, resize=resize, seed=seed)
     writing.run(shards, out)
 
 
@@ -222,11 +187,11 @@ def write_voc(
     out: Out,
     year: Annotated[int, typer.Option(min=2000, max=2100, help="VOC<year> of the devkit.")] = 2012,
     *,
-    labels: FewLabels,
+    labels: Protocol,
     writing: Writing,
 ) -> None:
     """Write Pascal VOC: SOURCE is a VOCdevkit. Official train becomes train and val, official val test."""
-    writing.run(voc(source, year=year, protocol=labels.protocol(writing.samples_per_shard)), out)
+    writing.run(voc(source, year=year, protocol=labels), out)
 
 
 @app.command("coco")
@@ -236,11 +201,11 @@ def write_coco(
     out: Out,
     year: Annotated[int, typer.Option(min=2000, max=2100, help="train<year> and val<year>.")] = 2014,
     *,
-    labels: FewLabels,
+    labels: Protocol,
     writing: Writing,
 ) -> None:
     """Write COCO: SOURCE has annotations/, train2014/ and val2014/. Splits as for VOC."""
-    writing.run(coco(source, year=year, protocol=labels.protocol(writing.samples_per_shard)), out)
+    writing.run(coco(source, year=year, protocol=labels), out)
 
 
 @app.command("scenes")
@@ -261,7 +226,7 @@ def write_scenes(
 ) -> None:
     """Write scenes of handwritten digits over photographs, made from images in scikit-learn: no download."""
     sizes = {"single": single, "train": train, "val": val, "test": test}
-    writing.run(scenes(sizes, seed, writing.samples_per_shard), out)
+    writing.run(scenes(sizes, seed), out)
 
 
 def _summary(shards: Shards, out: Path, *, written: bool, skipped: int) -> dict[str, Any]:

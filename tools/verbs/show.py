@@ -275,7 +275,7 @@ def _seen_after(store: HeatmapStore, rows: Rows, ids: NDArray[np.int64], epoch: 
 
 def _peak(rows: Rows, number: int) -> float | None:
     """Return the largest value of a class's heatmap; None if it is not kept."""
-    from bigscl.evaluation.plots.sample_plots import heatmap_of
+    from bigscl.evaluation.sample_plots import heatmap_of
 
     heatmap = heatmap_of(rows, number)
     return None if heatmap is None else float(heatmap.max())

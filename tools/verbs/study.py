@@ -16,9 +16,9 @@ from bigscl.common.user_error import UserError
 from bigscl.config import load_config
 from bigscl.data.index import load_index
 from bigscl.data.read_samples import read_metadata
+from bigscl.evaluation.evaluate_options import Pooling
 from bigscl.tools.shared.running import Runner, Trial, slug
 from bigscl.tools.shared.terminal import progress
-from bigscl.tools.verbs.report import Pooling
 
 SAMPLES_TO_LOOK_AT = 100
 
@@ -60,12 +60,7 @@ def command(
         Pooling, typer.Option(help="map: a second table, of the same runs with map pooling.")
     ] = "plain",
     parallel: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1000,
-            help="Number of runs at a time, at most one per core or GPU. Output goes to log.txt.",
-        ),
+        int, typer.Option(min=1, max=1000, help="Runs at a time, at most one per core or GPU; see log.txt.")
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
 ) -> None:

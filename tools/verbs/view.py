@@ -13,7 +13,7 @@ from bigscl.common.user_error import UserError
 from bigscl.tools.shared.open_store import DataFlags, StorageFlags
 from bigscl.tools.viewer.api import Api
 from bigscl.tools.viewer.open_run import OpenRun, Places
-from bigscl.tools.viewer.question_pictures import announced
+from bigscl.tools.viewer.pictures import announced
 from bigscl.tools.viewer.server import Server
 
 SECONDS_BETWEEN_LOOKS = 5.0

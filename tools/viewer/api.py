@@ -39,7 +39,6 @@ class Api:
 
     def __init__(self, runs: list[OpenRun]) -> None:
         self.runs = runs
-        self._thumbnails = pictures.Cache()
         self._sizes: dict[str, tuple[int, dict[str, int]]] = {}
         self._busy = threading.BoundedSemaphore(BUSY)
         self._questions = [QuestionQueue(run) for run in runs]
@@ -68,11 +67,9 @@ class Api:
         """Those that write something."""
 
     def answer(self, path: str, query: str) -> Reply:
-        """Return the answer to a request."""
         return self._guarded(lambda: self.get[path](Parameters(query)))
 
     def write(self, path: str, value: Any) -> Reply:
-        """Keep what was sent."""
 
         def kept() -> Reply:
             if not isinstance(value, dict):
@@ -192,8 +189,7 @@ class Api:
     def _thumbnail(self, parameters: Parameters) -> Reply:
         run = self._run(parameters)
         row, side = self._row(parameters, run), parameters.integer("side", 32, 1024, 256)
-        key = run.data.index.fingerprint, row, side
-        body = self._thumbnails.get(key, lambda: pictures.thumbnail(run.data.index, row, side))
+        body = pictures.thumbnail(run.data.index, row, side)
         return Reply(body=body, type="image/jpeg", headers=IMAGE_HEADERS)
 
     def _image(self, parameters: Parameters) -> Reply:

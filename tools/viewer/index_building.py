@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from bigscl.common.digests import FILES, file_digest, write_sealed
 from bigscl.common.files import sync
 from bigscl.store import Array, HeatmapStore, Snapshot, StoreError, choose_classes
-from bigscl.tools.shared.find_samples import snapshot_before
 from bigscl.tools.shared.open_store import Data
 from bigscl.tools.shared.shard_passes import (
     SnapshotThresholds,
@@ -65,6 +64,19 @@ def build_index(folder: Path, store: HeatmapStore, data: Data, advance: Advance 
             # The run may drop the snapshot before while it is read: then another one is compared with.
             if before is None or any(snapshot.id == before.id for snapshot in store.snapshots()):
                 raise
+
+
+def snapshot_before(store: HeatmapStore) -> Snapshot | None:
+    """Return the retained snapshot before the store's own that has another state; None if there is none."""
+    at = store.snapshot
+    # Opening the store for writing creates a snapshot of the same state: no change.
+    same = (at.group, at.slots)
+    older = [
+        snapshot
+        for snapshot in store.snapshots()
+        if snapshot.id < at.id and (snapshot.group, snapshot.slots) != same
+    ]
+    return older[-1] if older else None
 
 
 def _build_index(
@@ -132,7 +144,6 @@ class _Pass:
         self._together: list[NDArray[np.int64]] = []
 
     def read(self, shard: int) -> _Shard:
-        """Return what is kept of a shard."""
         ids = self._store.spec.sample_ids(shard)
         rows = self._store.load_shard(shard).take(slice(0, len(ids)))
         flags = self._flags(ids, self._expected.expected(rows.ranked_by(), ids))
@@ -203,7 +214,6 @@ class _Pass:
         return kept
 
     def add(self, found: _Shard) -> None:
-        """Add up one shard."""
         self.num_pairs += len(found.pairs)
         for name, counts in found.counts.items():
             self._counts[name] = self._counts.get(name, 0) + counts

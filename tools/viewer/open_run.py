@@ -17,10 +17,9 @@ from bigscl.common.failures import explain
 from bigscl.common.text import printable
 from bigscl.common.user_error import UserError
 from bigscl.config import Config, ConfigError, load_config
-from bigscl.store import MAX_COUNT, HeatmapStore, SnapshotLog, StoreError
-from bigscl.tools.shared.find_samples import next_epoch
+from bigscl.store import HeatmapStore, SnapshotLog, StoreError
+from bigscl.tools.shared.find_samples import initial_share
 from bigscl.tools.shared.open_store import (
-    Data,
     DataFlags,
     StorageFlags,
     locate,
@@ -49,7 +48,9 @@ class Places:
 
     source: DataFlags
     storage: StorageFlags
-    cache: Path | None
+    cache: Path | None = None
+    needed_for: str = "view"
+    """What needs the shards, for the message if nothing names them."""
 
 
 class OpenRun:
@@ -60,11 +61,9 @@ class OpenRun:
     def __init__(self, place: str, places: Places) -> None:
         self._url, self._pinned = with_snapshot(place)
         self._storage = places.storage
-        opened = open_store(self._url, self._pinned, places.storage)
-        self.data: Data = places.source.need("view", self._url, opened.spec)
+        self.store, self.data = places.source.open(places.needed_for, self._url, self._pinned, places.storage)
         self.folder = run_folder(self._url)
         self.name = printable(place.rstrip("/"))
-        self.store: HeatmapStore = open_store(self._url, self._pinned, places.storage, self.data)
         self.config = _config_of(self.folder)
         self.cache = places.cache or default_cache(self.folder, locate(self._url))
         """Folder of its indexes."""
@@ -96,7 +95,6 @@ class OpenRun:
         return work(self.store)
 
     def at(self, snapshot: int) -> HeatmapStore:
-        """Return the store at one of its retained snapshots."""
         return open_store(self._url, snapshot, self._storage, self.data)
 
     def follow(self) -> None:
@@ -198,10 +196,8 @@ class OpenRun:
 
     def _notes(self) -> list[str]:
         """Return how far to trust scores and mined labels, as far as it is known."""
-        start, trust = self.store.initial_values, trust_at(self.store)
-        visits = np.array([min(next_epoch(self.store), MAX_COUNT)])
-        share = 0.0 if start is None else float(start.remaining(visits)[0])
-        notes = [line.strip() for line in few_visits_note(share)]
+        trust = trust_at(self.store)
+        notes = [line.strip() for line in few_visits_note(initial_share(self.store))]
         return notes if trust is None else [*notes, f"{trust}."]
 
 

@@ -1,4 +1,4 @@
-"""Questions of a run on the page: as `bigscl review ask`, from the pairs of the page's index of scores."""
+"""Questions of a run, for the page and for `bigscl review`: pairs of its index of scores."""
 
 import getpass
 import threading
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from bigscl.common.user_error import UserError
 from bigscl.data.answers import Answer, Answers, AnswersFile, now
-from bigscl.evaluation.review import Pairs, best_of_each_class, first_values, next_questions
+from bigscl.evaluation.review import By, Pairs, best_without_answers, next_questions
 from bigscl.store import Array
 from bigscl.tools.shared.find_samples import answer_key, rows_named
-from bigscl.tools.shared.questions import answers_files
+from bigscl.tools.shared.questions import Question, answers_files
 from bigscl.tools.shared.shard_passes import to_float32
 from bigscl.tools.viewer.open_run import OpenRun
 from bigscl.tools.viewer.score_index import EXPECTED, PAIR, ScoreIndex, find_rows
@@ -33,8 +33,22 @@ class QuestionQueue:
 
     # `_lock` guards all fields.
 
-    def __init__(self, run: OpenRun) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: OpenRun,
+        *,
+        answers: Path | None = None,
+        most: int = 0,
+        by: By = "queue",
+        only: int | None = None,
+    ) -> None:
+        """Answers go to a file of the run, or to `answers`; at least `most` pairs of a class can come up.
+
+        With `only`, all are of this class.
+        """
+        self._run, self._answers, self._by = run, answers, by
+        self._classes = range(run.store.spec.num_classes) if only is None else (only,)
+        self._most = max(50, most, SHORTLIST // len(self._classes))
         self._lock = threading.Lock()
         self._skipped: set[Pair] = set()
         self._shortlist: tuple[Path, Array, Pairs] | None = None
@@ -48,7 +62,36 @@ class QuestionQueue:
             if index is None:
                 return np.empty(0, PAIR), {"progress": self._run.progress}
             files = [file.read() for file in self._files()]
-            return self._chosen(index, self._said(files), count), self._told(files[0])
+            return self._chosen(index, self._said(files), count)[0], self._told(files[0])
+
+    def questions(self, count: int) -> list[Question]:
+        """Return the same as questions; the index of scores must be there."""
+        with self._lock:
+            assert self._run.index is not None
+            said = self._said([file.read() for file in self._files()])
+            listed, likely = self._chosen(self._run.index, said, count)
+        pairs, index = self._as_pairs(listed), self._run.data.labelled
+        rows, classes = pairs.ids.tolist(), pairs.classes.tolist()
+        return [
+            Question(
+                sample=row,
+                key=answer_key(row, index),
+                path=index.source(row) or "",
+                number=number,
+                class_name=index.class_names[number],
+                labelled=labelled,
+                score=round(score, 4),
+                chance=round(chance, 4),
+            )
+            for row, number, labelled, score, chance in zip(
+                rows, classes, pairs.labelled.tolist(), pairs.scores.tolist(), likely.tolist(), strict=True
+            )
+        ]
+
+    def paths(self) -> list[Path]:
+        """Return the file that answers go to, and others that say what was answered."""
+        with self._lock:
+            return [file.path for file in self._files()]
 
     def answer(self, own: Sequence[tuple[int, int, bool | None]], who: str) -> None:
         """Save a person's answers about (row, class), all in one write; None withdraws one.
@@ -101,7 +144,10 @@ class QuestionQueue:
 
     # The queue
 
-    def _chosen(self, index: ScoreIndex, said: dict[Pair, bool], count: int) -> Array:
+    def _chosen(
+        self, index: ScoreIndex, said: dict[Pair, bool], count: int
+    ) -> tuple[Array, NDArray[np.float64]]:
+        """Return the next pairs, and how likely their answers correct the labels."""
         listed, pairs = self._listed(index)
         closed = np.array([*said, *self._skipped], np.int64).reshape(-1, 2)
         open_ = np.flatnonzero(~np.isin(self._numbers(pairs.ids, pairs.classes), self._numbers(*closed.T)))
@@ -110,9 +156,9 @@ class QuestionQueue:
         order = np.argsort(numbers := self._numbers(*np.array([*said], np.int64).reshape(-1, 2).T))
         found_at = np.searchsorted(numbers, self._numbers(told["row"], told["class"]), sorter=order)
         yes = np.array([*said.values()], bool)[order[found_at]]
-        order, _ = next_questions(pairs.take(open_), self._as_pairs(told), yes, most=count)
-        chosen: Array = listed[open_[order]]
-        return chosen
+        left = pairs.take(open_)
+        order, likely = next_questions(left, self._as_pairs(told), yes, most=count, by=self._by)
+        return listed[open_[order]], likely[order]
 
     def _numbers(self, rows: Array, classes: Array) -> NDArray[np.int64]:
         return rows.astype(np.int64) * self._run.store.spec.num_classes + classes
@@ -120,35 +166,34 @@ class QuestionQueue:
     def _listed(self, index: ScoreIndex) -> tuple[Array, Pairs]:
         """Return the pairs that can come up: the most valuable of each class before any answer."""
         if self._shortlist is None or self._shortlist[0] != index.folder:
-            num_classes, labels = len(index.offsets) - 1, self._run.data.labelled
+            labels = self._run.data.labelled
             rows, absent = labels.negatives.entries(np.arange(len(labels.keys)))
             known = self._numbers(rows, absent)
-            most = max(50, SHORTLIST // num_classes)
-            parts = [self._valuable(index.of_class(number), known, most) for number in range(num_classes)]
+            parts = [self._valuable(index.of_class(number), known) for number in self._classes]
             listed = np.concatenate(parts)
             self._shortlist = index.folder, listed, self._as_pairs(listed)
         return self._shortlist[1:]
 
-    def _valuable(self, pairs: Array, known: NDArray[np.int64], most: int) -> Array:
+    def _valuable(self, pairs: Array, known: NDArray[np.int64]) -> Array:
         """Return the most valuable pairs of a class before any answer, unlabelled and labelled apart."""
         if len(known):
             pairs = pairs[~np.isin(self._numbers(pairs["row"], pairs["class"]), known)]
         own = self._as_pairs(pairs)
         if self._run.store.group.layout == "topk":
-            # As `bigscl review ask`: unlabelled ones only if they have a heatmap.
+            # Unlabelled ones without a heatmap have lower scores.
             kept = own.labelled | (pairs["peak"] > 0)
             pairs, own = pairs[kept], own.take(kept)
-        best: Array = pairs[best_of_each_class(own, first_values(own, "queue"), most)]
-        return best
+        return np.asarray(pairs[best_without_answers(own, self._by, self._most)])
 
     def _as_pairs(self, pairs: Array) -> Pairs:
-        scores = to_float32(pairs["score"])
+        scores, index = to_float32(pairs["score"]), self._run.index
+        peaks = pairs["peak"] / np.float32(255) if index is None or index.heatmaps else scores
         rows, classes = pairs["row"].astype(np.int64), pairs["class"].astype(np.int64)
         return Pairs(
             ids=rows,
             classes=classes,
             scores=scores,
-            confidence=((scores + pairs["peak"] / np.float32(255)) / 2).astype(np.float32),
+            confidence=((scores + peaks) / 2).astype(np.float32),
             # The labels before anybody answered.
             labelled=self._run.data.annotations.is_given(rows, classes),
             expected=pairs["flags"] & EXPECTED != 0,
@@ -161,7 +206,7 @@ class QuestionQueue:
             raise UserError(
                 "this run was trained with all labels (data.labels: full): nothing is to be asked"
             )
-        paths = answers_files(self._run.folder, self._run.data, None)
+        paths = answers_files(self._run.folder, self._run.data, self._answers)
         return [self._read.setdefault(path, AnswersFile(path)) for path in paths]
 
     def _said(self, files: list[Answers]) -> dict[Pair, bool]:

@@ -51,7 +51,6 @@ class Parameters:
             raise UserError(f"parameters: more than {MAX_FIELDS}") from None
 
     def without(self, name: str) -> str:
-        """Return the query without one of its parameters."""
         return urlencode({key: value for key, value in self._values.items() if key != name}, errors="replace")
 
     def text(self, name: str) -> str:
@@ -62,7 +61,6 @@ class Parameters:
         return value
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """Return a number of this range."""
         number = self.optional_integer(name, low, high)
         if number is None and default is None:
             raise UserError(f"{name}: is missing")
@@ -79,7 +77,6 @@ class Parameters:
         return number
 
     def share(self, name: str, default: float) -> float:
-        """Return a number from 0 to 1."""
         value = self.text(name)
         try:
             number = float(value) if value else default
@@ -95,7 +92,6 @@ class Parameters:
         return word
 
     def choice(self, name: str, values: dict[str, Any]) -> Any:
-        """Return what stands for the given word."""
         word = self.text(name)
         if word not in values:
             raise UserError(f"{name}: {word!r:.40}, expected one of {', '.join(filter(None, values))}")

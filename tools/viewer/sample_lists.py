@@ -70,7 +70,6 @@ class SampleLists:
         self._lock = threading.Lock()
 
     def page(self, run: OpenRun, parameters: Parameters) -> Reply:
-        """Return some samples of a list, with their heatmaps."""
         index = run.index
         if index is None:
             return as_json(
@@ -205,7 +204,6 @@ class SampleLists:
 
 
 def query_of(run: OpenRun, parameters: Parameters) -> Query:
-    """Return what a request asks for."""
     return Query(
         order=parameters.choice("sort", ORDERS),
         number=parameters.optional_integer("class", 0, run.store.spec.num_classes - 1),

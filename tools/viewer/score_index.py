@@ -97,7 +97,6 @@ class ScoreIndex:
 
 
 def value_of(pairs: Array, order: str) -> NDArray[np.float32]:
-    """Return the value by which pairs are ordered: falling."""
     if order == "change":
         return to_float32(pairs["change"])
     scores = to_float32(pairs["score"])
@@ -196,7 +195,6 @@ def score_bits(halves: Array) -> NDArray[np.uint16]:
 
 
 def sorted_pairs(pairs: Array, order: str) -> Array:
-    """Return pairs in their order."""
     return pairs[np.argsort(-value_of(pairs, order), kind="stable")]
 
 
@@ -246,7 +244,6 @@ class Against:
 
 
 def _of_samples(index: ScoreIndex, query: Query, against: Against | None) -> Array:
-    """Return one pair for each sample."""
     if query.order == "against":
         assert against is not None
         return against.pairs
@@ -256,7 +253,6 @@ def _of_samples(index: ScoreIndex, query: Query, against: Against | None) -> Arr
 
 
 def _of_class(index: ScoreIndex, query: Query, against: Against | None) -> Array:
-    """Return the pairs of one class."""
     assert query.number is not None
     pairs = index.of_class(query.number)
     if query.order == "surprise":

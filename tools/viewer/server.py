@@ -141,7 +141,6 @@ class Server(ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._lock:
             self._deadlines.pop(request, None)
         super().shutdown_request(request)
@@ -174,16 +173,13 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = -1
 
     def handle_one_request(self) -> None:
-        """Read a request and answer it."""
         self.server.wait_for_client(self.connection, SECONDS_FOR_A_REQUEST)
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        """Answer a request that changes nothing."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Answer a request that writes."""
         self._answer(self._post)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as above

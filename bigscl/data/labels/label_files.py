@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.common.files import BadFile, Row, parse_errors, read_table
+from bigscl.common.files import BadFile, ClassNumbers, Row, parse_errors, read_table
 from bigscl.common.text import first_few, printable
 from bigscl.common.user_error import UserError
 from bigscl.data.index import Index, with_fingerprint
@@ -54,7 +54,8 @@ def with_training_labels(index: Index, path: Path) -> Index:
     own = read_labels(path, index)
     ids = index.ids()
     kept = len(ids) - len(own.positives)
-    logger.info("%s: labels of %d of %d training images%s", path, len(own.positives), len(ids), _rest(kept))
+    rest = f"; {kept} keep the labels of the shards" if kept else ""
+    logger.info("%s: labels of %d of %d training images%s", path, len(own.positives), len(ids), rest)
     given = replaced_rows(index.given, own.positives)
     labelled = replace(
         index,
@@ -158,7 +159,7 @@ def _check_columns(found: list[str]) -> None:
 
 
 def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
-    ids, classes = ids_by_key(index), _Classes(index.class_names)
+    ids, classes = ids_by_key(index), ClassNumbers(index.class_names)
     positives: dict[int, list[int]] = {}
     negatives: dict[int, list[int]] = {}
     complete: set[int] = set()
@@ -179,11 +180,11 @@ def _matched(path: Path, rows: Sequence[Row], index: Index) -> FileLabels:
         if sample_id in positives:
             raise BadFile(f"{where} occurs twice, expected one line for each image. Merge the lines.")
         own, absent = (_listed(row.get(name), where, name) for name in COLUMNS[1:])
-        if absent == [ALL_OTHERS] and not classes.knows(ALL_OTHERS):
+        if absent == [ALL_OTHERS] and ALL_OTHERS not in classes:
             complete.add(sample_id)
             absent = []
-        positives[sample_id] = classes.numbers(own, f"{where}: positives")
-        negatives[sample_id] = classes.numbers(absent, f"{where}: negatives")
+        positives[sample_id] = sorted({classes.of(value, f"{where}: positives") for value in own})
+        negatives[sample_id] = sorted({classes.of(value, f"{where}: negatives") for value in absent})
         if both := set(positives[sample_id]) & set(negatives[sample_id]):
             named = index.class_names[min(both)]
             raise BadFile(f"{where}: class {named!r} is positive and negative. Remove it from one of them.")
@@ -222,7 +223,6 @@ def _first(index: Index, key: str) -> int:
 
 
 def _listed(value: Any, where: str, column: str) -> list[Any]:
-    """Return a cell as a list of classes."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -234,37 +234,10 @@ def _listed(value: Any, where: str, column: str) -> list[Any]:
     return value
 
 
-class _Classes:
-    """Numbers of classes by name or number."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._numbers = {name: number for number, name in enumerate(names)}
-
-    def knows(self, name: str) -> bool:
-        return name in self._numbers
-
-    def numbers(self, values: Sequence[Any], where: str) -> list[int]:
-        return sorted({self._number(value, where) for value in values})
-
-    def _number(self, value: Any, where: str) -> int:
-        if isinstance(value, str) and value in self._numbers:
-            return self._numbers[value]
-        text = str(value)
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
-        if isinstance(value, str | int) and not isinstance(value, bool) and 0 <= number < len(self._names):
-            return number
-        raise BadFile(
-            f"{where}: unknown class {value!r:.60}, expected one of {len(self._names)} names, as "
-            f"{self._names[0]!r}, or a number of 0 to {len(self._names) - 1}"
-        )
-
-
 # Into the index
 
 
 def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
-    """Return the rows with some of them replaced."""
     ids: NDArray[np.int64] = np.array(sorted(changed), np.int64)
     lengths = rows.lengths.copy()
     stays = np.ones(len(rows), bool)
@@ -276,7 +249,3 @@ def replaced_rows(rows: Ragged, changed: Mapping[int, Sequence[int]]) -> Ragged:
     values[own] = kept
     values[~own] = [label for sample_id in ids.tolist() for label in changed[sample_id]]
     return Ragged.from_lengths(lengths, values)
-
-
-def _rest(kept: int) -> str:
-    return f"; {kept} keep the labels of the shards" if kept else ""

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from bigscl.common.user_error import UserError
-from bigscl.models.families.base import Family, NoPreprocessing, Preprocessing, PublishedModel
-from bigscl.models.families.weights import is_file
+from bigscl.models.families.base import Family, NoPreprocessing, Preprocessing, PublishedModel, is_file
 
 RESERVED_ARGUMENTS = {"num_classes", "weights", "pretrained"}
 

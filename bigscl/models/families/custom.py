@@ -11,13 +11,13 @@ from torch import nn
 
 from bigscl.common.user_error import UserError
 from bigscl.models.families.base import (
+    WEIGHT_FILES,
     Family,
     NoPreprocessing,
     Preprocessing,
     keyword_text,
     refuse_unknown_arguments,
 )
-from bigscl.models.families.weights import WEIGHT_FILES
 
 
 class Custom(Family):

@@ -10,15 +10,16 @@ from torch import nn
 
 from bigscl.common.user_error import UserError
 from bigscl.models.families.base import (
+    WEIGHT_FILES,
     Family,
     NoPreprocessing,
     Preprocessing,
     explain_failed_download,
+    is_file,
     keyword_text,
     known_interpolation,
     refuse_unknown_arguments,
 )
-from bigscl.models.families.weights import WEIGHT_FILES, is_file
 
 # Of GoogLeNet and Inception: only auxiliary losses would train them.
 AUXILIARY_CLASSIFIERS = ("aux1", "aux2", "AuxLogits")

@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 from bigscl.common.files import atomic_write, read_json_lines
 from bigscl.config import Config
 from bigscl.data.index import Index
-from bigscl.data.read_samples import read_images, read_metadata
-from bigscl.evaluation.plots.sample_plots import (
+from bigscl.evaluation.sample_plots import (
     MEANINGS,
     Kind,
-    SamplePicture,
-    boxes_by_class,
+    SampleImages,
     draw_samples,
     kinds_of,
     panel_of,
-    panels_of,
+    side_by_side,
 )
 from bigscl.selection.thresholds import Thresholds
 from bigscl.store import HeatmapStore, Rows
@@ -51,29 +49,19 @@ def draw_runs(
     """
     index = open_data(next(iter(runs.values()))).train
     ids = _with_missing(index, count)
-    images, metadata = read_images(index, ids), read_metadata(index, ids)
     stored = {name: _stored_samples(config, ids) for name, config in runs.items()}
-    present = index.labels_of(ids, "full") == 1
+    present, names = index.labels_of(ids, "full") == 1, index.class_names
+    images = SampleImages(index, ids, present)
     samples = []
-    for place, sample_id in enumerate(ids.tolist()):
-        held = {name: samples[place] for name, samples in stored.items()}
-        boxes = boxes_by_class(metadata[sample_id].get("boxes", []))
-        for kind, number in _shown(held, present[place], kinds):
-            panels = [
-                replace(
-                    panel_of(
-                        own.rows,
-                        number,
-                        index.class_names,
-                        kinds_of(own.annotated, present=present[place]),
-                        boxes,
-                    ),
-                    name=f"{name}: {index.class_names[number]}",
-                )
-                for name, own in held.items()
-            ]
-            title = f"{index.class_names[number]}: {MEANINGS[kind]}"
-            samples.append(SamplePicture(image=images[sample_id].numpy(), title=title, panels=panels))
+    for row, sample_id in enumerate(ids.tolist()):
+        held, boxes = {name: own[row] for name, own in stored.items()}, images.boxes[sample_id]
+        for kind, number in _shown(held, present[row], kinds):
+            panels = []
+            for name, own in held.items():
+                own_kinds = kinds_of(own.annotated, present=present[row])
+                panel = panel_of(own.rows, number, names, own_kinds, boxes)
+                panels.append(replace(panel, name=f"{name}: {names[number]}"))
+            samples.append(images.picture(sample_id, f"{names[number]}: {MEANINGS[kind]}", panels))
     draw_samples(
         samples, path, title=f"{len(ids)} training images with an unannotated positive, evenly over the set"
     )
@@ -109,41 +97,16 @@ def _shown(
 PANELS = 5
 
 
-def draw_epoch(
-    store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int, title: str = ""
-) -> None:
+def draw_epoch(store: HeatmapStore, index: Index, selection: Thresholds, path: Path, count: int) -> None:
     """Draw the first `count` tracked samples with the heatmaps of some of their classes."""
     ids = np.array(store.spec.history_samples[:count], np.int64)
-    rows = store.read_without_initial_value(ids)
-    images, metadata = read_images(index, ids), read_metadata(index, ids)
-    kinds = _kinds(index, ids, rows.ranked_by(), selection)
-    samples = [
-        SamplePicture(
-            image=images[int(n)].numpy(),
-            title=index.key(int(n)),
-            panels=panels_of(
-                rows.take(slice(number, number + 1)),
-                index.class_names,
-                kinds=kinds[number],
-                boxes=boxes_by_class(metadata[int(n)].get("boxes", [])),
-                count=PANELS,
-            ),
-        )
-        for number, n in enumerate(ids)
-    ]
-    draw_samples(samples, path, title=title or f"the first {len(ids)} tracked samples, evenly over the set")
-
-
-def _kinds(
-    index: Index, ids: NDArray[np.int64], ranked: NDArray[np.float16], selection: Thresholds
-) -> list[list[Kind]]:
-    """Return the kinds of all classes in each sample, by the full labels or by what is expected."""
-    given = index.labels_of(ids)
-    if index.full is not None:
-        present = index.labels_of(ids, "full") == 1
-        return [kinds_of(given[n] == 1, present=present[n]) for n in range(len(ids))]
-    expected = selection.to("cpu").expected(torch.from_numpy(ranked), torch.from_numpy(ids)).numpy()
-    return [kinds_of(given[n] == 1, expected=expected[n], negatives=given[n] == 0) for n in range(len(ids))]
+    expected = None
+    if index.full is None:
+        ranked = torch.from_numpy(store.read(ids).ranked_by())
+        expected = selection.to("cpu").expected(ranked, torch.from_numpy(ids)).numpy()
+    images = SampleImages(index, ids, index.labels_of(ids) == 1, expected)
+    samples = side_by_side([store], images, ids, PANELS)
+    draw_samples(samples, path, title=f"the first {len(ids)} tracked samples, evenly over the set")
 
 
 Curve = dict[int, float]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bigscl.store.epoch.threads import POLL_SECONDS, join, result_of
 from bigscl.store.format.layout import array_plans, check_update, shard_bytes, split_by_shard
 from bigscl.store.format.quantize import as_stored
 from bigscl.store.format.spec import Array, Rows
 from bigscl.store.heatmap_store import HeatmapStore
+from bigscl.store.threads import POLL_SECONDS, join, result_of
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 

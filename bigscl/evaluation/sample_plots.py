@@ -1,10 +1,10 @@
 """Pictures of samples: the image, and next to it the heatmaps of some classes as overlays.
 
-Used by the trainer after each epoch and by `bigscl render`. Nothing here reads or trains anything.
+Used by the trainer after each epoch, by `bigscl render` and in notebooks.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,10 @@ from PIL import Image
 
 from bigscl.common.files import atomic_write
 from bigscl.common.user_error import UserError
-from bigscl.store import Rows
+from bigscl.data.index import Index
+from bigscl.data.open_tar import Unreadable
+from bigscl.data.read_samples import read_images, read_metadata
+from bigscl.store import HeatmapStore, Rows
 
 Kind = Literal["annotated", "unannotated", "expected", "negative", "unknown"]
 """Label of a class in an image. Where they are incomplete, others are expected or unknown."""
@@ -69,22 +72,6 @@ class SamplePicture:
     """`[3,H,W]`"""
     title: str
     panels: Sequence[Panel]
-
-
-def panels_of(
-    rows: Rows,
-    names: Sequence[str],
-    *,
-    kinds: Sequence[Kind],
-    boxes: Mapping[int, Sequence[Box]] | None = None,
-    count: int = 6,
-) -> list[Panel]:
-    """Return up to `count` heatmaps of one sample, those of `classes_to_show`.
-
-    `rows` has that sample only. `kinds` are those of all classes in it; `boxes` are those of its objects.
-    """
-    chosen = classes_to_show(rows, kinds, count)
-    return [panel_of(rows, number, names, kinds, boxes) for number in chosen]
 
 
 def classes_to_show(rows: Rows, kinds: Sequence[Kind], count: int, *, reserve: bool = True) -> list[int]:
@@ -339,3 +326,101 @@ def _shrunk(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     size = (max(1, round(image.shape[2] * scale)), max(1, round(image.shape[1] * scale)))
     pixels = Image.fromarray(np.ascontiguousarray(np.moveaxis(image, 0, 2)))
     return np.moveaxis(np.asarray(pixels.resize(size, Image.Resampling.BOX)), 2, 0)
+
+
+# Samples of a store as pictures: their images, and the heatmaps of some classes beside or over epochs
+
+MAX_EPOCHS = 8
+
+
+class SampleImages:
+    """Pixels of some samples, the kinds of all classes in them, and their boxes, from their shards."""
+
+    def __init__(
+        self,
+        index: Index,
+        ids: NDArray[np.int64],
+        annotated: NDArray[np.bool_],
+        expected: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`annotated` [n,L] are the given classes; `expected` [n,L] is needed without full labels."""
+        try:
+            self.images = read_images(index, ids)
+            metadata = read_metadata(index, ids)
+        except Unreadable as error:
+            raise UserError(f"{error}. Choose other samples, or write the shards again.") from error
+        self.index = index
+        self.boxes = {sample: boxes_by_class(fields.get("boxes", [])) for sample, fields in metadata.items()}
+        if index.full is not None:
+            present = index.labels_of(ids, "full") == 1
+            kinds = [kinds_of(own, present=present[n]) for n, own in enumerate(annotated)]
+        else:
+            assert expected is not None
+            negatives = index.labels_of(ids) == 0
+            kinds = [
+                kinds_of(own, expected=expected[n], negatives=negatives[n]) for n, own in enumerate(annotated)
+            ]
+        self.kinds = kinds
+        """The kinds of all classes in each sample."""
+
+    def picture(self, sample: int, title: str, panels: Sequence[Panel]) -> SamplePicture:
+        return SamplePicture(image=self.images[sample].numpy(), title=title, panels=panels)
+
+
+def side_by_side(
+    stores: Sequence[HeatmapStore], images: SampleImages, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """Return one picture per sample and store, with the classes that are strongest in the first store."""
+    memories, names = [_memory(store, ids) for store in stores], images.index.class_names
+    pictures = []
+    for row, sample in enumerate(ids.tolist()):
+        first = memories[0].take(slice(row, row + 1))
+        kinds = images.kinds[row]
+        classes = classes_to_show(first, kinds, count)
+        for store, memory in zip(stores, memories, strict=True):
+            rows = memory.take(slice(row, row + 1))
+            panels = [panel_of(rows, number, names, kinds, images.boxes[sample]) for number in classes]
+            title = images.index.name(sample)
+            title += f"   {store.backend.url}" if len(stores) > 1 else ""
+            pictures.append(images.picture(sample, title, panels))
+    return pictures
+
+
+def _memory(store: HeatmapStore, ids: NDArray[np.int64]) -> Rows:
+    """Return the rows of samples with scores and heatmaps without their initial values."""
+    rows = store.read_without_initial_value(ids)
+    return rows.with_scores(store.scores_without_initial_value(rows, ids).astype(np.float16))
+
+
+def over_epochs(
+    stores: Sequence[HeatmapStore], images: SampleImages, ids: NDArray[np.int64], count: int
+) -> list[SamplePicture]:
+    """Return one picture per sample and class, with its heatmap in each epoch."""
+    store = stores[0]
+    pictures: list[SamplePicture] = []
+    for row, sample in enumerate(ids.tolist()):
+        history = {epoch: rows for epoch, rows in store.history(sample).items() if rows.heatmaps is not None}
+        if not history:
+            raise UserError(
+                f"{images.index.name(sample)}: no heatmaps of earlier epochs. Tracked samples have them: "
+                f"{', '.join(images.index.key(one) for one in store.spec.history_samples[:8])} ..."
+            )
+        pictures += _epochs_of(images, row, sample, history, count, images.index.name(sample))
+    return pictures
+
+
+def _epochs_of(
+    images: SampleImages, row: int, sample: int, history: dict[int, Rows], count: int, name: str
+) -> Iterator[SamplePicture]:
+    last = history[max(history)]
+    kinds = images.kinds[row]
+    shown = [sorted(history)[n] for n in np.unique(np.linspace(0, len(history) - 1, MAX_EPOCHS).astype(int))]
+    for number in classes_to_show(last, kinds, count, reserve=False):
+        panels = [
+            replace(
+                panel_of(history[epoch], number, images.index.class_names, kinds, images.boxes[sample]),
+                name=f"e{epoch} {images.index.class_names[number]}",
+            )
+            for epoch in shown
+        ]
+        yield images.picture(sample, f"{name}: {images.index.class_names[number]}", panels)

@@ -10,10 +10,6 @@ import zarr
 
 from bigscl.common.user_error import UserError
 from bigscl.store.backends.backend import Backend
-from bigscl.store.commit.lease import KEY as LEASE_KEY
-from bigscl.store.commit.lease import Lease, is_beat
-from bigscl.store.commit.snapshots import FOLDER as SNAPSHOTS
-from bigscl.store.commit.snapshots import Check, Snapshot, SnapshotLog, Version, version_of, versions_of
 from bigscl.store.errors import AlreadyExists, BadFile, IndexMismatch, NotAStore, OtherFormat, StoreError
 from bigscl.store.format import history
 from bigscl.store.format.annotations import Annotations
@@ -21,6 +17,10 @@ from bigscl.store.format.fields import read_object, seal
 from bigscl.store.format.layout import check_top
 from bigscl.store.format.spec import FEATURES, FORMAT, SPARSE_SCORES, GroupSpec, StoreSpec
 from bigscl.store.format.zarr_group import describe_group, described
+from bigscl.store.lease import KEY as LEASE_KEY
+from bigscl.store.lease import Lease, is_beat
+from bigscl.store.snapshots import FOLDER as SNAPSHOTS
+from bigscl.store.snapshots import Check, Snapshot, SnapshotLog, Version, version_of, versions_of
 
 ROOT = "zarr.json"
 PARTIAL = ".partial"
@@ -234,7 +234,6 @@ def prepare_writing(backend: Backend, snapshot: int | None, run: str, lease: Lea
 
 
 def delete_unnamed_groups(backend: Backend, log: SnapshotLog, check: Check) -> None:
-    """Delete the array groups that no retained snapshot names."""
     names = [name for name in backend.names("") if name.startswith("arrays-")]
     named = {snapshot.group for snapshot in log.read_all().values()}
     for name in names:

@@ -27,7 +27,7 @@ from bigscl.common.files import (
     repair_folder,
 )
 from bigscl.common.user_error import UserError
-from bigscl.models.families.weights import differences
+from bigscl.models.families.base import differences
 
 # Bytes, as of random states, are pickled as a call of this harmless function, which torch 2.4 refuses.
 torch.serialization.add_safe_globals([_codecs.encode])
@@ -174,7 +174,6 @@ class Checkpoint:
         self._read: dict[str, Any] = {}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the named tensors of a safetensors file."""
         found: dict[str, Tensor] = self._parsed(name, load_file)
         return found
 
@@ -239,7 +238,6 @@ class Checkpoints:
         return found
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint."""
         found = self.all()
         return found[-1] if found else None
 
@@ -253,7 +251,6 @@ class Checkpoints:
         return path
 
     def prune(self) -> None:
-        """Remove the checkpoints that are not kept."""
         found = self.all()
         kept = kept_of([checkpoint.progress for checkpoint in found], self._keep)
         for checkpoint in found:

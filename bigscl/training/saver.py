@@ -10,7 +10,7 @@ from dataclasses import replace
 from bigscl.common.digests import METRICS
 from bigscl.common.failures import exit_now, explain, report_to_launcher
 from bigscl.store import on_rank_zero
-from bigscl.training.checkpoint.checkpoint_folder import Progress, Writer, write_files, write_tensors
+from bigscl.training.checkpoint_folder import Progress, Writer, write_files, write_tensors
 from bigscl.training.model_state import WEIGHTS, ModelState
 from bigscl.training.run_folder import Run
 from bigscl.training.run_memory import AnyMemory

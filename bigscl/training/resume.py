@@ -20,7 +20,7 @@ from bigscl.distributed.ranks import failure_on_any
 from bigscl.memory.open_memory import free_shared_memory
 from bigscl.memory.snapshot_state import SnapshotState, is_empty
 from bigscl.store import HeatmapStore, Snapshot, StoreError, on_rank_zero
-from bigscl.training.checkpoint.checkpoint_folder import Checkpoint, CheckpointError, Progress
+from bigscl.training.checkpoint_folder import Checkpoint, CheckpointError, Progress
 from bigscl.training.metrics_log import MetricsLog
 from bigscl.training.model_state import ModelState
 from bigscl.training.run_folder import Run, RunFolder, check_store, read_store
@@ -28,6 +28,7 @@ from bigscl.training.run_memory import AnyMemory, open_memory
 from bigscl.training.run_progress import EpochProgress
 
 logger = logging.getLogger(__name__)
+
 Choice = str
 """`auto`, `never`, or the path of a checkpoint."""
 
@@ -251,7 +252,6 @@ class CheckpointSearch:
         return replace(saved, samples=replace(saved.samples, visited=visited))
 
     def _read(self, path: Path, candidates: Candidates) -> Saved:
-        """Read and check a checkpoint with its snapshot."""
         checkpoint = Checkpoint(path)
         progress, samples, names = checkpoint.progress, None, [checkpoint.progress.run]
         store = self._open_snapshot(path, progress)

@@ -1,1 +1,0 @@
-"""Pictures of samples, epochs and runs."""

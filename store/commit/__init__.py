@@ -1,1 +1,0 @@
-"""The life of a store: creation, snapshots, lease, compaction and checks."""
