@@ -45,7 +45,11 @@ class Places:
     @property
     def missing(self) -> str:
         """Why rows with `az` cannot be tried; empty if they can."""
-        return "" if "az" in self.tars else f"{AZURITE} is not installed: npm install -g azurite"
+        return (
+            ""
+            if "AZURE_STORAGE_ENDPOINT" in self.environment
+            else f"{AZURITE} is not installed: npm install -g azurite"
+        )
 
 
 def fill(folder: Path) -> None:
@@ -83,10 +87,9 @@ def serve(shards: Path, scratch: Path) -> Iterator[Places]:
         web = stack.enter_context(web_server(shards))
         tars = {"folder": f"{shards}/PART-*.tar", "http": f"{web}/PART-{{000000..LAST}}.tar"}
         environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": stack.enter_context(_s3(shards))}
-        tars["s3"] = f"s3://{BUCKET}/shards/PART-*.tar"
+        tars |= {kind: f"{kind}://{BUCKET}/shards/PART-*.tar" for kind in ("s3", "az")}
         if shutil.which(AZURITE):
             environment |= AZURE | {"AZURE_STORAGE_ENDPOINT": stack.enter_context(_azurite(shards, scratch))}
-            tars["az"] = f"az://{BUCKET}/shards/PART-*.tar"
         yield Places(shards, tars, environment)
 
 

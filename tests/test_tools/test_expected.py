@@ -121,7 +121,7 @@ def test_render_marks_what_export_expects(unlabelled, tmp_path, monkeypatch, epo
         assert "negative" not in kinds, "these shards do not say what is absent"
         return [0]
 
-    monkeypatch.setattr("bigscl.tools.shared.sample_pictures.classes_to_show", classes_to_show)
+    monkeypatch.setattr("bigscl.evaluation.sample_plots.classes_to_show", classes_to_show)
     which = ["--epochs"] if epochs else ["--choose", "tracked"]
     files = ("--index", tmp_path / "bare.npz", "-o", tmp_path / "x.png")
     answer = bigscl("render", run, *which, *files, "--json")
