@@ -11,8 +11,9 @@ where the b of a class makes as many pairs positive as are expected of it; where
 so there all b are higher by one number. Given such p, an image with m positives has named each of them with
 probability 1/m, which gives the likelihood of the hidden labels; `a`, how well the values separate, maximises
 it. Missing labels are only in images with several positives, hidden ones mostly in images with one, which is
-more prominent: `a` of missing labels is 0.87 of that (`OF_MISSING`, by the truth of two datasets). The
-precision of the mined labels is the mean of their p, their recall the sum over all that are missing.
+more prominent: `a` of missing labels is 0.87 of that (`OF_MISSING`, by the truth of two datasets), and no
+more of them are found than of hidden ones. The precision of the mined labels is the mean of their p, their
+recall the sum over all that are missing.
 
 It assumes that labels are drawn uniformly from what an image shows, that K is right for every class, and that
 classes of an image are independent given their values. docs/choosing-k.md has it beside the truth.
@@ -199,11 +200,15 @@ def estimate(
         plausible = SLOPES[likelihoods > likelihoods.max() - DROP]
         lowest, usual, highest = OF_MISSING
         right = mined_probabilities(usual * SLOPES[likelihoods.argmax()])
+        # Missing labels are not easier than hidden ones: no more of them are found.
+        missing = max(labelled.num_positives.sum(), 1e-9)
+        most = missing / len(classes) * _wilson(int(found.sum()), len(hidden))
+        right *= min(1.0, most[1] / max(right.mean(), 1e-9))
         known = {
             "precision": right.mean(),
-            "low": mined_probabilities(lowest * plausible.min()).mean(),
-            "high": mined_probabilities(highest * plausible.max()).mean(),
-            "recall": right.sum() / max(labelled.num_positives.sum(), 1e-9),
+            "low": min(mined_probabilities(lowest * plausible.min()).mean(), most[0], right.mean()),
+            "high": min(mined_probabilities(highest * plausible.max()).mean(), most[2]),
+            "recall": right.sum() / missing,
         }
     return Trust(
         hidden=len(hidden),
@@ -213,6 +218,14 @@ def estimate(
         images_per_class=num_samples / len(labels),
         groups=_groups(labels, hidden, found, classes, right),
     )
+
+
+def _wilson(found: int, count: int) -> Floats:
+    """Return the lower end of the 95% interval of a share, the share, and the upper end."""
+    share, z = found / count, 1.96
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return np.array([middle - half, share, middle + half])
 
 
 def _thirds(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -149,6 +149,23 @@ def test_easy_labels_of_images_with_one_class_do_not_count_for_missing_ones(seed
     assert simulated(seed, separation=1.0, easier_alone=1.0)[0].precision > precision + 0.03
 
 
+def test_no_more_missing_labels_are_found_than_hidden_ones(monkeypatch):
+    """Whatever the values say."""
+    whole = trusts.estimate
+
+    def with_canaries_not_found(canaries, hidden, labelled, **facts):
+        mined = canaries.mined.copy()
+        mined[np.flatnonzero(mined[np.arange(len(hidden)), hidden])[10:]] = False
+        return whole(replace(canaries, mined=mined), hidden, labelled, **facts)
+
+    monkeypatch.setitem(globals(), "estimate", with_canaries_not_found)
+    found, (precision, _) = simulated(0, separation=4.0)
+    assert found.found == 10
+    assert found.recall == pytest.approx(10 / 400)
+    assert found.low < found.precision < found.high < 0.1 < precision
+    assert not found.is_enough
+
+
 def test_values_that_say_nothing_make_labels_that_are_not_to_be_trusted():
     found, (precision, _) = simulated(3, separation=0.0)
     assert found.precision == pytest.approx(precision, abs=0.05)
