@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -88,7 +90,9 @@ def test_no_command_of_the_page_that_is_executed_changes_a_store():
     assert not [command for command in commands(PAGE.read_text(), marked_only=True) if "--apply" in command]
 
 
-def test_every_marked_command_of_the_page_works_and_its_output_is_written(place):
+def test_every_marked_command_of_the_page_works_and_its_output_is_written(place, monkeypatch):
+    # `plan` of ImageNet's store ends with 1 where the disk has no 26 GB.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**12))
     page = PAGE.read_text()
     once = renewed(page, lambda words: portable(answer(words), place))
     assert commands(once) == commands(page)
